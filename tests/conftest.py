@@ -1,0 +1,24 @@
+"""Makes the Triton kernels run in the interpreter where there is no GPU, and skips tests marked `gpu` there."""
+
+import os
+
+import pytest
+import torch
+
+# Triton reads the variable when it is first imported, and transformers imports triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, and torch sees none")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
