@@ -1,6 +1,6 @@
 """Policy, reference and reward model: loading them, and log-probabilities and scores of a batch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -79,7 +79,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 def scored_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Logits that predict the scored tokens of a batch, [N, V] fp32."""
-    with head_over(unwrap(model).get_output_embeddings(), batch.scored_rows, shape=(1, -1)):
+    with head_over(unwrap(model).get_output_embeddings(), batch.scored_rows, layout=lambda logits: logits.unsqueeze(0)):
         output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     return output.logits.squeeze(0)
 
@@ -91,15 +91,16 @@ def scored_logprobs(model: nn.Module, batch: Batch) -> Tensor:
 
 def scores(model: nn.Module, batch: Batch) -> Tensor:
     """A reward model's score of each sequence of a batch, read at its last token, [S] fp32."""
-    # The model goes on to pick one position of each sequence: there is only one.
-    with head_over(unwrap(model).score, batch.last_rows, shape=(-1, 1)):
+    T = batch.input_ids.shape[1]
+    # The model goes on to pick one of T positions of each sequence: they all hold its score.
+    with head_over(unwrap(model).score, batch.last_rows, layout=lambda score: score.unsqueeze(1).expand(-1, T, -1)):
         output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
     return output.logits.squeeze(1)
 
 
 @contextmanager
-def head_over(head: nn.Module, rows: Tensor, shape: tuple[int, int]) -> Iterator[None]:
-    """Lets a head see only some rows of the flattened hidden states, laid out as `shape`, and compute in fp32.
+def head_over(head: nn.Module, rows: Tensor, layout: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Lets a head see only some rows of the flattened hidden states, in fp32; `layout` shapes what it returns.
 
     Replacing the head's forward, instead of calling body and head apart, keeps whatever the model does to its logits
     (scaling, soft capping) and enters through the module that a distributed wrapper has wrapped. Rounding logits to
@@ -109,7 +110,7 @@ def head_over(head: nn.Module, rows: Tensor, shape: tuple[int, int]) -> Iterator
 
     def forward_over_rows(hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return forward(hidden.flatten(0, 1)[rows].float().unflatten(0, shape))
+            return layout(forward(hidden.flatten(0, 1)[rows].float()))
 
     head.forward = forward_over_rows
     try:

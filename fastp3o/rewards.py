@@ -4,27 +4,16 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models import load_reward_model, load_tokenizer, scores
 from fastp3o.padding import pad
+from fastp3o.rollouts import Rollouts
 
-
-@dataclass
-class Responses:
-    """S responses to be rewarded, as token ids and as texts without special tokens."""
-
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
-    prompts: list[str]
-    responses: list[str]
-
-
-Reward = Callable[[Responses], list[float]]
+Reward = Callable[[Rollouts], list[float]]
 
 
 class ModelReward:
@@ -34,30 +23,30 @@ class ModelReward:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.shares_vocabulary = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        self.policy_eos = policy_tokenizer.eos_token_id
 
     @torch.no_grad()
-    def __call__(self, batch: Responses) -> list[float]:
-        prompt_ids, response_ids = batch.prompt_ids, batch.response_ids
+    def __call__(self, rollouts: Rollouts) -> list[float]:
+        prompt_ids, response_ids = rollouts.prompt_ids, rollouts.response_ids
         if not self.shares_vocabulary:
-            prompt_ids, response_ids = self.translate(batch)
+            prompt_ids, response_ids = self.translate(rollouts)
         padded = pad(prompt_ids, response_ids, pad_token_id=self.tokenizer.pad_token_id)
         return scores(self.model, padded.to(self.model.device)).tolist()
 
-    def translate(self, batch: Responses) -> tuple[list[list[int]], list[list[int]]]:
+    def translate(self, rollouts: Rollouts) -> tuple[list[list[int]], list[list[int]]]:
         """The texts in the reward model's tokens; a response keeps its end where it had one."""
-        prompt_ids = self.tokenizer(batch.prompts).input_ids
-        response_ids = self.tokenizer(batch.responses, add_special_tokens=False).input_ids
-        for translated, original in zip(response_ids, batch.response_ids, strict=True):
-            if original[-1] == self.policy_eos or not translated:
-                translated.append(self.tokenizer.eos_token_id)
+        prompt_ids = self.tokenizer(rollouts.prompts).input_ids
+        response_ids = self.tokenizer(rollouts.responses, add_special_tokens=False).input_ids
+        for ids, finished in zip(response_ids, rollouts.finished, strict=True):
+            if finished or not ids:
+                ids.append(self.tokenizer.eos_token_id)
         return prompt_ids, response_ids
 
 
 class FunctionReward:
-    """A user's `function(prompts: list[str], responses: list[str]) -> list[float]`."""
+    """A user's `function(prompts: list[str], responses: list[str]) -> list[float]`, given as `module:function`."""
 
     def __init__(self, name: str):
+        self.name = name
         module, _, function = name.partition(":")
         sys.path.insert(0, os.getcwd())
         try:
@@ -66,12 +55,11 @@ class FunctionReward:
             raise ValueError(f"cannot load the reward function {name!r}: {error}") from error
         finally:
             sys.path.pop(0)
-        self.name = name
 
-    def __call__(self, batch: Responses) -> list[float]:
-        rewards = [float(reward) for reward in self.function(batch.prompts, batch.responses)]
-        if len(rewards) != len(batch.responses):
-            raise ValueError(f"{self.name} returned {len(rewards)} rewards for {len(batch.responses)} responses")
+    def __call__(self, rollouts: Rollouts) -> list[float]:
+        rewards = [float(reward) for reward in self.function(rollouts.prompts, rollouts.responses)]
+        if len(rewards) != len(rollouts):
+            raise ValueError(f"{self.name} returned {len(rewards)} rewards for {len(rollouts)} responses")
         return rewards
 
 
@@ -83,3 +71,12 @@ def load_reward(
         return FunctionReward(name)
     model = load_reward_model(name, trust_remote_code=trust_remote_code).to(device)
     return ModelReward(model, load_tokenizer(name, trust_remote_code=trust_remote_code), policy_tokenizer)
+
+
+def rewards_of(reward: Reward, rollouts: Rollouts, *, batch_size: int, missing_eos_penalty: float = 0.0) -> Tensor:
+    """Rewards of S responses, [S] fp32 on the CPU, less the penalty where a response has no end-of-sequence."""
+    values = [
+        value for first in range(0, len(rollouts), batch_size) for value in reward(rollouts[first : first + batch_size])
+    ]
+    unfinished = ~torch.tensor(rollouts.finished)
+    return torch.tensor(values, dtype=torch.float32) - missing_eos_penalty * unfinished

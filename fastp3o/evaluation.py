@@ -1,0 +1,84 @@
+"""Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward frontier."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.config import P3OConfig
+from fastp3o.models import scored_logprobs, unwrap
+from fastp3o.padding import pad
+from fastp3o.rewards import Reward, rewards_of
+from fastp3o.rollouts import Rollouts, sample
+from fastp3o.sampling import seed_of, share_of_process
+from fastp3o_kernels import sequence_logprobs
+
+
+def evaluate(
+    accelerator: Accelerator,
+    policy: nn.Module,
+    reference: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    reward: Reward,
+    prompts: Dataset,
+    config: P3OConfig,
+) -> dict[str, float]:
+    """Samples `eval_samples` responses to every prompt, always with the same seed.
+
+    Means over prompts, and `_std`, their standard deviation over prompts, of: reward (no penalties), KL to the reference
+    in nats per sequence (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence.
+    """
+    rows = share_of_process(list(range(len(prompts))), accelerator)
+    mine = prompts[rows]
+    rollouts = sample(
+        unwrap(policy),
+        tokenizer,
+        mine["prompt"],
+        mine["prompt_ids"],
+        responses_per_prompt=config.eval_samples,
+        max_new_tokens=config.max_new_tokens,
+        batch_size=config.eval_batch_size,
+        seed=seed_of(config.seed, EVALUATION, accelerator.process_index),
+    )
+    sequences = config.eval_batch_size * config.eval_samples
+    with accelerator.autocast():
+        rewards = rewards_of(reward, rollouts, batch_size=sequences)
+        kl = torch.cat(
+            [
+                sequence_log_ratio(accelerator, policy, reference, tokenizer, rollouts[first : first + sequences])
+                for first in range(0, len(rollouts), sequences)
+            ]
+        )
+    values = {
+        "reward": rewards,
+        "kl": kl.cpu(),
+        "response_length": torch.tensor([len(ids) for ids in rollouts.response_ids]).float(),
+        "missing_eos": 1 - torch.tensor(rollouts.finished).float(),
+    }
+    metrics: dict[str, float] = {}
+    for name, of_responses in values.items():
+        of_prompts = of_responses.view(-1, config.eval_samples).mean(dim=1)
+        everywhere = torch.tensor(gather_object(of_prompts.tolist()))
+        metrics[name] = everywhere.mean().item()
+        if name in ("reward", "kl"):
+            metrics[f"{name}_std"] = everywhere.std().item() if len(everywhere) > 1 else 0.0
+    return {**metrics, "prompts": len(prompts)}
+
+
+# Sets evaluation seeds apart from those of updates, which are counted from 0.
+EVALUATION = 2**32 - 1
+
+
+@torch.no_grad()
+def sequence_log_ratio(
+    accelerator: Accelerator,
+    policy: nn.Module,
+    reference: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rollouts: Rollouts,
+) -> Tensor:
+    """log π(y|x) − log π_ref(y|x) of each response, [S] fp32."""
+    batch = pad(rollouts.prompt_ids, rollouts.response_ids, pad_token_id=tokenizer.pad_token_id).to(accelerator.device)
+    return sequence_logprobs(scored_logprobs(policy, batch) - scored_logprobs(reference, batch), batch.cu_seqlens)

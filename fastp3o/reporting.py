@@ -1,0 +1,108 @@
+"""Metrics of a run: JSON lines, accelerate's trackers, a progress bar and tables of samples."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+METRICS = "metrics.jsonl"
+EVALUATIONS = "eval.jsonl"
+
+
+class Reporter:
+    """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only."""
+
+    def __init__(self, accelerator: Accelerator, folder: Path, *, stage: str, first_step: int, steps: int):
+        self.accelerator = accelerator
+        self.folder = folder
+        if accelerator.is_main_process:
+            for name in (METRICS, EVALUATIONS):
+                keep_until(folder / name, first_step)
+        self.bar = tqdm(
+            total=steps, initial=first_step, desc=stage, unit="step", disable=not accelerator.is_main_process
+        )
+
+    def step(self, step: int, metrics: dict[str, float], shown: tuple[str, ...]) -> None:
+        self.write(METRICS, step, metrics)
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
+        self.bar.set_postfix({name: f"{metrics[name]:.3g}" for name in shown}, refresh=False)
+        self.bar.update(1)
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.write(EVALUATIONS, step, metrics)
+        self.accelerator.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
+        self.print(f"after step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
+        if self.accelerator.is_main_process:
+            with (self.folder / name).open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def samples(self, step: int, prompts: list[str], responses: list[list[str]], rewards: list[list[float]]) -> None:
+        """A table of prompts with their responses and rewards."""
+        if not self.accelerator.is_main_process:
+            return
+        table = Table(title=f"samples at step {step}", show_lines=True)
+        table.add_column("end of prompt", ratio=2)
+        table.add_column("response", ratio=3)
+        table.add_column("reward", justify="right")
+        for prompt, of_prompt, scores in zip(prompts, responses, rewards, strict=True):
+            for number, (response, score) in enumerate(zip(of_prompt, scores, strict=True)):
+                table.add_row("" if number else "…" + prompt[-160:].strip(), response.strip(), f"{score:.2f}")
+        with tqdm.external_write_mode(file=sys.stdout):
+            Console(width=None if sys.stdout.isatty() else 110).print(table, markup=False)
+
+    def print(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(line)
+
+    def close(self) -> None:
+        self.bar.close()
+        self.accelerator.end_training()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drops the lines of steps which a resumed run does again."""
+    if path.exists():
+        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+        path.write_text("".join(lines))
+
+
+class Phases:
+    """Seconds spent in each named phase since the last reading."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
+
+    def read(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_memory_gib() -> float:
+    """Most memory held so far: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kib = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib / 2**30

@@ -1,0 +1,29 @@
+"""Which rows a step takes, and the seed of what it samples: functions of seed and step, so a resumed run is the same."""
+
+import numpy as np
+import torch
+
+
+def seed_of(*parts: int) -> int:
+    """A well-mixed 63-bit seed from a few small integers."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+
+
+def rows_of_step(step: int, *, batch_size: int, total: int, seed: int) -> list[int]:
+    """The `batch_size` rows of step `step` in an endless sequence of shuffled passes over `total` rows.
+
+    A batch may hold the end of one pass and the beginning of the next: no row is left out, no batch is smaller.
+    """
+    first, last = step * batch_size, (step + 1) * batch_size
+    passes = range(first // total, (last - 1) // total + 1)
+    rows = torch.cat([shuffled(total, seed_of(seed, number)) for number in passes])
+    start = first - passes.start * total
+    return rows[start : start + batch_size].tolist()
+
+
+def shuffled(total: int, seed: int) -> torch.Tensor:
+    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+
+
+def share_of_process(rows: list[int], accelerator) -> list[int]:
+    return rows[accelerator.process_index :: accelerator.num_processes]
