@@ -34,7 +34,9 @@ def pad(
     """
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if not prompt or not response:
-            raise ValueError(f"sequence {i} has {len(prompt)} prompt and {len(response)} response tokens; both need one")
+            raise ValueError(
+                f"sequence {i} has {len(prompt)} prompt and {len(response)} response tokens; both need one"
+            )
     sequences = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     T = max(map(len, sequences))
     first_scored = [1 if score_prompts else len(prompt) for prompt in prompts]

@@ -1,36 +1,180 @@
-"""Stage 3, Pairwise Proximal Policy Optimization: arXiv 2310.00212, its algorithm box from top to bottom.
+"""Stage 3, Pairwise Proximal Policy Optimization: the algorithm box of arXiv 2310.00212, from top to bottom."""
 
-P pairs, N response tokens of a batch; sequence 2p is response 1 of pair p and sequence 2p + 1 its response 2.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
-from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
 
-from fastp3o.checkpoints import (
-    FINISHED_MODEL,
-    STATE,
-    load_state,
-    prepare_output_dir,
-    save_model,
-    save_state,
-)
+from fastp3o.checkpoints import FINISHED_MODEL, STATE, load_state, prepare_output_dir, save_model, save_state
 from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
 from fastp3o.evaluation import evaluate
-from fastp3o.models import load_policy, load_tokenizer, scored_logits, scored_logprobs
+from fastp3o.finite import NotFiniteError, require_finite
+from fastp3o.models import load_policy, load_tokenizer, unwrap
 from fastp3o.optimization import make_optimizer
-from fastp3o.padding import Batch, pad
 from fastp3o.reporting import Phases, Reporter, peak_memory_gib
 from fastp3o.reward_scaling import RewardScaler
-from fastp3o.rewards import Reward, load_reward
+from fastp3o.rewards import load_reward, rewards_of
 from fastp3o.rollouts import Rollouts, sample
 from fastp3o.sampling import rows_of_step, seed_of, share_of_process, shuffled
-from fastp3o.setup import make_accelerator, share, start_trackers
-from fastp3o_kernels import logits_p3o_loss, sequence_logprobs
+from fastp3o.stage import load_data, make_accelerator, share, start_trackers
+from fastp3o.update import Pairs, make_minibatches, optimizer_step
+
+
+def train(config: P3OConfig) -> None:
+    """Trains a policy with P3O and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
+
+    Raises NotFiniteError, after saving model and state, when a reward, a loss or a gradient is not finite.
+    """
+    accelerator = make_accelerator(config)
+    pairs_of_process = share(accelerator, config.pairs_per_update, "pairs_per_update")
+    share(accelerator, config.pairs_per_minibatch, "pairs_per_minibatch")
+    folder = prepare_output_dir(accelerator, config)
+
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    prompts, eval_prompts = load_data(accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config)
+    policy = load_policy(config.model, trust_remote_code=config.trust_remote_code).train()
+    if config.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+    reference = load_policy(config.reference or config.model, trust_remote_code=config.trust_remote_code)
+    reference.to(accelerator.device).eval().requires_grad_(False)
+    reward = load_reward(
+        config.reward, tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code
+    )
+    scaler = RewardScaler(config.reward_scaling, config.reward_clip)
+
+    minibatches_per_update = config.pairs_per_update // config.pairs_per_minibatch
+    optimizer, schedule = make_optimizer(
+        policy, config, steps=config.updates * config.inner_epochs * minibatches_per_update
+    )
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    accelerator.register_for_checkpointing(schedule, scaler)
+    done = load_state(accelerator, folder / STATE) if config.resume else 0
+
+    start_trackers(accelerator, config)
+    reporter = Reporter(accelerator, folder, stage="P3O", first_step=done, steps=config.updates)
+    phase = Phases()
+
+    def evaluate_after(update: int) -> None:
+        if eval_prompts is not None:
+            metrics = evaluate(accelerator, policy, reference, tokenizer, reward, eval_prompts, config)
+            reporter.evaluation(update, metrics)
+
+    def save_after(update: int, model: Path, state: Path = folder / STATE) -> None:
+        save_model(accelerator, policy, tokenizer, model)
+        save_state(accelerator, state, update)
+
+    if done == 0:
+        evaluate_after(0)
+    for update in range(done + 1, config.updates + 1):
+        of_steps: list[dict[str, Tensor]] = []
+        try:
+            with phase("rollout"):
+                rows = rows_of_step(
+                    update - 1, batch_size=config.pairs_per_update, total=len(prompts), seed=config.seed
+                )
+                x = prompts[share_of_process(rows, accelerator)]
+                rollouts = sample(
+                    unwrap(policy),
+                    tokenizer,
+                    x["prompt"],
+                    x["prompt_ids"],
+                    responses_per_prompt=2,
+                    max_new_tokens=config.max_new_tokens,
+                    batch_size=config.rollout_batch_size,
+                    seed=seed_of(config.seed, update, accelerator.process_index),
+                )
+            with phase("reward"), accelerator.autocast():
+                rewards = rewards_of(
+                    reward,
+                    rollouts,
+                    batch_size=2 * config.rollout_batch_size,
+                    missing_eos_penalty=config.missing_eos_penalty,
+                ).view(pairs_of_process, 2)
+                require_finite(accelerator, "a reward", rewards)
+                scaled = scaler(rewards, seen=accelerator.gather(rewards.to(accelerator.device)).cpu())
+            with phase("logprobs"):
+                minibatches = make_minibatches(
+                    accelerator,
+                    policy,
+                    reference,
+                    rollouts,
+                    scaled,
+                    pad_token_id=tokenizer.pad_token_id,
+                    config=config,
+                )
+            with phase("update"):
+                for epoch in range(config.inner_epochs):
+                    for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
+                        of_steps.append(optimizer_step(accelerator, policy, optimizer, minibatches[index], config))
+                        schedule.step()
+        except NotFiniteError as error:
+            stopped = folder / f"stopped-in-{update:06}"
+            # Between steps of an update there is no state that --resume could continue exactly: it is kept apart.
+            save_after(update - 1, stopped / FINISHED_MODEL, stopped / STATE if of_steps else folder / STATE)
+            reporter.close()
+            raise NotFiniteError(f"update {update}: {error}; the model as it was before is in {stopped}") from error
+
+        metrics = metrics_of_update(accelerator, rollouts, rewards, minibatches, of_steps)
+        seconds = phase.read()
+        reporter.step(
+            update,
+            metrics
+            | {"learning_rate": schedule.get_last_lr()[0], "peak_memory_gib": peak_memory_gib()}
+            | {"tokens_per_second": metrics["response_tokens"] / sum(seconds.values())}
+            | {f"seconds_{name}": value for name, value in seconds.items()},
+            shown=("reward", "kl", "clip_fraction"),
+        )
+        last = update == config.updates
+        if config.samples_every and (last or update % config.samples_every == 0):
+            show_samples(reporter, update, rollouts, rewards)
+        if last or (config.eval_every and update % config.eval_every == 0):
+            evaluate_after(update)
+        if config.save_every and update % config.save_every == 0:
+            save_after(update, folder / f"checkpoint-{update:06}")
+    save_after(config.updates, folder / FINISHED_MODEL)
+    reporter.close()
+
+
+def metrics_of_update(
+    accelerator: Accelerator,
+    rollouts: Rollouts,
+    rewards: Tensor,
+    minibatches: list[list[Pairs]],
+    of_steps: list[dict[str, Tensor]],
+) -> dict[str, float]:
+    """Means over all processes: of the rollouts as they were sampled, and of the optimizer steps taken on them.
+
+    reward: unscaled, penalties included; reward_difference: mean |r1 - r2|; kl: mean log π_old(y|x) − log π_ref(y|x), in
+    nats per response; entropy: −mean log π_old of a response's tokens, in nats per token; missing_eos: share of
+    responses without an end-of-sequence.
+    """
+    pairs = [pairs for minibatch in minibatches for pairs in minibatch]
+    lengths = torch.tensor([len(ids) for ids in rollouts.response_ids], dtype=torch.float32)
+    old_token_logprobs = torch.cat([p.old_token_logprobs for p in pairs])
+    log_ratios = torch.cat([p.old_logprobs - p.ref_logprobs for p in pairs])
+    means = {
+        "reward": rewards.mean(),
+        "reward_difference": (rewards[:, 0] - rewards[:, 1]).abs().mean(),
+        "kl": log_ratios.mean(),
+        "entropy": -old_token_logprobs.mean(),
+        "response_length": lengths.mean(),
+        "missing_eos": 1 - torch.tensor(rollouts.finished).float().mean(),
+        "response_tokens": lengths.sum() * accelerator.num_processes,
+    }
+    for name in of_steps[0].keys() - {"ratio_max", "kl"}:
+        means[name] = torch.stack([step[name] for step in of_steps]).mean()
+    names = sorted(means)
+    values = accelerator.reduce(torch.stack([means[name].to(accelerator.device) for name in names]), reduction="mean")
+    ratio_max = accelerator.gather(torch.stack([step["ratio_max"] for step in of_steps])).max()
+    return dict(zip(names, values.tolist(), strict=True)) | {"ratio_max": ratio_max.item()}
+
+
+def show_samples(reporter: Reporter, update: int, rollouts: Rollouts, rewards: Tensor, prompts: int = 3) -> None:
+    reporter.samples(
+        update,
+        rollouts.prompts[: 2 * prompts : 2],
+        [rollouts.responses[2 * p : 2 * p + 2] for p in range(min(prompts, len(rewards)))],
+        rewards[:prompts].tolist(),
+    )

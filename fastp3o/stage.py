@@ -1,0 +1,73 @@
+"""What every stage does before its loop: accelerator, seed, precision, data."""
+
+from collections.abc import Callable
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.config import StageConfig
+from fastp3o.data import DataReport
+
+
+def make_accelerator(config: StageConfig) -> Accelerator:
+    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set."""
+    set_seed(config.seed)
+    return Accelerator(
+        mixed_precision="bf16" if config.precision == "bf16" or prefers_bf16(config.precision) else "no",
+        log_with=None if config.report_to == "none" else config.report_to.split(","),
+        project_dir=config.output_dir,
+    )
+
+
+def start_trackers(accelerator: Accelerator, config: StageConfig) -> None:
+    plain = {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool)}
+    accelerator.init_trackers("trackers", config=plain)
+
+
+def prefers_bf16(precision: str) -> bool:
+    return precision == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def share(accelerator: Accelerator, total: int, name: str) -> int:
+    """The part of `total` that falls to one process. Raises ValueError where it does not divide evenly."""
+    processes = accelerator.num_processes
+    if total % processes:
+        raise ValueError(f"--{name} ({total}) must be a multiple of the number of processes ({processes})")
+    return total // processes
+
+
+def load_data(
+    accelerator: Accelerator,
+    loader: Callable[..., tuple[Dataset, DataReport]],
+    train_source: str,
+    eval_source: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: StageConfig,
+    **lengths: int,
+) -> tuple[Dataset, Dataset | None]:
+    """Training and evaluation data, tokenized by the main process first so that the others find them in the cache.
+
+    Raises ValueError where there are fewer evaluation rows than processes.
+    """
+
+    def load(source: str, split: str, limit: int | None) -> Dataset:
+        with accelerator.main_process_first():
+            data, report = loader(
+                source,
+                tokenizer,
+                split=split,
+                limit=limit,
+                max_prompt_tokens=config.max_prompt_tokens,
+                skip_bad_rows=config.skip_bad_rows,
+                **lengths,
+            )
+        accelerator.print(f"{source}: {report}")
+        if len(data) < accelerator.num_processes:
+            raise ValueError(f"{source} has {len(data)} usable rows, fewer than there are processes")
+        return data
+
+    train = load(train_source, config.split, config.limit)
+    return train, load(eval_source, config.eval_split, config.eval_limit) if eval_source else None

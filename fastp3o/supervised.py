@@ -1,0 +1,130 @@
+"""The loop that SFT and reward modelling share: shuffled passes over a fixed data set, one loss."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastp3o.checkpoints import FINISHED_MODEL, STATE, load_state, save_model, save_state
+from fastp3o.config import SupervisedConfig
+from fastp3o.finite import NotFiniteError, require_finite
+from fastp3o.optimization import make_optimizer
+from fastp3o.reporting import Phases, Reporter, peak_memory_gib
+from fastp3o.sampling import rows_of_step, share_of_process
+from fastp3o.stage import share, start_trackers
+
+Rows = dict[str, list]
+# The sums of a loss, and of what is reported beside it, over the units that `Size` counts (tokens, pairs).
+Sums = Callable[[nn.Module, Rows], dict[str, Tensor]]
+Size = Callable[[Rows], int]
+
+
+def train_supervised(
+    accelerator: Accelerator,
+    config: SupervisedConfig,
+    folder: Path,
+    *,
+    stage: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train_data: Dataset,
+    eval_data: Dataset | None,
+    sums_of: Sums,
+    size_of: Size,
+) -> None:
+    """Minimises sums_of(...)["loss"] / size_of(...) over each batch and leaves model, metrics and evaluations in folder.
+
+    Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
+    """
+    share(accelerator, config.batch_size, "batch_size")
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    steps = -(-config.epochs * len(train_data) // config.batch_size)
+    optimizer, schedule = make_optimizer(model.train(), config, steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(schedule)
+    done = load_state(accelerator, folder / STATE) if config.resume else 0
+
+    start_trackers(accelerator, config)
+    reporter = Reporter(accelerator, folder, stage=stage, first_step=done, steps=steps)
+    phase = Phases()
+
+    def evaluate_after(step: int) -> None:
+        if eval_data is not None:
+            reporter.evaluation(step, evaluate(accelerator, model, eval_data, config, sums_of, size_of))
+
+    def save_after(step: int, where: Path) -> None:
+        save_model(accelerator, model, tokenizer, where)
+        save_state(accelerator, folder / STATE, step)
+
+    if done == 0:
+        evaluate_after(0)
+    for step in range(done + 1, steps + 1):
+        with phase("update"):
+            rows = rows_of_step(step - 1, batch_size=config.batch_size, total=len(train_data), seed=config.seed)
+            batch = train_data[share_of_process(rows, accelerator)]
+            size = accelerator.reduce(torch.tensor(float(size_of(batch)), device=accelerator.device), "mean")
+            metrics: dict[str, Tensor] = {}
+            for microbatch, more_to_come in microbatches(batch, config.microbatch_size):
+                with accelerator.no_sync(model) if more_to_come else nullcontext(), accelerator.autocast():
+                    sums = sums_of(model, microbatch)
+                    accelerator.backward(sums["loss"] / size)
+                for name, value in sums.items():
+                    metrics[name] = metrics.get(name, 0.0) + value.detach() / size
+            metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
+            metrics["grad_norm"] = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            try:
+                require_finite(accelerator, "the loss or the gradient", torch.stack(list(metrics.values())))
+            except NotFiniteError as error:
+                save_after(step - 1, folder / f"stopped-in-{step:06}")
+                reporter.close()
+                raise NotFiniteError(
+                    f"step {step}: {error}; model and state before it are saved in {folder}"
+                ) from error
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        seconds = phase.read()["update"]
+        reporter.step(
+            step,
+            {name: value.item() for name, value in metrics.items()}
+            | {"learning_rate": schedule.get_last_lr()[0], "peak_memory_gib": peak_memory_gib()}
+            | {"epoch": step * config.batch_size / len(train_data), "seconds": seconds},
+            shown=tuple(name for name in metrics if name != "grad_norm"),
+        )
+        last = step == steps
+        if last or (config.eval_every and step % config.eval_every == 0):
+            evaluate_after(step)
+        if config.save_every and step % config.save_every == 0:
+            save_after(step, folder / f"checkpoint-{step:06}")
+    save_after(steps, folder / FINISHED_MODEL)
+    reporter.close()
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator, model: nn.Module, data: Dataset, config: SupervisedConfig, sums_of: Sums, size_of: Size
+) -> dict[str, float]:
+    """Means over held-out data of what `sums_of` gives."""
+    batch = data[share_of_process(list(range(len(data))), accelerator)]
+    totals: dict[str, Tensor] = {}
+    for microbatch, _ in microbatches(batch, config.microbatch_size):
+        with accelerator.autocast():
+            for name, value in sums_of(model, microbatch).items():
+                totals[name] = totals.get(name, 0.0) + value
+    totals["size"] = torch.tensor(float(size_of(batch)), device=accelerator.device)
+    totals = {name: accelerator.reduce(value, "sum") for name, value in totals.items()}
+    size = totals.pop("size")
+    return {name: (value / size).item() for name, value in totals.items()}
+
+
+def microbatches(rows: Rows, size: int) -> Iterator[tuple[Rows, bool]]:
+    """Parts of at most `size` rows, each with whether more follow."""
+    total = len(next(iter(rows.values())))
+    for first in range(0, total, size):
+        yield {name: values[first : first + size] for name, values in rows.items()}, first + size < total

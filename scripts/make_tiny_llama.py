@@ -1,0 +1,73 @@
+"""Trains a byte-level BPE tokenizer on text and writes an untrained Llama for it: a model to start from without a hub."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END, PAD = "<|end|>", "<|pad|>"
+
+
+@dataclass
+class TinyLlamaConfig:
+    """Sizes of the model; the defaults give 1.5 M parameters."""
+
+    text: str = field(metadata={"help": "JSONL whose string fields are the text to train the tokenizer on."})
+    output_dir: str = field(metadata={"help": "Folder for model and tokenizer."})
+    vocab_size: int = field(default=4096, metadata={"help": "Tokens of the vocabulary."})
+    hidden_size: int = field(default=128, metadata={"help": "Width of the hidden states."})
+    intermediate_size: int = field(default=384, metadata={"help": "Width of the feed-forward layers."})
+    layers: int = field(default=4, metadata={"help": "Transformer layers."})
+    heads: int = field(default=4, metadata={"help": "Attention heads."})
+    max_tokens: int = field(default=512, metadata={"help": "Longest sequence."})
+    seed: int = field(default=0, metadata={"help": "Seed of the weights."})
+
+
+def main(config: TinyLlamaConfig) -> None:
+    tokenizer = train_tokenizer(Path(config.text), config.vocab_size)
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            max_position_embeddings=config.max_tokens,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    tokenizer.save_pretrained(config.output_dir)
+    model.save_pretrained(config.output_dir)
+    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens, in {config.output_dir}")
+
+
+def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(text), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+
+
+def texts(path: Path) -> Iterator[str]:
+    with path.open() as lines:
+        for line in lines:
+            yield from (value for value in json.loads(line).values() if isinstance(value, str))
+
+
+if __name__ == "__main__":
+    main(HfArgumentParser(TinyLlamaConfig).parse_args_into_dataclasses()[0])
