@@ -25,15 +25,11 @@ class StageConfig:
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     output_dir: str = required("Folder for checkpoints, metrics and the trainer's state.")
-    trust_remote_code: bool = option(
-        False, "Run model code that comes with the checkpoint. Only for sources you trust."
-    )
+    trust_remote_code: bool = option(False, "Run model code that comes with a checkpoint. Only for sources you trust.")
 
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
     eval_split: str = option("train", "Split of the evaluation data.")
-    max_prompt_tokens: int = option(
-        512, "Tokens kept of a prompt; longer prompts lose their beginning and are counted."
-    )
+    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
     skip_bad_rows: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
     limit: int | None = option(None, "Use only the first this many training rows.")
     eval_limit: int | None = option(None, "Use only the first this many evaluation rows.")

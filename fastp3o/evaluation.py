@@ -27,8 +27,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Samples `eval_samples` responses to every prompt, always with the same seed.
 
-    Means over prompts, and `_std`, their standard deviation over prompts, of: reward (no penalties), KL to the reference
-    in nats per sequence (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence.
+    Means over prompts of: reward (no penalties), KL to the reference in nats per sequence (log π − log π_ref of the
+    samples), response length in tokens, share without end-of-sequence. `_std` is the standard deviation over prompts.
     """
     rows = share_of_process(list(range(len(prompts))), accelerator)
     mine = prompts[rows]
