@@ -1,0 +1,15 @@
+"""Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212). Needs torch and triton, nothing else."""
+
+from fastp3o_kernels.logits_p3o_loss import logits_p3o_loss
+from fastp3o_kernels.objective import P3OLossOutput
+from fastp3o_kernels.pair_loss import p3o_loss, sequence_logprobs, token_p3o_loss
+from fastp3o_kernels.token_logprobs import token_logprobs
+
+__all__ = [
+    "P3OLossOutput",
+    "logits_p3o_loss",
+    "p3o_loss",
+    "sequence_logprobs",
+    "token_logprobs",
+    "token_p3o_loss",
+]

@@ -1,0 +1,132 @@
+"""All operations in plain PyTorch: the oracle of the tests, the CPU's path, the baseline of the benchmarks.
+
+N tokens, V vocabulary, S sequences, P pairs (S = 2P; sequence 2p is response 1 of pair p, 2p + 1 its response 2).
+fp64 inputs are computed in fp64; narrower ones in fp32.
+"""
+
+import torch
+from torch import Tensor
+
+from fastp3o_kernels.objective import LOG_RATIO_LIMIT, METRICS, Objective, P3OLossOutput
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, ignore_index: int) -> Tensor:
+    """logits [N, V], labels [N] -> [N]."""
+    ignored = labels == ignore_index
+    logprobs = (at_least_fp32(logits) / temperature).log_softmax(dim=-1)
+    of_labels = logprobs.gather(1, labels.masked_fill(ignored, 0).long().unsqueeze(1)).squeeze(1)
+    return of_labels.masked_fill(ignored, 0.0)
+
+
+def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sums over each sequence, [N] -> [S], in fixed order."""
+    lengths = cu_seqlens.long().diff()
+    return torch.segment_reduce(at_least_fp32(token_logprobs), "sum", lengths=lengths, unsafe=True)
+
+
+def p3o_loss(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, objective: Objective
+) -> P3OLossOutput:
+    """[P, 2] each -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
+    logprobs, old_logprobs, ref_logprobs, rewards = map(at_least_fp32, (logprobs, old_logprobs, ref_logprobs, rewards))
+    q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, objective)
+    log_ratios = logprobs - old_logprobs
+    epsilon = objective.clip_range
+
+    if objective.clipping == "separate":
+        ratios = exp_limited(log_ratios)
+        weights = ratios.detach().clamp(1 / objective.ratio_cap, objective.ratio_cap).flip(1)
+        signed_advantage = torch.stack([-q, q], dim=1) * weights
+        clipped_ratios = ratios.clamp(1 - epsilon, 1 + epsilon)
+        losses = torch.maximum(signed_advantage * ratios, signed_advantage * clipped_ratios)
+        outside = clipped_ratios != ratios
+        zero = (signed_advantage * clipped_ratios > signed_advantage * ratios) | (signed_advantage == 0)
+        zero_pairs = zero.all(dim=1)
+        loss = losses.sum(dim=1).mean() / 2
+    else:
+        weighted_advantage = -q * joint_weight(log_ratios, objective)
+        difference = preference(logprobs, ref_logprobs)
+        old_difference = preference(old_logprobs, ref_logprobs)
+        clipped_difference = torch.clamp(difference, old_difference - epsilon, old_difference + epsilon)
+        unclipped_losses = weighted_advantage * difference
+        outside = clipped_difference != difference
+        zero_pairs = weighted_advantage == 0
+        if objective.clipping == "joint":
+            clipped_losses = weighted_advantage * clipped_difference
+            zero_pairs = zero_pairs | (clipped_losses > unclipped_losses)
+            loss = torch.maximum(unclipped_losses, clipped_losses).mean() / 2
+        else:
+            loss = unclipped_losses.mean() / 2
+    return P3OLossOutput(loss, metrics_of(q, logprobs, log_ratios, ref_logprobs, outside, zero_pairs))
+
+
+def token_clipped_loss(
+    token_logprobs: Tensor,
+    cu_seqlens: Tensor,
+    old_token_logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    objective: Objective,
+) -> P3OLossOutput:
+    """The first author's later variant: every token is clipped for itself; the mean is over the N tokens."""
+    token_logprobs, old_token_logprobs = at_least_fp32(token_logprobs), at_least_fp32(old_token_logprobs)
+    old_logprobs, ref_logprobs, rewards = map(at_least_fp32, (old_logprobs, ref_logprobs, rewards))
+    logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(-1, 2)
+    q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, objective)
+    log_ratios = logprobs - old_logprobs
+    weighted_advantage = -q * joint_weight(log_ratios, objective)
+
+    of_responses = torch.stack([weighted_advantage, -weighted_advantage], dim=1).flatten()
+    weight = of_responses.repeat_interleave(cu_seqlens.long().diff(), output_size=len(token_logprobs))
+    clipped = torch.clamp(
+        token_logprobs, old_token_logprobs - objective.clip_range, old_token_logprobs + objective.clip_range
+    )
+    loss = torch.maximum(weight * token_logprobs, weight * clipped).sum() / len(token_logprobs)
+
+    has_gradient = (weight != 0) & ~(weight * clipped > weight * token_logprobs)
+    zero_pairs = sequence_logprobs(has_gradient.to(logprobs.dtype), cu_seqlens).view(-1, 2).sum(dim=1) == 0
+    metrics = metrics_of(q, logprobs, log_ratios, ref_logprobs, clipped != token_logprobs, zero_pairs)
+    return P3OLossOutput(loss, metrics)
+
+
+def advantage_difference(
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, objective: Objective
+) -> Tensor:
+    """q = sg((r1 − r2) − β ((log π/π_ref)(y1) − (log π/π_ref)(y2))), [P]; π is the current or the rollout policy."""
+    policy = logprobs if objective.kl_reward == "current" else old_logprobs
+    return (rewards[:, 0] - rewards[:, 1] - objective.kl_coef * preference(policy, ref_logprobs)).detach()
+
+
+def preference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """How much more than the reference a policy prefers y1 to y2, [P]: u of the joint loss."""
+    log_ratios = logprobs - ref_logprobs
+    return log_ratios[:, 0] - log_ratios[:, 1]
+
+
+def joint_weight(log_ratios: Tensor, objective: Objective) -> Tensor:
+    """c = sg(clip(ρ1 ρ2, 1/C, C)), [P]."""
+    return exp_limited(log_ratios.sum(dim=1)).clamp(1 / objective.ratio_cap, objective.ratio_cap).detach()
+
+
+def exp_limited(log_ratios: Tensor) -> Tensor:
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def metrics_of(
+    q: Tensor, logprobs: Tensor, log_ratios: Tensor, ref_logprobs: Tensor, outside: Tensor, zero_pairs: Tensor
+) -> dict[str, Tensor]:
+    ratios = exp_limited(log_ratios)
+    values = (
+        ratios.mean(),
+        ratios.max(),
+        outside.float().mean(),
+        q.abs().mean(),
+        zero_pairs.float().mean(),
+        (logprobs - ref_logprobs).mean(),
+    )
+    return {name: value.detach().float() for name, value in zip(METRICS, values, strict=True)}

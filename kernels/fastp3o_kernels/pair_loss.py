@@ -1,0 +1,456 @@
+"""Token log-probs of pairs -> sequence sums, ratios, clipped loss, metrics and the gradient of every token.
+
+N tokens, P pairs; sequence 2p is response 1 of pair p, sequence 2p + 1 its response 2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastp3o_kernels import eager
+from fastp3o_kernels.checks import (
+    check_cu_seqlens,
+    check_floating,
+    check_objective,
+    check_old_token_logprobs,
+    check_pairs,
+    check_same_device,
+    check_shape,
+)
+from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.objective import LOG_RATIO_LIMIT, METRICS, Objective, P3OLossOutput
+
+# One program does all pairs, a tile of them at a time. A mean over programs would need atomics, whose order varies, or a
+# second launch; and tokens number at most a million or so (4 MB), which one processor reads in well under a millisecond,
+# beside the tens or hundreds that the head takes.
+BLOCK_P = 16
+BLOCK_T = 256
+WARPS = 16
+
+
+@triton.jit
+def clip(x, low, high):
+    return tl.clamp(x, low, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def sequence_sums(values_ptr, begin, end, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr):
+    sums = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
+    longest = tl.max(end - begin, axis=0)
+    done = longest * 0
+    while done < longest:
+        tokens = begin[:, None] + done + tl.arange(0, BLOCK_T)[None, :]
+        sums += tl.load(values_ptr + tokens, mask=tokens < end[:, None], other=0.0)
+        done += BLOCK_T
+    return tl.sum(sums, axis=1)
+
+
+@triton.jit
+def store_coefficients(coefficients_ptr, coefficient, begin, end, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr):
+    longest = tl.max(end - begin, axis=0)
+    done = longest * 0
+    while done < longest:
+        tokens = begin[:, None] + done + tl.arange(0, BLOCK_T)[None, :]
+        of_tokens = tl.broadcast_to(coefficient[:, None], [BLOCK_P, BLOCK_T])
+        tl.store(coefficients_ptr + tokens, of_tokens, mask=tokens < end[:, None])
+        done += BLOCK_T
+
+
+@triton.jit
+def clip_tokens(
+    logprobs_ptr,
+    old_ptr,
+    coefficients_ptr,
+    weight,
+    begin,
+    end,
+    clip_range,
+    N,
+    BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    losses = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
+    outside = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
+    with_gradient = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
+    longest = tl.max(end - begin, axis=0)
+    done = longest * 0
+    while done < longest:
+        tokens = begin[:, None] + done + tl.arange(0, BLOCK_T)[None, :]
+        mask = tokens < end[:, None]
+        logprob = tl.load(logprobs_ptr + tokens, mask=mask, other=0.0)
+        old = tl.load(old_ptr + tokens, mask=mask, other=0.0)
+        clipped = clip(logprob, old - clip_range, old + clip_range)
+        unclipped_loss = weight[:, None] * logprob
+        clipped_loss = weight[:, None] * clipped
+        coefficient = tl.where(clipped_loss > unclipped_loss, 0.0, weight[:, None] / N)
+        tl.store(coefficients_ptr + tokens, coefficient, mask=mask)
+        losses += larger(unclipped_loss, clipped_loss)
+        outside += tl.where(mask & (clipped != logprob), 1.0, 0.0)
+        with_gradient += tl.where(mask & (coefficient != 0.0), 1.0, 0.0)
+        done += BLOCK_T
+    return tl.sum(losses, axis=1), tl.sum(outside, axis=1), tl.sum(with_gradient, axis=1)
+
+
+@triton.jit(do_not_specialize=["P", "N"])
+def pair_kernel(
+    logprobs_ptr,  # [N] fp32, of tokens
+    cu_seqlens_ptr,  # [2P + 1]
+    old_logprobs_ptr,  # [P, 2] fp32
+    ref_logprobs_ptr,  # [P, 2] fp32
+    rewards_ptr,  # [P, 2] fp32
+    old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"
+    sums_ptr,  # [P, 2] fp32, out: log π(y|x)
+    response_coefficients_ptr,  # [P, 2] fp32, out: dL/d log π(y|x); unless CLIPPING is "token"
+    coefficients_ptr,  # [N] fp32, out: dL/d log π of each token
+    results_ptr,  # [7] fp32, out: loss and metrics
+    P,
+    N,
+    clip_range,
+    ratio_cap,
+    kl_coef,
+    CLIPPING: tl.constexpr,
+    KL_REWARD: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    losses = tl.zeros([BLOCK_P], dtype=tl.float32)
+    ratios = tl.zeros([BLOCK_P], dtype=tl.float32)
+    ratio_max = tl.zeros([BLOCK_P], dtype=tl.float32)
+    outside = tl.zeros([BLOCK_P], dtype=tl.float32)
+    advantages = tl.zeros([BLOCK_P], dtype=tl.float32)
+    without_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
+    kl = tl.zeros([BLOCK_P], dtype=tl.float32)
+
+    first = P * 0
+    while first < P:
+        pair = first + tl.arange(0, BLOCK_P)
+        valid = pair < P
+        begin = tl.load(cu_seqlens_ptr + 2 * pair, mask=valid, other=0).to(tl.int64)
+        middle = tl.load(cu_seqlens_ptr + 2 * pair + 1, mask=valid, other=0).to(tl.int64)
+        end = tl.load(cu_seqlens_ptr + 2 * pair + 2, mask=valid, other=0).to(tl.int64)
+        logprob_1 = sequence_sums(logprobs_ptr, begin, middle, BLOCK_P, BLOCK_T)
+        logprob_2 = sequence_sums(logprobs_ptr, middle, end, BLOCK_P, BLOCK_T)
+        tl.store(sums_ptr + 2 * pair, logprob_1, mask=valid)
+        tl.store(sums_ptr + 2 * pair + 1, logprob_2, mask=valid)
+        old_1 = tl.load(old_logprobs_ptr + 2 * pair, mask=valid, other=0.0)
+        old_2 = tl.load(old_logprobs_ptr + 2 * pair + 1, mask=valid, other=0.0)
+        ref_1 = tl.load(ref_logprobs_ptr + 2 * pair, mask=valid, other=0.0)
+        ref_2 = tl.load(ref_logprobs_ptr + 2 * pair + 1, mask=valid, other=0.0)
+        reward_1 = tl.load(rewards_ptr + 2 * pair, mask=valid, other=0.0)
+        reward_2 = tl.load(rewards_ptr + 2 * pair + 1, mask=valid, other=0.0)
+
+        # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
+        u = (logprob_1 - ref_1) - (logprob_2 - ref_2)
+        u_old = (old_1 - ref_1) - (old_2 - ref_2)
+        q = (reward_1 - reward_2) - kl_coef * (u if KL_REWARD == "current" else u_old)
+        ratio_1 = tl.exp(clip(logprob_1 - old_1, -LIMIT, LIMIT))
+        ratio_2 = tl.exp(clip(logprob_2 - old_2, -LIMIT, LIMIT))
+        u_clipped = clip(u, u_old - clip_range, u_old + clip_range)
+
+        if CLIPPING == "separate":
+            weight_1 = -q * clip(ratio_2, 1 / ratio_cap, ratio_cap)
+            weight_2 = q * clip(ratio_1, 1 / ratio_cap, ratio_cap)
+            clipped_1 = clip(ratio_1, 1 - clip_range, 1 + clip_range)
+            clipped_2 = clip(ratio_2, 1 - clip_range, 1 + clip_range)
+            loss = larger(weight_1 * ratio_1, weight_1 * clipped_1) + larger(weight_2 * ratio_2, weight_2 * clipped_2)
+            out = tl.where(clipped_1 != ratio_1, 0.5, 0.0) + tl.where(clipped_2 != ratio_2, 0.5, 0.0)
+            # Where the ratio is limited it is constant.
+            moves_1 = (tl.abs(logprob_1 - old_1) > LIMIT) | (weight_1 * clipped_1 > weight_1 * ratio_1)
+            moves_2 = (tl.abs(logprob_2 - old_2) > LIMIT) | (weight_2 * clipped_2 > weight_2 * ratio_2)
+            coefficient_1 = tl.where(moves_1, 0.0, weight_1 * ratio_1 / (2 * P))
+            coefficient_2 = tl.where(moves_2, 0.0, weight_2 * ratio_2 / (2 * P))
+        else:
+            joint_ratio = tl.exp(clip((logprob_1 - old_1) + (logprob_2 - old_2), -LIMIT, LIMIT))
+            weight = -q * clip(joint_ratio, 1 / ratio_cap, ratio_cap)
+            loss = weight * u
+            out = tl.where(u_clipped != u, 1.0, 0.0)
+            coefficient_1 = weight / (2 * P)
+            if CLIPPING == "joint":
+                coefficient_1 = tl.where(weight * u_clipped > weight * u, 0.0, coefficient_1)
+                loss = larger(loss, weight * u_clipped)
+            coefficient_2 = -coefficient_1
+
+        if CLIPPING == "token":
+            loss_1, out_1, count_1 = clip_tokens(
+                logprobs_ptr,
+                old_token_logprobs_ptr,
+                coefficients_ptr,
+                weight,
+                begin,
+                middle,
+                clip_range,
+                N,
+                BLOCK_P,
+                BLOCK_T,
+            )
+            loss_2, out_2, count_2 = clip_tokens(
+                logprobs_ptr,
+                old_token_logprobs_ptr,
+                coefficients_ptr,
+                -weight,
+                middle,
+                end,
+                clip_range,
+                N,
+                BLOCK_P,
+                BLOCK_T,
+            )
+            loss = loss_1 + loss_2
+            out = out_1 + out_2
+            no_gradient = count_1 + count_2 == 0.0
+        else:
+            tl.store(response_coefficients_ptr + 2 * pair, coefficient_1, mask=valid)
+            tl.store(response_coefficients_ptr + 2 * pair + 1, coefficient_2, mask=valid)
+            store_coefficients(coefficients_ptr, coefficient_1, begin, middle, BLOCK_P, BLOCK_T)
+            store_coefficients(coefficients_ptr, coefficient_2, middle, end, BLOCK_P, BLOCK_T)
+            no_gradient = (coefficient_1 == 0.0) & (coefficient_2 == 0.0)
+
+        losses += tl.where(valid, loss, 0.0)
+        ratios += tl.where(valid, ratio_1 + ratio_2, 0.0)
+        ratio_max = larger(ratio_max, tl.where(valid, larger(ratio_1, ratio_2), 0.0))
+        outside += tl.where(valid, out, 0.0)
+        advantages += tl.where(valid, tl.abs(q), 0.0)
+        without_gradient += tl.where(valid & no_gradient, 1.0, 0.0)
+        kl += tl.where(valid, (logprob_1 - ref_1) + (logprob_2 - ref_2), 0.0)
+        first += BLOCK_P
+
+    # In the order of METRICS.
+    if CLIPPING == "token":
+        tl.store(results_ptr, tl.sum(losses, axis=0) / N)
+        tl.store(results_ptr + 3, tl.sum(outside, axis=0) / N)
+    else:
+        tl.store(results_ptr, tl.sum(losses, axis=0) / (2 * P))
+        tl.store(results_ptr + 3, tl.sum(outside, axis=0) / P)
+    tl.store(results_ptr + 1, tl.sum(ratios, axis=0) / (2 * P))
+    tl.store(results_ptr + 2, tl.max(ratio_max, axis=0))
+    tl.store(results_ptr + 4, tl.sum(advantages, axis=0) / P)
+    tl.store(results_ptr + 5, tl.sum(without_gradient, axis=0) / P)
+    tl.store(results_ptr + 6, tl.sum(kl, axis=0) / (2 * P))
+
+
+def launch_pairs(
+    token_logprobs: Tensor,
+    cu_seqlens: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    old_token_logprobs: Tensor | None,
+    objective: Objective,
+) -> tuple[Tensor, Tensor]:
+    """Loss and metrics [7], and dL/d log π of each token [N]; one launch."""
+    N, P = len(token_logprobs), len(rewards)
+    sums, response_coefficients = torch.empty(2, P, 2, dtype=torch.float32, device=token_logprobs.device)
+    coefficients = torch.empty_like(token_logprobs)
+    results = torch.empty(1 + len(METRICS), dtype=torch.float32, device=token_logprobs.device)
+    with torch.cuda.device_of(token_logprobs):
+        pair_kernel[(1,)](
+            token_logprobs,
+            cu_seqlens.contiguous(),
+            old_logprobs.float().contiguous(),
+            ref_logprobs.float().contiguous(),
+            rewards.float().contiguous(),
+            token_logprobs if old_token_logprobs is None else old_token_logprobs.float().contiguous(),
+            sums,
+            response_coefficients,
+            coefficients,
+            results,
+            P,
+            N,
+            objective.clip_range,
+            objective.ratio_cap,
+            objective.kl_coef,
+            CLIPPING=objective.clipping,
+            KL_REWARD=objective.kl_reward,
+            LIMIT=LOG_RATIO_LIMIT,
+            BLOCK_P=BLOCK_P,
+            BLOCK_T=BLOCK_T,
+            num_warps=WARPS,
+        )
+    return results, coefficients
+
+
+def output(results: Tensor, loss: Tensor) -> P3OLossOutput:
+    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].unbind(), strict=True)))
+
+
+class TokenP3OLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token_logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, objective):
+        results, coefficients = launch_pairs(
+            token_logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, objective
+        )
+        ctx.save_for_backward(coefficients)
+        ctx.mark_non_differentiable(results)
+        return results[0].clone(), results
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss, _):
+        (coefficients,) = ctx.saved_tensors
+        return coefficients * grad_loss, None, None, None, None, None, None
+
+
+def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Log-probability of each response: the sum over its tokens, in fixed order; differentiable.
+
+    Args:
+        token_logprobs: [N] of any floating dtype.
+        cu_seqlens: [S + 1] int32 or int64, where each sequence begins; 0 first, N last.
+
+    Returns:
+        [S] fp32 (fp64 for fp64 log-probs).
+
+    Raises:
+        ValueError: for shapes and dtypes that disagree or offsets that do not increase from 0 to N (on a GPU only with
+            FASTP3O_DEBUG=1).
+    """
+    check_floating("token_logprobs", token_logprobs)
+    check_cu_seqlens(cu_seqlens, len(token_logprobs), pairs=False)
+    return eager.sequence_logprobs(token_logprobs, cu_seqlens)
+
+
+def token_p3o_loss(
+    token_logprobs: Tensor,
+    cu_seqlens: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    *,
+    clipping: str = "joint",
+    clip_range: float = 0.2,
+    ratio_cap: float = 10.0,
+    kl_coef: float = 0.05,
+    kl_reward: str = "current",
+    old_token_logprobs: Tensor | None = None,
+    impl: str | None = None,
+) -> P3OLossOutput:
+    """P3O's loss from the log-probabilities of tokens, for a head of one's own.
+
+    Args:
+        token_logprobs: [N] log π of every response token, the end-of-sequence included.
+        cu_seqlens: [2P + 1] where each response begins.
+        old_token_logprobs: [N] log π_old of the same tokens, for clipping="token" and only there.
+        others: as in `p3o_loss`.
+
+    Returns:
+        P3OLossOutput; the gradient reaches token_logprobs.
+
+    Raises:
+        ValueError: as in `p3o_loss` and `sequence_logprobs`.
+    """
+    objective = Objective(clipping, clip_range, ratio_cap, kl_coef, kl_reward)
+    check_objective(*objective)
+    if token_logprobs.dim() != 1:
+        raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
+    check_floating("token_logprobs", token_logprobs)
+    check_token_pairs(
+        len(token_logprobs), cu_seqlens, old_logprobs, ref_logprobs, rewards, clipping, old_token_logprobs
+    )
+    given = [t for t in (token_logprobs, old_logprobs, ref_logprobs, rewards, old_token_logprobs) if t is not None]
+    check_same_device(
+        token_logprobs=token_logprobs,
+        cu_seqlens=cu_seqlens,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        rewards=rewards,
+        old_token_logprobs=old_token_logprobs,
+    )
+    if use_triton(impl, *given):
+        loss, results = TokenP3OLoss.apply(
+            token_logprobs.float().contiguous(),
+            cu_seqlens,
+            old_logprobs,
+            ref_logprobs,
+            rewards,
+            old_token_logprobs,
+            objective,
+        )
+        return output(results, loss)
+    if clipping == "token":
+        return eager.token_clipped_loss(
+            token_logprobs, cu_seqlens, old_token_logprobs, old_logprobs, ref_logprobs, rewards, objective
+        )
+    logprobs = eager.sequence_logprobs(token_logprobs, cu_seqlens).view(-1, 2)
+    return eager.p3o_loss(logprobs, old_logprobs, ref_logprobs, rewards, objective)
+
+
+def check_token_pairs(
+    tokens: int,
+    cu_seqlens: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    clipping: str,
+    old_token_logprobs: Tensor | None,
+) -> None:
+    check_cu_seqlens(cu_seqlens, tokens, pairs=True)
+    check_pairs((len(cu_seqlens) - 1) // 2, old_logprobs, ref_logprobs, rewards)
+    check_old_token_logprobs(clipping, old_token_logprobs, tokens)
+
+
+def p3o_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    *,
+    clipping: str = "joint",
+    clip_range: float = 0.2,
+    ratio_cap: float = 10.0,
+    kl_coef: float = 0.05,
+    kl_reward: str = "current",
+    impl: str | None = None,
+) -> P3OLossOutput:
+    """Pairwise Proximal Policy Optimization (arXiv 2310.00212) from the log-probabilities of P pairs of responses.
+
+    With q = sg((r1 − r2) − β (u of the policy in the KL)), u = log π/π_ref(y1) − log π/π_ref(y2), ρ = π/π_old:
+        joint (P3O-V2): mean of max(−q c u, −q c clip(u, u_old ± ε)) / 2, c = sg(clip(ρ1 ρ2, 1/C, C));
+        separate (P3O-V1): mean of [max(−q c2 ρ1, −q c2 clip(ρ1, 1 ± ε)) + max(q c1 ρ2, q c1 clip(ρ2, 1 ± ε))] / 2;
+        none: the joint loss without its clipped branch.
+    Adding any number to both rewards of a pair changes nothing.
+
+    Args:
+        logprobs: [P, 2] log π(y|x), differentiable; column 0 is response 1. Sums over response tokens, in nats.
+        old_logprobs: [P, 2] of the policy that sampled, as this model computes them.
+        ref_logprobs: [P, 2] of the frozen reference.
+        rewards: [P, 2].
+        clipping: "joint", "separate" or "none"; for "token" see `token_p3o_loss`.
+        clip_range: ε. ratio_cap: C. kl_coef: β.
+        kl_reward: policy in q's KL part: "current" (first author's code) or "rollout" (the paper's algorithm box).
+        impl: None picks by device; "triton" and "eager" force.
+
+    Returns:
+        P3OLossOutput(loss, metrics), fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ValueError: for shapes, dtypes, devices or settings that are wrong, and for NaN in old_logprobs, ref_logprobs or
+            rewards (on a GPU only with FASTP3O_DEBUG=1).
+    """
+    if clipping == "token":
+        raise ValueError('clipping="token" clips tokens; call token_p3o_loss or logits_p3o_loss')
+    if logprobs.dim() != 2 or logprobs.shape[1] != 2 or len(logprobs) == 0:
+        raise ValueError(f"logprobs must have shape [P, 2] with P of at least 1, got {list(logprobs.shape)}")
+    check_floating("logprobs", logprobs)
+    check_shape("old_logprobs", old_logprobs, tuple(logprobs.shape), "as logprobs")
+    # To the kernel a response whose sum is known is a response of one token.
+    one_token_each = torch.arange(2 * len(logprobs) + 1, dtype=torch.int32, device=logprobs.device)
+    return token_p3o_loss(
+        logprobs.flatten(),
+        one_token_each,
+        old_logprobs,
+        ref_logprobs,
+        rewards,
+        clipping=clipping,
+        clip_range=clip_range,
+        ratio_cap=ratio_cap,
+        kl_coef=kl_coef,
+        kl_reward=kl_reward,
+        impl=impl,
+    )
