@@ -6,8 +6,8 @@ imported, so the script needs no network, and the standard library alone is enou
     python scripts/make_docstring_tldr.py --output_dir runs/docstrings
 
 Each split (train, eval) gets three JSON Lines files: sft.*.jsonl (prompt, label), preferences.*.jsonl (prompt, chosen,
-rejected) and prompts.*.jsonl (prompt). The text to train a tokenizer on is that of sft.train.jsonl. The same interpreter
-with the same packages and seed writes the same bytes.
+rejected) and prompts.*.jsonl (prompt). The text to train a tokenizer on is that of sft.train.jsonl. The same
+interpreter with the same packages and seed writes the same bytes.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import random
 import re
 import sys
 import sysconfig
-import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,7 @@ SKIPPED_FOLDERS = {
     *("_vendor", "_vendored_packages", "vendor", "vendored", "extern", "third_party", "__pycache__"),
 }
 
-# A docstring that can serve has a blank line after its summary. Looking for one in the bytes spares most files the parser.
+# Nearly all docstrings that serve have a blank line after the summary. Files without one are spared the parser.
 SUMMARY_THEN_BLANK = re.compile(rb"(\"\"\"|''')\s*[^\n]+(\n[^\n]+)?\n[ \t]*\n")
 
 # Sections whose entries are sentences about arguments and results are kept, the others are code or names.
@@ -47,14 +46,15 @@ KEPT_SECTION = re.compile(
     re.IGNORECASE,
 )
 DROPPED_SECTION = re.compile(
-    r"^(?:(?:basic |simple )?examples?(?: usage)?|see also|references?|methods|usages?|shapes?|todos?|variables|outline|"
-    r"(?:for |this )?(?:code )?examples?|aliases|synopsis|version|authors?|license|copyright|history|warns)\b[^.]*?:{0,2}$",
+    r"^(?:(?:basic |simple |for |this |code )?examples?(?: usage)?|see also|references?|methods|usages?|shapes?|todos?|"
+    r"variables|outline|aliases|synopsis|version|authors?|license|copyright|history|warns)\b[^.]*?:{0,2}$",
     re.IGNORECASE,
 )
 UNDERLINE = re.compile(r"^[-=~^*]{3,}$")
 LIST_ITEM = re.compile(r"^(?:[-*+•] |\(?\d+[.)] |\(?[a-z][.)] |:\w[^:]*:)")
 CODE = re.compile(
-    r">>>|::|\w\([^)]*\)\s*=|[{}<>\\\\^|]|==|->|\w = \w|\bself\.|\bimport \w+ as\b|^\s*(?:\$|%|\.\. |\.\.\.|@\w|#|\||~)",
+    r">>>|::|\w\([^)]*\)\s*=|[{}<>\\^|]|==|->|\w = \w|\bself\.|\bimport \w+ as\b|"
+    r"^\s*(?:\$|%|\.\. |\.\.\.|@\w|#|\||~)",
     re.MULTILINE,
 )
 ROLE = re.compile(r":(?:\w+:)+`~?([^`<]+?)(?:\s*<[^>]*>)?`")
@@ -265,7 +265,7 @@ def module_name(path: Path, parent: Path) -> str:
 
 
 def source_trees() -> Iterator[tuple[str, Path, Path]]:
-    """(name, root, folder that module names start from): the standard library, then packages, the large known ones first."""
+    """(name, root, folder that module names start from): the standard library, then packages, well-known ones first."""
     paths = sysconfig.get_paths()
     stdlib = Path(paths["stdlib"])
     yield "standard library", stdlib, stdlib
@@ -360,18 +360,16 @@ def is_eval(module: str, seed: int, fraction: float) -> bool:
 def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> int:
     """Writes beside the file and renames, so that an interruption leaves no half file. Returns the number of rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
-        with handle:
+        with unfinished.open("w", encoding="utf-8") as lines:
             for row in rows:
-                handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1
-        os.chmod(handle.name, 0o644)  # temporary files are private by default
-        os.replace(handle.name, path)
-    except BaseException:
-        os.unlink(handle.name)
-        raise
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return count
 
 

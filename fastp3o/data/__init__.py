@@ -1,0 +1,13 @@
+"""Prompts, demonstrations and preference pairs, from the hub or from files, as token ids.
+
+errors.py    what is said about data that cannot be used
+sources.py   a hub name or a path -> rows, each with its file and number
+layouts.py   a row -> a prompt and its responses, as text or messages
+encoding.py  texts or messages -> token ids
+loading.py   all of it: the three loaders
+"""
+
+from fastp3o.data.errors import DataError
+from fastp3o.data.loading import DataReport, load_demonstrations, load_preferences, load_prompts
+
+__all__ = ["DataError", "DataReport", "load_demonstrations", "load_preferences", "load_prompts"]

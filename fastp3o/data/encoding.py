@@ -1,0 +1,153 @@
+"""Texts or messages -> token ids. Prompt and response are tokenised apart, so no token spans the border."""
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.data.errors import RowError, Found
+from fastp3o.data.layouts import Message, Part
+
+
+class Texts(NamedTuple):
+    """What is tokenised: the prompt and its responses as strings. `fields` names where each came from."""
+
+    prompt: str
+    responses: tuple[str, ...]
+    fields: tuple[str, ...]
+    templated: bool
+
+
+class Encoded(NamedTuple):
+    prompt: str
+    prompt_ids: list[int]
+    response_ids: list[list[int]]
+    prompt_truncated: bool
+    responses_truncated: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenises for one model, within limits that count special tokens and the end of sequence.
+
+    A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer or the chat
+    template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn to
+    stop there.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_prompt_tokens: int
+    max_response_tokens: int | None
+    first_ids: list[int]
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_response_tokens: int | None
+    ) -> "Encoder":
+        """Raises ValueError for limits that leave no room, or where responses have no end-of-sequence token."""
+        first = ids_added_first(tokenizer)
+        if max_prompt_tokens <= len(first):
+            raise ValueError(f"max_prompt_tokens must be at least {len(first) + 1}, got {max_prompt_tokens}")
+        if max_response_tokens is not None and max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
+        if max_response_tokens is not None and tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer has no end-of-sequence token, which must close each response")
+        return cls(tokenizer, max_prompt_tokens, max_response_tokens, first)
+
+    def render(self, prompt: Part, responses: tuple[Part, ...]) -> Texts:
+        """Applies the chat template to messages and leaves text as it is. Raises RowError."""
+        fields = (prompt.field, *(response.field for response in responses))
+        if isinstance(prompt.value, str):
+            return Texts(prompt.value, tuple(response.value for response in responses), fields, False)
+        before = self.templated(prompt.value, prompt.field, add_generation_prompt=True)
+        return Texts(before, tuple(self.reply(prompt.value, before, part) for part in responses), fields, True)
+
+    def reply(self, conversation: list[Message], before: str, response: Part) -> str:
+        """What the template writes for the last message: the difference of the texts with and without it."""
+        whole = self.templated([*conversation, *response.value], response.field, add_generation_prompt=False)
+        if not whole.startswith(before):
+            expected = "a chat template that writes the messages before a reply the same with and without the reply"
+            raise RowError(response.field, expected, Found("one that changes them"))
+        return whole[len(before) :]
+
+    def templated(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise RowError(field, "messages that the chat template accepts", Found(f"its refusal: {error}")) from error
+
+    def encode(self, batch: list[Texts]) -> list[Encoded | RowError]:
+        """One result a row, in order; RowError where a row's tokens cannot be used."""
+        prompts = self.tokenise([texts.prompt for texts in batch])
+        responses = iter(self.tokenise([response for texts in batch for response in texts.responses]))
+        return [
+            self.row(texts, ids, list(islice(responses, len(texts.responses))))
+            for texts, ids in zip(batch, prompts, strict=True)
+        ]
+
+    def tokenise(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # Padding and truncation are spelt out, because a tokenizer file may switch them on.
+        options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
+        return self.tokenizer(texts, add_special_tokens=False, **options).input_ids
+
+    def row(self, texts: Texts, prompt_ids: list[int], response_ids: list[list[int]]) -> Encoded | RowError:
+        try:
+            prompt, ids, prompt_truncated = self.prompt(texts, prompt_ids)
+            closed = [self.closed(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
+        except RowError as problem:
+            return problem
+        kept = [response[: self.max_response_tokens] for response in closed]
+        return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, closed, kept)))
+
+    def prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
+        """(text as the model sees it, ids, whether the beginning was cut off)."""
+        if not ids:
+            raise RowError(texts.fields[0], "text that the tokenizer knows", Found("no token"))
+        if texts.templated:
+            first, rest = leading_bos(ids, self.tokenizer.bos_token_id)
+        else:
+            first, rest = self.first_ids, ids
+        room = self.max_prompt_tokens - len(first)
+        if len(rest) <= room:
+            return texts.prompt, first + rest, False
+        kept = rest[len(rest) - room :]
+        seen = first + kept if texts.templated else kept
+        return self.tokenizer.decode(seen, clean_up_tokenization_spaces=False), first + kept, True
+
+    def closed(self, ids: list[int], field: str) -> list[int]:
+        """The ids with one end-of-sequence token, the last; white space that a template writes after it goes."""
+        eos = self.tokenizer.eos_token_id
+        content = ids[: ids.index(eos)] if eos in ids else ids
+        after = ids[len(content) + 1 :]
+        if not content:
+            raise RowError(field, "text that the tokenizer knows", Found("no token"))
+        if after and self.tokenizer.decode(after).strip():
+            raise RowError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
+        return [*content, eos]
+
+
+def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer puts before a text; those behind it (often eos) must not end a prompt."""
+    for probe in probes(tokenizer):
+        plain = tokenizer(probe, add_special_tokens=False).input_ids
+        if plain:
+            marked = tokenizer(probe).input_ids
+            return next(marked[:i] for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
+    raise ValueError("the tokenizer turns every text into nothing")
+
+
+def probes(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
+    """A letter, or, for a vocabulary without it, whatever it has."""
+    yield "a"
+    yield from tokenizer.get_vocab()
+
+
+def leading_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
+    return (ids[:1], ids[1:]) if bos is not None and ids[0] == bos else ([], ids)
