@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.errors import RowError, Found
+from fastp3o.data.errors import Found, RowError
 from fastp3o.data.layouts import Message, Part
 
 
@@ -34,8 +34,8 @@ class Encoder:
     """Tokenises for one model, within limits that count special tokens and the end of sequence.
 
     A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer or the chat
-    template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn to
-    stop there.
+    template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
+    to stop there.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Encoder:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_response_tokens: int | None
     ) -> "Encoder":
-        """Raises ValueError for limits that leave no room, or where responses have no end-of-sequence token."""
+        """Raises ValueError where a limit leaves no room, or no end-of-sequence token can close the responses."""
         first = ids_added_first(tokenizer)
         if max_prompt_tokens <= len(first):
             raise ValueError(f"max_prompt_tokens must be at least {len(first) + 1}, got {max_prompt_tokens}")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastp3o.data.errors import MISSING, RowError, Found
+from fastp3o.data.errors import MISSING, Found, RowError
 
 Message = dict[str, Any]
 Fields = Mapping[str, Any]

@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import Encoded, Encoder, Texts
-from fastp3o.data.errors import RowError, DataError, Found
+from fastp3o.data.errors import DataError, Found, RowError
 from fastp3o.data.layouts import Layout, find_layout
 from fastp3o.data.sources import Row, read_rows
 

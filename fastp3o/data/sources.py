@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import load_dataset
 
-from fastp3o.data.errors import RowError, DataError, Found
+from fastp3o.data.errors import DataError, Found, RowError
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
