@@ -146,7 +146,7 @@ def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def probes(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
     """A letter, or, for a vocabulary without it, whatever it has."""
     yield "a"
-    yield from tokenizer.get_vocab()
+    yield from (token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
 
 
 def leading_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:

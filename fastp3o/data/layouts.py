@@ -188,17 +188,20 @@ def dialogues(row: Fields) -> tuple[Part, Part, Part]:
 def hh_dialogues(row: Fields) -> tuple[Part, Part, Part]:
     """(shared text, chosen reply, rejected reply) of two dialogue texts that differ after the last "Assistant:"."""
     chosen, rejected = text(row, "chosen"), text(row, "rejected")
-    start = chosen.rfind(HH_REPLY)
-    shared = chosen[: start + len(HH_REPLY)]
-    if start < 0:
+    before = chosen.rpartition(HH_REPLY)[0]
+    if not before.strip():
         raise RowError("chosen", f"a dialogue with {HH_REPLY!r}", chosen)
+    shared = before + HH_REPLY
     if not rejected.startswith(shared):
         raise RowError("rejected", f"the text of 'chosen' up to its last {HH_REPLY!r}", Found("another dialogue"))
-    reply = rejected[len(shared) :]
-    if HH_REPLY in reply or HH_TURN in reply or HH_TURN in chosen[len(shared) :]:
-        raise RowError("rejected", "one reply after the shared text", Found("further turns"))
-    replies = {"chosen": chosen[len(shared) :], "rejected": reply}
-    return Part("chosen", text({"chosen": shared}, "chosen")), *(Part(f, text(replies, f)) for f in replies)  # type: ignore[return-value]
+    return Part("chosen", shared), hh_reply(chosen, shared, "chosen"), hh_reply(rejected, shared, "rejected")
+
+
+def hh_reply(dialogue: str, shared: str, field: str) -> Part:
+    reply = dialogue[len(shared) :]
+    if HH_REPLY in reply or HH_TURN in reply:
+        raise RowError(field, "one reply after the shared text", Found("further turns"))
+    return Part(field, text({field: reply}, field))
 
 
 def implicit_pair(row: Fields) -> tuple[Part, Part, Part]:

@@ -11,11 +11,11 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import load_dataset
 
 from fastp3o.data.errors import DataError, Found, RowError
 
@@ -138,14 +138,14 @@ def parquet_rows(file: Path) -> Iterator[Row]:
 def hub_rows(source: str, split: str) -> Iterator[Row]:
     name, _, config = source.partition(":")
     try:
-        dataset = load_dataset(name, config or None, split=split)
+        dataset = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
         raise DataError(f"{source}: the split '{split}' cannot be loaded from the hub: {error}") from error
     for number, content in enumerate(dataset, 1):
         yield Row(source, number, content)
 
 
-def opened(file: Path):
+def opened(file: Path) -> IO[bytes]:
     return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
 
 
@@ -154,9 +154,17 @@ def first_character(file: Path) -> bytes:
         return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, refused where a name comes twice: a plain dict would keep the last value and lose the others."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("a field's name comes twice in one object")
+    return content
+
+
 def decoded(line: bytes) -> object:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         return RowError(None, "text in UTF-8", Found(f"bytes that are not ({error.reason} at byte {error.start})"))
     except RecursionError:

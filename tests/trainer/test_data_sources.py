@@ -1,0 +1,182 @@
+"""Rows of files and hub names: each with the right file and number, or a clear error where it cannot be read."""
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fastp3o.data import DataError
+from fastp3o.data.errors import RowError
+from fastp3o.data.sources import read_rows
+
+ROWS = [{"prompt": "one"}, {"prompt": "two"}]
+
+
+def contents(source: object, split: str = "train") -> list[object]:
+    return [row.content for row in read_rows(str(source), split)]
+
+
+def lines_of(rows: list[object]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines_of(ROWS))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("rows.jsonl", lines_of(ROWS)),
+        ("rows.json", lines_of(ROWS)),
+        ("rows.json", json.dumps(ROWS, indent=2).encode()),
+        ("rows.jsonl.gz", gzip.compress(lines_of(ROWS))),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode())),
+        ("byte-order mark.jsonl", b"\xef\xbb\xbf" + lines_of(ROWS)),
+        ("byte-order mark.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+        ("windows.jsonl", lines_of(ROWS).replace(b"\n", b"\r\n")),
+        ("no last newline.jsonl", lines_of(ROWS).rstrip()),
+    ],
+)
+def test_json_spellings_hold_the_same_rows(tmp_path: Path, name: str, data: bytes):
+    (tmp_path / name).write_bytes(data)
+    assert contents(tmp_path / name) == ROWS
+
+
+def test_parquet(tmp_path: Path):
+    rows = [{"prompt": f"row {i}", "messages": [{"role": "user", "content": "é"}]} for i in range(2500)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = list(read_rows(str(tmp_path / "rows.parquet"), "train"))
+    assert [row.content for row in read] == rows
+    assert [row.number for row in read] == list(range(1, 2501))
+
+
+def test_rows_of_json_lines_are_numbered_by_line(tmp_path: Path):
+    path = tmp_path / "gaps.jsonl"
+    path.write_text('{"prompt": "one"}\n\n   \n{"prompt": "four"}\n')
+    assert [(row.file, row.number) for row in read_rows(str(path), "train")] == [(str(path), 1), (str(path), 4)]
+
+
+def test_strings_that_look_like_dates_or_lines_stay_strings(tmp_path: Path):
+    rows = [{"prompt": "2020-01-01"}, {"prompt": "a\u2028b\x85c"}, {"prompt": "007"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert contents(path) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"prompt": ', "valid JSON"),
+        (b'{"prompt": "\xff"}', "UTF-8"),
+        (b'{"prompt": "a", "prompt": "b"}', "twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "valid JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path, line: bytes, said: str):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines_of(ROWS[:1]) + line + b"\n" + lines_of(ROWS[1:]))
+    first, bad, last = contents(path)
+    assert [first, last] == ROWS
+    assert isinstance(bad, RowError)
+    assert said in str(bad.at("rows.jsonl", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("broken.json", b'[{"prompt": "a"},'),
+        ("broken.jsonl.gz", gzip.compress(lines_of(ROWS))[:-9]),
+        ("broken.json.gz", b"no gzip"),
+        ("broken.parquet", b"PAR1 nothing"),
+        ("empty.parquet", b""),
+        ("rows.csv", b"prompt\na\n"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, data: bytes):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=name):
+        contents(tmp_path / name)
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/no/such/folder", "~/missing", "a b", "x.csv"])
+def test_a_missing_path_is_no_hub_name(source: str):
+    with pytest.raises(DataError, match="no such file or folder"):
+        contents(source)
+
+
+# --- folders and globs ----------------------------------------------------------------------------------------------
+
+
+def test_a_glob_reads_its_files_in_order_and_names_each(tmp_path: Path):
+    for name, rows in (("b.jsonl", ROWS[1:]), ("a.jsonl", ROWS[:1])):
+        (tmp_path / name).write_bytes(lines_of(rows))
+    read = list(read_rows(str(tmp_path / "*.jsonl"), "train"))
+    assert [(Path(row.file).name, row.number, row.content) for row in read] == [
+        ("a.jsonl", 1, ROWS[0]),
+        ("b.jsonl", 1, ROWS[1]),
+    ]
+    with pytest.raises(DataError, match="no file matches"):
+        contents(tmp_path / "*.parquet")
+
+
+def test_a_folder_without_split_names_is_read_whole(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(ROWS[:1]))
+    (tmp_path / "b.json").write_bytes(json.dumps(ROWS[1:]).encode())
+    (tmp_path / "README.md").write_text("not data")
+    assert contents(tmp_path) == ROWS
+
+
+def test_a_folder_with_split_names_gives_the_split(tmp_path: Path):
+    (tmp_path / "sft.train.jsonl").write_bytes(lines_of(ROWS[:1]))
+    (tmp_path / "sft.eval.jsonl").write_bytes(lines_of(ROWS[1:]))
+    assert contents(tmp_path, "train") == ROWS[:1]
+    assert contents(tmp_path, "eval") == ROWS[1:]
+    with pytest.raises(DataError, match=r"'test'; found sft\.eval\.jsonl, sft\.train\.jsonl"):
+        contents(tmp_path, "test")
+    (tmp_path / "more.jsonl").write_bytes(lines_of(ROWS))
+    with pytest.raises(DataError, match=r"more\.jsonl is not"):
+        contents(tmp_path, "train")
+
+
+def test_a_folder_without_readable_files_says_so(tmp_path: Path):
+    with pytest.raises(DataError, match="no file in this folder"):
+        contents(tmp_path)
+
+
+def test_a_slice_of_a_file_is_refused(jsonl: Path):
+    with pytest.raises(DataError, match="slice"):
+        contents(jsonl, "train[:1]")
+
+
+# --- the hub --------------------------------------------------------------------------------------------------------
+
+
+def test_hub_name_with_config_and_split(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def load_dataset(*names: str | None, split: str) -> datasets.Dataset:
+        asked.append((*names, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(read_rows("owner/name", "train[:2]")) == [("owner/name", i, row) for i, row in enumerate(ROWS, 1)]
+    assert contents("owner/name-v1.5:config", "test") == ROWS
+    assert asked == [("owner/name", None, "train[:2]"), ("owner/name-v1.5", "config", "test")]
+
+
+def test_hub_errors_name_the_source(monkeypatch: pytest.MonkeyPatch):
+    def load_dataset(*_: str | None, split: str) -> datasets.Dataset:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="owner/name: the split 'train' cannot be loaded from the hub: no route"):
+        contents("owner/name")
