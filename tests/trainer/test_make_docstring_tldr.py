@@ -1,0 +1,196 @@
+"""The docstring set: what becomes a pair, and that the files are the same every time, apart by module, and loadable."""
+
+import ast
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fastp3o.data import load_demonstrations, load_preferences, load_prompts
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_docstring_tldr.py"
+KINDS = ("sft", "preferences", "prompts")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_docstring_tldr", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, SCRIPT, "--output_dir", folder, "--stdlib_only", "--max_pairs", "150", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docstrings")
+    run(folder)
+    return folder
+
+
+def rows(folder: Path, kind: str, split: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / f"{kind}.{split}.jsonl").read_text("utf-8").splitlines()]
+
+
+def modules(folder: Path, split: str) -> set[str]:
+    return {row["prompt"].split("\n", 1)[0] for row in rows(folder, "sft", split)}
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path):
+    report = run(tmp_path, "--workers", "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in folder.iterdir())
+    assert all(path.read_bytes() == (folder / path.name).read_bytes() for path in tmp_path.iterdir())
+    assert "standard library" in report
+    assert all(str(path) in report for path in tmp_path.iterdir())
+    run(tmp_path, "--seed", "1")
+    assert modules(tmp_path, "eval") != modules(folder, "eval")
+
+
+def test_splits_share_no_module_summary_or_body(folder: Path):
+    assert not modules(folder, "train") & modules(folder, "eval")
+    pairs = [row for split in ("train", "eval") for row in rows(folder, "sft", split)]
+    assert len(pairs) == 150
+    assert len({row["label"] for row in pairs}) == len({row["prompt"].partition("POST: ")[2] for row in pairs}) == 150
+    assert len(rows(folder, "sft", "eval")) >= 0.05 * len(pairs)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_rejected_lines_are_wrong_in_three_ways(folder: Path, split: str):
+    truth = {row["prompt"]: row["label"] for row in rows(folder, "sft", split)}
+    kinds = set()
+    for row in rows(folder, "preferences", split):
+        chosen, rejected = row["chosen"], row["rejected"]
+        assert chosen == truth[row["prompt"]] != rejected
+        assert chosen.startswith(" ")
+        assert rejected.startswith(" ")
+        truncated, shuffled = chosen.startswith(rejected), sorted(chosen.split()) == sorted(rejected.split())
+        same_module = [
+            label for prompt, label in truth.items() if prompt.split("\n")[0] == row["prompt"].split("\n")[0]
+        ]
+        assert truncated or shuffled or rejected in same_module
+        kinds.add("truncated" if truncated else "shuffled" if shuffled else "another's")
+    assert split == "eval" or kinds == {"truncated", "shuffled", "another's"}
+
+
+def test_the_files_load(folder: Path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    byte_level = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="</s>")
+    for split in ("train", "eval"):
+        lengths = {"max_prompt_tokens": 512, "max_response_tokens": 128}
+        _, prompts = load_prompts(str(folder / f"prompts.{split}.jsonl"), tokenizer, max_prompt_tokens=512)
+        _, demonstrations = load_demonstrations(str(folder / f"sft.{split}.jsonl"), tokenizer, **lengths)
+        _, preferences = load_preferences(str(folder / f"preferences.{split}.jsonl"), tokenizer, **lengths)
+        assert prompts.rows == demonstrations.rows == len(rows(folder, "sft", split))
+        assert preferences.rows == len(rows(folder, "preferences", split))
+
+
+def test_an_interruption_leaves_the_old_file(script: ModuleType, tmp_path: Path):
+    def interrupted():
+        yield {"prompt": "new"}
+        raise KeyboardInterrupt
+
+    script.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "old"}])
+    with pytest.raises(KeyboardInterrupt):
+        script.write_jsonl(tmp_path / "rows.jsonl", interrupted())
+    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"prompt": "old"}\n']
+
+
+@pytest.mark.parametrize("arguments", [["--eval_fraction", "1"], ["--max_pairs", "1"], ["--min_body_words", "500"]])
+def test_options_that_cannot_work_stop_the_script(script: ModuleType, tmp_path: Path, arguments: list[str]):
+    with pytest.raises(SystemExit) as stopped:
+        script.main(["--output_dir", str(tmp_path), "--stdlib_only", "--workers", "1", *arguments])
+    assert stopped.value.code not in (None, 0)
+    assert not list(tmp_path.iterdir())
+
+
+# --- from a docstring to a pair -------------------------------------------------------------------------------------
+
+BODY = """
+    The socket must be connected to a remote socket, and this method continues to send data until
+    either all data has been sent or an error occurs.
+
+    >>> send(b"x")
+    1
+
+    Args:
+        data (bytes): What is sent, which
+            may be empty.
+        flags: Passed on as they are.
+
+    Example::
+
+        send(b"x")
+"""
+
+
+def only_pair(script: ModuleType, docstring: str):
+    return script.pair_of(
+        "socket", "send", ast.get_docstring(ast.parse(f'"""{docstring}"""')), script.Bounds(20, 130, 3, 24)
+    )
+
+
+def test_prose_and_arguments_are_kept_and_code_is_not(script: ModuleType):
+    pair = only_pair(script, f"Send `data` to the :class:`socket.socket`.\n{BODY}")
+    assert pair.response == " Send data to the socket.socket."
+    assert pair.prompt == (
+        "MODULE: socket\n\nNAME: send\n\nPOST: The socket must be connected to a remote socket, and this method "
+        "continues to send data until either all data has been sent or an error occurs.\n\n"
+        "Args: data (bytes): What is sent, which may be empty.\n\nflags: Passed on as they are.\n\nTL;DR:"
+    )
+
+
+@pytest.mark.parametrize(
+    "docstring",
+    [
+        "Send data.",
+        f"Send.\n{BODY}",
+        f"send(data) -> int\n{BODY}",
+        f"Send data to the socket:\n{BODY}",
+        f"The socket must be connected to a remote socket\n{BODY}",
+        "Send data to the socket.\n\nArgs:\n    data: " + "words " * 30,
+        "Send data to the socket.\n\n>>> " + "words " * 30,
+    ],
+    ids=["no body", "one word", "signature", "colon", "summary in the body", "only arguments", "only code"],
+)
+def test_docstrings_that_make_no_pair(script: ModuleType, docstring: str):
+    assert only_pair(script, docstring) is None
+
+
+def test_a_first_paragraph_of_several_sentences_gives_its_first(script: ModuleType):
+    pair = only_pair(
+        script, "Send data to the socket. " + "It is sent at once, e.g. Before anything else happens. " * 4
+    )
+    assert pair.summary == "Send data to the socket."
+    assert pair.body.startswith("It is sent at once")
+
+
+def test_unreadable_files_are_counted(script: ModuleType, tmp_path: Path):
+    bounds = script.Bounds(20, 130, 3, 24)
+    (tmp_path / "broken.py").write_text('def f(:\n    """Send data.\n\n    More.\n    """\n')
+    (tmp_path / "bytes.py").write_bytes(b'"""Send \xff\n\nmore"""\n')
+    assert [script.pairs_of_file(path, "m", bounds) for path in sorted(tmp_path.iterdir())] == [None, None]
+    assert script.pairs_of_file(tmp_path / "missing.py", "m", bounds) is None
+
+
+def test_damaged_lines_differ_from_the_true_one(script: ModuleType):
+    pair = script.Pair("m", "f", "body", "Return the value.")
+    for seed in range(50):
+        truncated = script.truncated_line(pair, random.Random(seed))
+        assert pair.response.startswith(truncated + " ")
