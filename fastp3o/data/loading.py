@@ -126,7 +126,7 @@ def load(
         raise ValueError(f"limit must be at least 1, got {limit}")
     ids = List(Value("int32"))
     features = Features({"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(response_columns, ids)})
-    loading = Loading(source, encoder, response_columns, skip_bad_rows, DataReport())
+    loading = Loading(encoder, response_columns, skip_bad_rows, DataReport())
     path = new_arrow_file()
     with pa.ipc.new_stream(path, features.arrow_schema) as writer:
         for records in loading.records(read_rows(str(source), split), limit):
@@ -140,7 +140,6 @@ def load(
 class Loading:
     """One pass over the rows of a source."""
 
-    source: str
     encoder: Encoder
     response_columns: tuple[str, ...]
     skip_bad_rows: bool
@@ -163,9 +162,11 @@ class Loading:
         layouts: dict[str, Layout] = {}
         for row in rows:
             try:
-                yield row, self.texts(row, layouts)
+                texts = self.texts(row, layouts)
             except RowError as problem:
                 self.reject(row, problem)
+            else:
+                yield row, texts
 
     def texts(self, row: Row, layouts: dict[str, Layout]) -> Texts:
         """Reads a row by its file's layout, which the first row that has one decides: later rows may not change it."""
@@ -184,7 +185,7 @@ class Loading:
 
     def record(self, row: Row, result: Encoded | RowError) -> dict | None:
         """The dataset's row, counted; None where the row was skipped."""
-        if isinstance(result, Encoded) and len(result.response_ids) == 2 and equal(result.response_ids):
+        if isinstance(result, Encoded) and is_equal_pair(result.response_ids):
             result = RowError("rejected", "another response than 'chosen'", Found("the same"))
         if isinstance(result, RowError):
             return self.reject(row, result)
@@ -201,8 +202,8 @@ class Loading:
         self.report.reasons[problem.reason] += 1
 
 
-def equal(responses: list[list[int]]) -> bool:
-    return responses[0] == responses[1]
+def is_equal_pair(responses: list[list[int]]) -> bool:
+    return len(responses) == 2 and responses[0] == responses[1]
 
 
 def new_arrow_file() -> str:
