@@ -100,8 +100,9 @@ def generate(
 
 @contextmanager
 def sampling_mode(policy: PreTrainedModel) -> Iterator[None]:
-    """Out of training mode, in which gradient checkpointing forbids the cache, and without the checkpoint's own sampling
-    settings, which transformers merges into those it is given."""
+    """Out of training mode, in which gradient checkpointing forbids the cache, and without the sampling settings that
+    came with the checkpoint: transformers merges them into those it is given.
+    """
     own_config, was_training = policy.generation_config, policy.training
     policy.generation_config = GenerationConfig()
     policy.eval()

@@ -1,7 +1,8 @@
-"""Which rows a step takes, and the seed of what it samples: functions of seed and step, so a resumed run is the same."""
+"""Which rows a step takes and how it is seeded: functions of seed and step alone, so a resumed run is the same."""
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 
 def seed_of(*parts: int) -> int:
@@ -25,5 +26,6 @@ def shuffled(total: int, seed: int) -> torch.Tensor:
     return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
 
 
-def share_of_process(rows: list[int], accelerator) -> list[int]:
+def share_of_process(rows: list[int], accelerator: Accelerator) -> list[int]:
+    """The rows of this process; all processes together have each once."""
     return rows[accelerator.process_index :: accelerator.num_processes]

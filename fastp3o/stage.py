@@ -48,22 +48,21 @@ def load_data(
     config: StageConfig,
     **lengths: int,
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation data, tokenized by the main process first so that the others find them in the cache.
+    """Training and evaluation data, the same on every process.
 
     Raises ValueError where there are fewer evaluation rows than processes.
     """
 
     def load(source: str, split: str, limit: int | None) -> Dataset:
-        with accelerator.main_process_first():
-            data, report = loader(
-                source,
-                tokenizer,
-                split=split,
-                limit=limit,
-                max_prompt_tokens=config.max_prompt_tokens,
-                skip_bad_rows=config.skip_bad_rows,
-                **lengths,
-            )
+        data, report = loader(
+            source,
+            tokenizer,
+            split=split,
+            limit=limit,
+            max_prompt_tokens=config.max_prompt_tokens,
+            skip_bad_rows=config.skip_bad_rows,
+            **lengths,
+        )
         accelerator.print(f"{source}: {report}")
         if len(data) < accelerator.num_processes:
             raise ValueError(f"{source} has {len(data)} usable rows, fewer than there are processes")

@@ -37,7 +37,7 @@ def train_supervised(
     sums_of: Sums,
     size_of: Size,
 ) -> None:
-    """Minimises sums_of(...)["loss"] / size_of(...) over each batch and leaves model, metrics and evaluations in folder.
+    """Minimises sums_of(...)["loss"] / size_of(...) of each batch; leaves model, metrics and evaluations in `folder`.
 
     Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
     """
@@ -124,7 +124,8 @@ def evaluate(
 
 
 def microbatches(rows: Rows, size: int) -> Iterator[tuple[Rows, bool]]:
-    """Parts of at most `size` rows, each with whether more follow."""
-    total = len(next(iter(rows.values())))
-    for first in range(0, total, size):
-        yield {name: values[first : first + size] for name, values in rows.items()}, first + size < total
+    """Parts of at most `size` rows, of similar length so that little is padded, each with whether more follow."""
+    by_length = sorted(range(len(rows["prompt_ids"])), key=lambda row: len(rows["prompt_ids"][row]))
+    for first in range(0, len(by_length), size):
+        part = by_length[first : first + size]
+        yield {name: [values[row] for row in part] for name, values in rows.items()}, first + size < len(by_length)

@@ -146,8 +146,8 @@ def metrics_of_update(
 ) -> dict[str, float]:
     """Means over all processes: of the rollouts as they were sampled, and of the optimizer steps taken on them.
 
-    reward: unscaled, penalties included; reward_difference: mean |r1 - r2|; kl: mean log π_old(y|x) − log π_ref(y|x), in
-    nats per response; entropy: −mean log π_old of a response's tokens, in nats per token; missing_eos: share of
+    reward: unscaled, penalties included; reward_difference: mean |r1 - r2|; kl: mean log π_old(y|x) − log π_ref(y|x),
+    in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token; missing_eos: share of
     responses without an end-of-sequence.
     """
     pairs = [pairs for minibatch in minibatches for pairs in minibatch]

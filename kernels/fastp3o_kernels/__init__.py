@@ -1,4 +1,4 @@
-"""Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212). Needs torch and triton, nothing else."""
+"""Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212). Needs torch and triton alone."""
 
 from fastp3o_kernels.logits_p3o_loss import logits_p3o_loss
 from fastp3o_kernels.objective import P3OLossOutput

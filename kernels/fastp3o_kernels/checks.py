@@ -7,6 +7,7 @@ host wait, only with FASTP3O_DEBUG=1 in the environment.
 """
 
 import os
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -79,7 +80,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, *, pairs: bool) -> None:
         offsets = cu_seqlens.tolist()
         if offsets[0] != 0:
             raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
-        for i, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for i, (begin, end) in enumerate(pairwise(offsets)):
             if end <= begin:
                 kind = "empty" if end == begin else "of negative length"
                 raise ValueError(

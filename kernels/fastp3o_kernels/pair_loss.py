@@ -21,9 +21,8 @@ from fastp3o_kernels.checks import (
 from fastp3o_kernels.dispatch import use_triton
 from fastp3o_kernels.objective import LOG_RATIO_LIMIT, METRICS, Objective, P3OLossOutput
 
-# One program does all pairs, a tile of them at a time. A mean over programs would need atomics, whose order varies, or a
-# second launch; and tokens number at most a million or so (4 MB), which one processor reads in well under a millisecond,
-# beside the tens or hundreds that the head takes.
+# One program does all pairs, a tile of them at a time: a mean over programs would need atomics, whose order varies, or
+# a second launch. Tokens number at most a million or so (4 MB), little for one processor beside the head's products.
 BLOCK_P = 16
 BLOCK_T = 256
 WARPS = 16

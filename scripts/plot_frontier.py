@@ -1,0 +1,27 @@
+"""Reward against sequence KL for one run or many, as in figure 3 of arXiv 2310.00212, with a straight line fitted to each.
+
+python scripts/plot_frontier.py runs/joint runs/separate --output frontier.png
+"""
+
+import argparse
+from pathlib import Path
+
+from fastp3o.frontier import plot, print_table, read_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="Output folders of P3O runs, with evaluations.")
+    parser.add_argument("--output", type=Path, default=Path("frontier.png"), help="PNG to write.")
+    arguments = parser.parse_args()
+    try:
+        runs = {folder.name: read_run(folder) for folder in arguments.runs}
+    except ValueError as error:
+        parser.error(str(error))
+    print_table(runs)
+    plot(runs, arguments.output)
+    print(f"plot: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

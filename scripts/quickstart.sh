@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# The whole of RLHF on real text, from a bare clone: a summarisation set from the docstrings of this machine's Python, a
+# small Llama from scratch, supervised fine-tuning, a reward model, P3O, a plot. Run again, it reuses what is there.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+
+RUN="${FASTP3O_RUN:-runs/quickstart}"
+DATA="$RUN/data"
+export TOKENIZERS_PARALLELISM=true
+
+stage() { # stage <title> <script> <folder> <flags...>: runs a training stage that is not finished, from where it stopped
+    local title="$1" script="$2" folder="$3"
+    shift 3
+    if [[ -d "$folder/model" ]]; then
+        echo "== $title: reusing $folder/model"
+        return
+    fi
+    echo "== $title"
+    if [[ -d "$folder/state" ]]; then
+        set -- "$@" --resume
+    elif [[ -d "$folder" ]]; then
+        rm -r "$folder" # stopped before its first state: nothing to go on from
+    fi
+    "$PYTHON" "scripts/$script" --output_dir "$folder" "$@"
+}
+
+if [[ ! -f "$DATA/done" ]]; then
+    echo "== Docstrings: bodies as posts, summary lines as summaries"
+    "$PYTHON" scripts/make_docstring_tldr.py --output_dir "$DATA"
+    touch "$DATA/done"
+fi
+if [[ ! -f "$RUN/init/config.json" ]]; then
+    echo "== Tokenizer and an untrained Llama"
+    "$PYTHON" scripts/make_tiny_llama.py --text "$DATA/sft.train.jsonl" --output_dir "$RUN/init"
+fi
+
+lengths=(--max_prompt_tokens 192)
+stage "Stage 1: supervised fine-tuning" sft.py "$RUN/sft" "${lengths[@]}" --max_response_tokens 32 \
+    --model "$RUN/init" --train_data "$DATA/sft.train.jsonl" --eval_data "$DATA/sft.eval.jsonl" --eval_limit 128 \
+    --train_on_prompt --epochs 1 --limit 5120 --batch_size 64 --microbatch_size 16 \
+    --learning_rate 4e-3 --lr_schedule cosine --warmup_steps 5
+stage "Stage 2: reward model" reward_model.py "$RUN/reward_model" "${lengths[@]}" --max_response_tokens 32 \
+    --model "$RUN/sft/model" --train_data "$DATA/preferences.train.jsonl" \
+    --eval_data "$DATA/preferences.eval.jsonl" --eval_limit 256 \
+    --epochs 1 --limit 3840 --batch_size 32 --microbatch_size 16 \
+    --learning_rate 1e-3 --lr_schedule cosine --warmup_steps 5
+stage "Stage 3: P3O" p3o.py "$RUN/p3o" "${lengths[@]}" \
+    --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
+    --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/prompts.eval.jsonl" --eval_limit 128 --eval_every 5 \
+    --updates 25 --pairs_per_update 32 --pairs_per_minibatch 16 --pairs_per_microbatch 16 --inner_epochs 2 \
+    --max_new_tokens 24 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 25
+
+echo "== Result"
+"$PYTHON" scripts/plot_frontier.py "$RUN/p3o" --output "$RUN/frontier.png"
