@@ -11,7 +11,7 @@ from rich.table import Table
 from fastp3o.reporting import EVALUATIONS
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 Evaluations = list[dict[str, float]]
 
@@ -25,7 +25,7 @@ def read_run(folder: Path) -> Evaluations:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
             evaluation = json.loads(line)
-            evaluations.append({name: float(evaluation[name]) for name in evaluation})
+            evaluations.append({name: float(value) for name, value in evaluation.items()})
             missing = {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys()
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} line {number}: expected a JSON object of numbers: {error}") from error

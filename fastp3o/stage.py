@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import StageConfig
 from fastp3o.data import DataReport
@@ -15,6 +16,7 @@ from fastp3o.data import DataReport
 def make_accelerator(config: StageConfig) -> Accelerator:
     """An Accelerator with the stage's precision and trackers; the seed of all libraries is set."""
     set_seed(config.seed)
+    disable_progress_bar()  # of loading and saving weights, which would break up the run's own
     return Accelerator(
         mixed_precision="bf16" if config.precision == "bf16" or prefers_bf16(config.precision) else "no",
         log_with=None if config.report_to == "none" else config.report_to.split(","),

@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer on text and writes an untrained Llama for it: a model to start from without a hub."""
+"""Trains a byte-level BPE tokenizer on text and writes an untrained Llama for it: a start without a hub."""
 
 import json
 from collections.abc import Iterator

@@ -1,0 +1,86 @@
+"""A byte-level tokenizer, a tiny random Llama and small files: enough for whole runs in seconds."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+REWARDS = '''
+"""Rewards for tests; `offset` adds a number per prompt, on the binary grid of the rewards."""
+CALLS = 0
+
+def vowels(prompts, responses):
+    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
+
+def shifted(prompts, responses):
+    return [r + len(prompt) * 8 for r, prompt in zip(vowels(prompts, responses), prompts)]
+
+def fails_on_fifth_call(prompts, responses):
+    global CALLS
+    CALLS += 1
+    if CALLS == 5:
+        raise KeyboardInterrupt
+    return vowels(prompts, responses)
+
+def nan_on_third_call(prompts, responses):
+    global CALLS
+    CALLS += 1
+    return [float("nan") if CALLS == 3 else r for r in vowels(prompts, responses)]
+
+def one_too_few(prompts, responses):
+    return vowels(prompts, responses)[1:]
+'''
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<end>", "<pad>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with data files and a module of reward functions, as current directory."""
+    words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
+    rows = {
+        "prompts": [{"prompt": f"Say {word}:"} for word in words],
+        "sft": [{"prompt": f"Say {word}:", "label": f" {word}"} for word in words],
+        "preferences": [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in words],
+    }
+    for name, of_name in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_name))
+    (tmp_path / "rewards_for_tests.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    sys.modules.pop("rewards_for_tests", None)
+    return tmp_path

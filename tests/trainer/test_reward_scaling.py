@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from fastp3o.reward_scaling import RewardScaler
+
+
+def on_grid(*shape):
+    return torch.randint(-64, 64, shape) / 16
+
+
+@pytest.mark.parametrize("mode", ["difference", "none"])
+def test_a_shift_per_prompt_changes_nothing(mode):
+    plain, shifted = RewardScaler(mode, 2.0), RewardScaler(mode, 2.0)
+    for _ in range(3):
+        rewards = on_grid(8, 2)
+        assert torch.equal(plain(rewards), shifted(rewards + 1024 * on_grid(8, 1)))
+
+
+def test_absolute_scaling_is_not_invariant():
+    rewards = on_grid(8, 2)
+    plain = RewardScaler("absolute", 10.0)(rewards)
+    shifted = RewardScaler("absolute", 10.0)(rewards + 16 * on_grid(8, 1))
+    assert not torch.allclose(plain[:, 0] - plain[:, 1], shifted[:, 0] - shifted[:, 1], atol=1e-3)
+
+
+def test_differences_have_unit_deviation_and_are_bounded():
+    rewards = torch.randn(4096, 2) * 7
+    scaled = RewardScaler("difference", 1.5)(rewards)
+    difference = scaled[:, 0] - scaled[:, 1]
+    assert difference.abs().max() <= 1.5
+    inside = difference.abs() < 1.5
+    raw = (rewards[:, 0] - rewards[:, 1])[inside]
+    torch.testing.assert_close(raw / difference[inside], torch.full_like(raw, 7 * 2**0.5), rtol=0.05, atol=0)
+
+
+def test_statistics_run_over_calls_and_are_saved():
+    scaler = RewardScaler("difference", 0.0)
+    scaler(torch.tensor([[3.0, 0.0]]))
+    restored = RewardScaler("difference", 0.0)
+    restored.load_state_dict(scaler.state_dict())
+    rewards = torch.tensor([[4.0, 0.0]])
+    assert torch.equal(scaler(rewards), restored(rewards))
+    assert scaler.std() == pytest.approx((25 / 2) ** 0.5)
+
+
+def test_equal_rewards_stay_zero():
+    assert torch.equal(RewardScaler("difference", 10.0)(torch.ones(3, 2)), torch.zeros(3, 2))

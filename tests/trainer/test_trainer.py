@@ -1,0 +1,161 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastp3o.config import P3OConfig
+from fastp3o.finite import NotFiniteError
+from fastp3o.trainer import train
+
+TIMES = ("seconds", "tokens_per_second", "peak_memory")
+
+
+def config(tiny_model: str, output_dir: str, **changes) -> P3OConfig:
+    settings = {
+        "model": tiny_model,
+        "output_dir": output_dir,
+        "prompts": "prompts.jsonl",
+        "reward": "rewards_for_tests:vowels",
+        "updates": 4,
+        "pairs_per_update": 8,
+        "pairs_per_minibatch": 4,
+        "pairs_per_microbatch": 4,
+        "inner_epochs": 2,
+        "max_new_tokens": 6,
+        "learning_rate": 3e-3,
+        "report_to": "none",
+        "precision": "fp32",
+        "samples_every": 0,
+    }
+    return P3OConfig(**(settings | changes))
+
+
+def metrics(folder: str, name: str = "metrics.jsonl") -> list[dict]:
+    lines = [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(Path(folder) / "model").state_dict()
+
+
+def assert_equal(first: dict, second: dict) -> None:
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_leaves_a_model_that_transformers_loads_and_raises_the_reward(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=30, eval_prompts="prompts.jsonl", eval_every=10, samples_every=15))
+    steps = metrics("run")
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    for name in (
+        "reward",
+        "reward_difference",
+        "kl",
+        "ratio_mean",
+        "ratio_max",
+        "clip_fraction",
+        "entropy",
+        "grad_norm",
+    ):
+        assert all(isinstance(step[name], float) for step in steps), name
+    evaluations = metrics("run", "eval.jsonl")
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 10, 20, 30]
+    assert evaluations[0]["kl"] == 0
+    assert sum(s["reward"] for s in steps[-5:]) > sum(s["reward"] for s in steps[:5])
+    assert not any(torch.equal(weights("run")[n], w) for n, w in weights_of_start(tiny_model).items())
+    AutoTokenizer.from_pretrained("run/model")
+
+
+def weights_of_start(tiny_model: str) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
+
+
+def test_the_same_seed_gives_the_same_run(workplace, tiny_model):
+    train(config(tiny_model, "first"))
+    train(config(tiny_model, "second"))
+    train(config(tiny_model, "third", seed=1))
+    assert metrics("first") == metrics("second")
+    assert_equal(weights("first"), weights("second"))
+    assert metrics("first") != metrics("third")
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model):
+    evaluated = {"eval_prompts": "prompts.jsonl", "eval_every": 1, "lr_schedule": "cosine"}
+    train(config(tiny_model, "whole", **evaluated))
+    # The calls: an evaluation at 0, then an update and an evaluation each; the fifth breaks off after update 2.
+    interrupted = {"reward": "rewards_for_tests:fails_on_fifth_call", "save_every": 1} | evaluated
+    with pytest.raises(KeyboardInterrupt):
+        train(config(tiny_model, "resumed", **interrupted))
+    assert metrics("resumed")[-1]["step"] == 2
+    train(config(tiny_model, "resumed", **interrupted, resume=True))
+    assert metrics("whole") == metrics("resumed")
+    assert metrics("whole", "eval.jsonl") == metrics("resumed", "eval.jsonl")
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none", "token"])
+def test_a_shift_of_the_reward_per_prompt_leaves_the_whole_run_bit_equal(workplace, tiny_model, clipping):
+    train(config(tiny_model, "plain", clipping=clipping))
+    train(config(tiny_model, "shifted", clipping=clipping, reward="rewards_for_tests:shifted"))
+    assert_equal(weights("plain"), weights("shifted"))
+
+
+def test_scaling_absolute_rewards_breaks_that(workplace, tiny_model):
+    train(config(tiny_model, "plain", reward_scaling="absolute"))
+    train(config(tiny_model, "shifted", reward_scaling="absolute", reward="rewards_for_tests:shifted"))
+    assert not all(torch.equal(weights("plain")[n], w) for n, w in weights("shifted").items())
+
+
+@pytest.mark.parametrize("clipping", ["joint", "token"])
+def test_microbatches_do_not_matter(workplace, tiny_model, clipping):
+    train(config(tiny_model, "one", clipping=clipping, pairs_per_minibatch=8, pairs_per_microbatch=8, updates=2))
+    train(config(tiny_model, "eight", clipping=clipping, pairs_per_minibatch=8, pairs_per_microbatch=1, updates=2))
+    for one, eight in zip(metrics("one"), metrics("eight"), strict=True):
+        assert one.keys() == eight.keys()
+        for name in one:
+            assert one[name] == pytest.approx(eight[name], rel=2e-3, abs=2e-4), name
+    first, second = weights("one"), weights("eight")
+    assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_ratio_is_exactly_one(workplace, tiny_model, precision):
+    train(config(tiny_model, "run", precision=precision, updates=1, inner_epochs=1, pairs_per_minibatch=8))
+    (step,) = metrics("run")
+    assert step["ratio_mean"] == step["ratio_max"] == 1
+    assert step["clip_fraction"] == 0
+
+
+def test_gradient_checkpointing_changes_nothing(workplace, tiny_model):
+    train(config(tiny_model, "plain", updates=2))
+    train(config(tiny_model, "checkpointed", updates=2, gradient_checkpointing=True))
+    first, second = weights("plain"), weights("checkpointed")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+def test_a_nan_reward_stops_the_run_after_saving(workplace, tiny_model):
+    broken = config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call")
+    with pytest.raises(NotFiniteError, match=r"update 3: a reward is NaN or infinite \(16 values\)"):
+        train(broken)
+    AutoModelForCausalLM.from_pretrained("run/stopped-in-000003/model")
+    # The function gives NaN once: the run goes on as if nothing had happened.
+    broken.resume = True
+    train(broken)
+    train(config(tiny_model, "whole"))
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model):
+    with pytest.raises(NotFiniteError, match="the loss or the gradient"):
+        train(config(tiny_model, "run", learning_rate=1e30))
+    assert list(Path("run").glob("stopped-in-*/state/progress.json"))
+
+
+def test_a_folder_with_a_run_is_not_overwritten(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=1))
+    with pytest.raises(FileExistsError, match="--resume"):
+        train(config(tiny_model, "run", updates=1))
+    with pytest.raises(FileNotFoundError, match="no state"):
+        train(config(tiny_model, "elsewhere", updates=1, resume=True))
