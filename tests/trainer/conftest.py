@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -67,6 +68,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerator() -> None:
+    """accelerate keeps one state a process, and the tests' runs differ in precision."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
