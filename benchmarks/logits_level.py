@@ -2,7 +2,7 @@
 
     python benchmarks/logits_level.py --output results.json
 
-On a CPU only eager runs, at a small size. GB/s counts the least traffic: the logits read forward, read and written back.
+On a CPU only eager runs, at a small size. GB/s counts the least traffic: the logits read twice and written once.
 """
 
 import argparse

@@ -23,9 +23,9 @@ from fastp3o_kernels.objective import LOG_RATIO_LIMIT, METRICS, Objective, P3OLo
 
 # One program does all pairs, a tile of them at a time: a mean over programs would need atomics, whose order varies, or
 # a second launch. Tokens number at most a million or so (4 MB), little for one processor beside the head's products.
-BLOCK_P = 16
+BLOCK_P = 4
 BLOCK_T = 256
-WARPS = 16
+WARPS = 8
 
 
 @triton.jit
@@ -48,6 +48,22 @@ def sequence_sums(values_ptr, begin, end, BLOCK_P: tl.constexpr, BLOCK_T: tl.con
         sums += tl.load(values_ptr + tokens, mask=tokens < end[:, None], other=0.0)
         done += BLOCK_T
     return tl.sum(sums, axis=1)
+
+
+@triton.jit(do_not_specialize=["S"])
+def sequence_sums_kernel(
+    values_ptr,  # [N] fp32
+    cu_seqlens_ptr,  # [S + 1]
+    sums_ptr,  # [S] fp32, out
+    S,
+    BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    sequence = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    valid = sequence < S
+    begin = tl.load(cu_seqlens_ptr + sequence, mask=valid, other=0).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=valid, other=0).to(tl.int64)
+    tl.store(sums_ptr + sequence, sequence_sums(values_ptr, begin, end, BLOCK_P, BLOCK_T), mask=valid)
 
 
 @triton.jit
@@ -296,12 +312,35 @@ class TokenP3OLoss(torch.autograd.Function):
         return coefficients * grad_loss, None, None, None, None, None, None
 
 
-def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
+class SequenceSums(torch.autograd.Function):
+    """Adds in the order of the pair kernel, so that equal log-probs give a ratio of exactly 1."""
+
+    @staticmethod
+    def forward(ctx, values, cu_seqlens):
+        S = len(cu_seqlens) - 1
+        sums = torch.empty(S, dtype=torch.float32, device=values.device)
+        with torch.cuda.device_of(values):
+            sequence_sums_kernel[(triton.cdiv(S, BLOCK_P),)](
+                values, cu_seqlens, sums, S, BLOCK_P=BLOCK_P, BLOCK_T=BLOCK_T, num_warps=WARPS
+            )
+        ctx.save_for_backward(cu_seqlens)
+        ctx.tokens = len(values)
+        return sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_sums):
+        (cu_seqlens,) = ctx.saved_tensors
+        return grad_sums.repeat_interleave(cu_seqlens.long().diff(), output_size=ctx.tokens), None
+
+
+def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor, *, impl: str | None = None) -> Tensor:
     """Log-probability of each response: the sum over its tokens, in fixed order; differentiable.
 
     Args:
         token_logprobs: [N] of any floating dtype.
         cu_seqlens: [S + 1] int32 or int64, where each sequence begins; 0 first, N last.
+        impl: None picks by device; "triton" and "eager" force.
 
     Returns:
         [S] fp32 (fp64 for fp64 log-probs).
@@ -312,6 +351,9 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
     """
     check_floating("token_logprobs", token_logprobs)
     check_cu_seqlens(cu_seqlens, len(token_logprobs), pairs=False)
+    check_same_device(token_logprobs=token_logprobs, cu_seqlens=cu_seqlens)
+    if use_triton(impl, token_logprobs):
+        return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
     return eager.sequence_logprobs(token_logprobs, cu_seqlens)
 
 

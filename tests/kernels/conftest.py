@@ -1,0 +1,110 @@
+"""Random ragged pairs, and P3O written a second time from the paper, in fp64 and one pair at a time."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+CLIPPINGS = ("joint", "separate", "none", "token")
+
+
+@dataclass
+class Pairs:
+    logits: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    rewards: Tensor
+    old_token_logprobs: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Pairs":
+        """The same values in another precision; offsets and labels stay."""
+        floating = {name: value.to(dtype) for name, value in vars(self).items() if value.is_floating_point()}
+        return replace(self, **floating)
+
+    def call(self, loss, logits: Tensor, clipping: str, **settings):
+        if clipping == "token":
+            settings["old_token_logprobs"] = self.old_token_logprobs
+        return loss(
+            logits,
+            self.labels,
+            self.cu_seqlens,
+            self.old_logprobs,
+            self.ref_logprobs,
+            self.rewards,
+            clipping=clipping,
+            **settings,
+        )
+
+
+def random_pairs(lengths: list[int], vocabulary: int, device: torch.device, *, scale=2.0, moved=0.3, seed=0) -> Pairs:
+    """Pairs whose policy moved by about `moved` nats a response since the rollout, in fp32 values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    N, P = sum(lengths), len(lengths) // 2
+    logits = scale * randn(N, vocabulary)
+    labels = torch.randint(vocabulary, (N,), generator=generator)
+    token_logprobs = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)]).view(P, 2)
+    pairs = Pairs(
+        logits=logits,
+        labels=labels,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        old_logprobs=sums + moved * randn(P, 2),
+        ref_logprobs=sums + randn(P, 2),
+        rewards=randn(P, 2),
+        old_token_logprobs=token_logprobs + moved * randn(N),
+    )
+    return Pairs(**{name: tensor.to(device) for name, tensor in vars(pairs).items()})
+
+
+def oracle(
+    pairs: Pairs, logits: Tensor, clipping: str, kl_reward="current", epsilon=0.2, cap=10.0, beta=0.05
+) -> Tensor:
+    """The loss by the formulas of arXiv 2310.00212, pair by pair; autograd gives its gradient."""
+    bounds = pairs.cu_seqlens.tolist()
+    logprobs = logits.log_softmax(-1)
+    losses = []
+    for p in range(len(bounds) // 2):
+        tokens = [range(bounds[2 * p + i], bounds[2 * p + i + 1]) for i in (0, 1)]
+        of_tokens = [[logprobs[t, pairs.labels[t]] for t in part] for part in tokens]
+        pi = [torch.stack(part).sum() for part in of_tokens]
+        old, ref, reward = pairs.old_logprobs[p], pairs.ref_logprobs[p], pairs.rewards[p]
+        u = (pi[0] - ref[0]) - (pi[1] - ref[1])
+        u_old = (old[0] - ref[0]) - (old[1] - ref[1])
+        q = (reward[0] - reward[1] - beta * (u if kl_reward == "current" else u_old)).detach()
+        rho = [(pi[i] - old[i]).exp() for i in (0, 1)]
+        if clipping == "separate":
+            for i, sign in ((0, -1), (1, 1)):
+                c = rho[1 - i].detach().clamp(1 / cap, cap)
+                losses.append(
+                    torch.maximum(sign * q * c * rho[i], sign * q * c * rho[i].clamp(1 - epsilon, 1 + epsilon)) / 2
+                )
+            continue
+        w = -q * (rho[0] * rho[1]).detach().clamp(1 / cap, cap)
+        if clipping == "token":
+            for part, values, sign in zip(tokens, of_tokens, (1, -1), strict=True):
+                for t, value in zip(part, values, strict=True):
+                    before = pairs.old_token_logprobs[t]
+                    clipped = torch.clamp(value, before - epsilon, before + epsilon)
+                    losses.append(torch.maximum(sign * w * value, sign * w * clipped))
+        elif clipping == "joint":
+            losses.append(torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon)) / 2)
+        else:
+            losses.append(w * u / 2)
+    mean_over = len(logits) if clipping == "token" else len(bounds) // 2
+    return torch.stack(losses).sum() / mean_over
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture(params=["eager", "triton"])
+def impl(request: pytest.FixtureRequest) -> str:
+    return request.param

@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from fastp3o_kernels import p3o_loss, sequence_logprobs, token_p3o_loss
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def four(P, scale=0.3, dtype=torch.float32):
+    torch.manual_seed(P)
+    sums = -20 + torch.randn(P, 2, dtype=dtype, device=DEVICE)
+    moved = [sums + scale * torch.randn(P, 2, dtype=dtype, device=DEVICE) for _ in range(2)]
+    return sums, *moved, torch.randn(P, 2, dtype=dtype, device=DEVICE)
+
+
+def run(logprobs, *others, **settings):
+    logprobs = logprobs.detach().requires_grad_()
+    output = p3o_loss(logprobs, *others, **settings)
+    output.loss.backward()
+    return output, logprobs.grad
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
+@pytest.mark.parametrize("P", [1, 15, 16, 17, 40])
+def test_triton_equals_eager(clipping, P):
+    expected, expected_gradient = run(*four(P), clipping=clipping, impl="eager")
+    got, gradient = run(*four(P), clipping=clipping, impl="triton")
+    torch.testing.assert_close(got.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
+def test_swapping_the_responses_swaps_the_gradients(clipping, impl):
+    output, gradient = run(*four(6), clipping=clipping, impl=impl)
+    swapped, swapped_gradient = run(*(tensor.flip(1) for tensor in four(6)), clipping=clipping, impl=impl)
+    torch.testing.assert_close(output.loss, swapped.loss)
+    torch.testing.assert_close(gradient, swapped_gradient.flip(1))
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
+@pytest.mark.parametrize("far", [1e4, -1e4])
+def test_ratios_never_overflow(clipping, far, impl):
+    sums, old, ref, rewards = four(4)
+    output, gradient = run(sums + far, old, ref, rewards, clipping=clipping, impl=impl)
+    assert output.loss.isfinite()
+    assert gradient.isfinite().all()
+    assert all(value.isfinite() for value in output.metrics.values())
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
+def test_nan_is_not_hidden(clipping, impl):
+    sums, old, ref, rewards = four(4)
+    sums[2, 1] = float("nan")
+    output, gradient = run(sums, old, ref, rewards, clipping=clipping, impl=impl)
+    assert output.loss.isnan()
+    assert gradient[2].isnan().any()
+
+
+def test_on_policy_every_clipping_is_the_pairwise_policy_gradient(impl):
+    sums, _, ref, rewards = four(5)
+    gradients = [run(sums, sums, ref, rewards, clipping=c, impl=impl)[1] for c in ("joint", "separate", "none")]
+    q = rewards[:, 0] - rewards[:, 1] - 0.05 * ((sums - ref)[:, 0] - (sums - ref)[:, 1])
+    expected = torch.stack([-q, q], dim=1) / (2 * len(q))
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_policy_that_went_too_far_the_right_way_has_no_gradient(impl):
+    """Response 1 is better and already preferred by more than the clip range; response 2 of pair 1 likewise."""
+    old = torch.full((2, 2), -10.0, device=DEVICE)
+    logprobs = old + torch.tensor([[0.5, 0.0], [0.5, 0.0]], device=DEVICE)
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0]], device=DEVICE)
+    output, gradient = run(logprobs, old, old, rewards, kl_coef=0.0, impl=impl)
+    assert (gradient[0] == 0).all()
+    assert gradient[1, 0] > 0 > gradient[1, 1]
+    assert output.metrics["zero_gradient_fraction"] == 0.5
+    assert output.metrics["clip_fraction"] == 1
+
+
+def test_token_losses_are_refused_on_sums():
+    with pytest.raises(ValueError, match="token_p3o_loss or logits_p3o_loss"):
+        p3o_loss(*four(2), clipping="token")
+
+
+def test_fp64_stays_fp64_in_eager_and_is_refused_by_triton():
+    assert p3o_loss(*four(3, dtype=torch.float64)).loss.dtype == torch.float64
+    with pytest.raises(ValueError, match="fp64"):
+        p3o_loss(*four(3, dtype=torch.float64), impl="triton")
+
+
+def test_sequence_logprobs_are_sums_and_differentiable(impl):
+    values = torch.randn(10, device=DEVICE, requires_grad=True)
+    offsets = torch.tensor([0, 1, 7, 10], dtype=torch.int32, device=DEVICE)
+    sums = sequence_logprobs(values, offsets, impl=impl)
+    expected = torch.stack([values[0:1].sum(), values[1:7].sum(), values[7:].sum()])
+    torch.testing.assert_close(sums, expected)
+    (sums * torch.tensor([1.0, 2.0, 3.0], device=DEVICE)).sum().backward()
+    assert values.grad.tolist() == [1.0] + [2.0] * 6 + [3.0] * 3
+
+
+def test_token_log_probs_of_any_head_will_do(impl):
+    sums, old, ref, rewards = four(2)
+    tokens = sums.flatten().repeat_interleave(3) / 3
+    offsets = torch.arange(0, 13, 3, dtype=torch.int32, device=DEVICE)
+    from_tokens = token_p3o_loss(tokens, offsets, old, ref, rewards, impl=impl)
+    torch.testing.assert_close(
+        from_tokens.loss, p3o_loss(sums, old, ref, rewards, impl=impl).loss, rtol=1e-4, atol=1e-5
+    )
