@@ -34,14 +34,20 @@ def check(logits, labels, **settings):
     def error(values, target):
         return (values.double() - target).abs().max().item() if target.numel() else 0.0
 
-    assert error(triton[finite], expected[finite]) <= 2 * error(eager[finite], expected[finite]) + 1e-5
+    # A few roundings of fp32 at the size of the scaled logits, as 1 / temperature is rounded too.
+    size = logits[logits.isfinite()].abs().max().item() / settings.get("temperature", 1.0)
+    rounding = 4 * torch.finfo(torch.float32).eps * max(size, 1.0)
+    assert error(triton[finite], expected[finite]) <= 2 * error(eager[finite], expected[finite]) + rounding
     # The interpreter cuts off where hardware rounds to 16 bits.
     floor = torch.finfo(logits.dtype).eps * expected_grad.abs().max().item() if INTERPRET else 0.0
-    assert error(triton_grad, expected_grad) <= 2 * error(eager_grad, expected_grad) + floor + 1e-6
+    assert (
+        error(triton_grad, expected_grad)
+        <= 2 * error(eager_grad, expected_grad) + floor + 1e-6 + rounding * expected_grad.abs().max().item()
+    )
     return triton, triton_grad
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     N=st.integers(1, 9),
     V=st.integers(1, 300),
