@@ -52,7 +52,7 @@ def standard_error(evaluation: dict[str, float], name: str) -> float:
 
 def print_table(runs: dict[str, Evaluations]) -> None:
     """First and last evaluation of each run; ± is the standard deviation over the evaluation prompts."""
-    table = Table(title="held-out prompts: mean ± standard deviation over prompts (standard error of the mean)")
+    table = Table(title="evaluation prompts: mean ± standard deviation (standard error)")
     for column in ("run", "update", "prompts", "reward", "KL to the reference, nats"):
         table.add_column(column, justify="left" if column == "run" else "right")
     for name, evaluations in runs.items():

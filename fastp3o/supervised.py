@@ -62,7 +62,7 @@ def train_supervised(
         save_model(accelerator, model, tokenizer, where)
         save_state(accelerator, folder / STATE, step)
 
-    if done == 0:
+    if not config.resume:
         evaluate_after(0)
     for step in range(done + 1, steps + 1):
         with phase("update"):

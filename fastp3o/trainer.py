@@ -65,7 +65,7 @@ def train(config: P3OConfig) -> None:
         save_model(accelerator, policy, tokenizer, model)
         save_state(accelerator, state, update)
 
-    if done == 0:
+    if not config.resume:
         evaluate_after(0)
     for update in range(done + 1, config.updates + 1):
         of_steps: list[dict[str, Tensor]] = []
