@@ -50,13 +50,51 @@ def check_logits(logits: Tensor, labels: Tensor, temperature: float, ignore_inde
     if logits.dim() != 2:
         raise ValueError(f"logits must have shape [N, V], got {list(logits.shape)}")
     check_floating("logits", logits)
-    N, V = logits.shape
-    check_shape("labels", labels, (N,), "one label for each row of logits")
-    if labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"labels must be int64 or int32, got {labels.dtype}")
+    check_same_device(logits=logits, labels=labels)
+    check_labels(labels, len(logits), logits.shape[1], ignore_index, "one label for each row of logits")
+    check_temperature(temperature)
+
+
+def check_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
+) -> None:
+    for name, tensor, shape in (("hidden", hidden, "[N, D]"), ("weight", weight, "[V, D]")):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+        check_floating(name, tensor)
+    if hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    # Autocast brings both to its own dtype, except fp64.
+    autocast = torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype)
+    if hidden.dtype != weight.dtype and not autocast:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}; they must be of one dtype")
+    if bias is not None:
+        check_shape("bias", bias, (len(weight),), "one entry for each row of weight")
+        check_floating("bias", bias)
+    check_same_device(hidden=hidden, weight=weight, labels=labels, bias=bias)
+    check_labels(labels, len(hidden), len(weight), ignore_index, "one label for each row of hidden")
+    check_temperature(temperature)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0, or None for no cap, got {softcap}")
+
+
+def check_temperature(temperature: float) -> None:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}")
-    check_same_device(logits=logits, labels=labels)
+
+
+def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: str) -> None:
+    check_shape("labels", labels, (N,), why)
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels must be int64 or int32, got {labels.dtype}")
     if look_at_values(labels):
         wrong = (labels < 0) | (labels >= V)
         if ignore_index is not None:

@@ -22,6 +22,17 @@ def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, ignore
     return of_labels.masked_fill(ignored, 0.0)
 
 
+def linear_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, operands: torch.dtype
+) -> Tensor:
+    """hidden [N, D] and weight [V, D], rounded to `operands` -> logits [N, V], at least fp32."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = at_least_fp32(hidden.to(operands)) @ at_least_fp32(weight.to(operands)).T
+        if bias is not None:
+            logits = logits + bias
+        return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
 def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sums over each sequence, [N] -> [S], in fixed order."""
     lengths = cu_seqlens.long().diff()
@@ -62,6 +73,29 @@ def p3o_loss(
         else:
             loss = unclipped_losses.mean() / 2
     return P3OLossOutput(loss, metrics_of(q, logprobs, log_ratios, ref_logprobs, outside, zero_pairs))
+
+
+def token_loss(
+    token_logprobs: Tensor,
+    cu_seqlens: Tensor,
+    old_token_logprobs: Tensor | None,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    objective: Objective,
+) -> P3OLossOutput:
+    """The loss from log-probs of tokens [N], in any clipping mode."""
+    if objective.clipping == "token":
+        return token_clipped_loss(
+            token_logprobs, cu_seqlens, old_token_logprobs, old_logprobs, ref_logprobs, rewards, objective
+        )
+    logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(-1, 2)
+    return p3o_loss(logprobs, old_logprobs, ref_logprobs, rewards, objective)
+
+
+def with_values(token_logprobs: Tensor, values: Tensor) -> Tensor:
+    """`values`, with the gradient of token_logprobs."""
+    return values + (token_logprobs - token_logprobs.detach())
 
 
 def token_clipped_loss(

@@ -3,6 +3,8 @@
 N tokens, P pairs; sequence 2p is response 1 of pair p, sequence 2p + 1 its response 2.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -112,7 +114,7 @@ def clip_tokens(
     return tl.sum(losses, axis=1), tl.sum(outside, axis=1), tl.sum(with_gradient, axis=1)
 
 
-@triton.jit(do_not_specialize=["P", "N"])
+@triton.jit(do_not_specialize=["P", "N", "PAIRS"])
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
     cu_seqlens_ptr,  # [2P + 1]
@@ -125,7 +127,8 @@ def pair_kernel(
     coefficients_ptr,  # [N] fp32, out: dL/d log π of each token
     results_ptr,  # [7] fp32, out: loss and metrics
     P,
-    N,
+    N,  # tokens that the loss averages over where CLIPPING is "token"
+    PAIRS,  # pairs that it averages over elsewhere: P, or more where this launch sees a part of them
     clip_range,
     ratio_cap,
     kl_coef,
@@ -179,14 +182,14 @@ def pair_kernel(
             # Where the ratio is limited it is constant.
             moves_1 = (tl.abs(logprob_1 - old_1) > LIMIT) | (weight_1 * clipped_1 > weight_1 * ratio_1)
             moves_2 = (tl.abs(logprob_2 - old_2) > LIMIT) | (weight_2 * clipped_2 > weight_2 * ratio_2)
-            coefficient_1 = tl.where(moves_1, 0.0, weight_1 * ratio_1 / (2 * P))
-            coefficient_2 = tl.where(moves_2, 0.0, weight_2 * ratio_2 / (2 * P))
+            coefficient_1 = tl.where(moves_1, 0.0, weight_1 * ratio_1 / (2 * PAIRS))
+            coefficient_2 = tl.where(moves_2, 0.0, weight_2 * ratio_2 / (2 * PAIRS))
         else:
             joint_ratio = tl.exp(clip((logprob_1 - old_1) + (logprob_2 - old_2), -LIMIT, LIMIT))
             weight = -q * clip(joint_ratio, 1 / ratio_cap, ratio_cap)
             loss = weight * u
             out = tl.where(u_clipped != u, 1.0, 0.0)
-            coefficient_1 = weight / (2 * P)
+            coefficient_1 = weight / (2 * PAIRS)
             if CLIPPING == "joint":
                 coefficient_1 = tl.where(weight * u_clipped > weight * u, 0.0, coefficient_1)
                 loss = larger(loss, weight * u_clipped)
@@ -241,43 +244,57 @@ def pair_kernel(
         tl.store(results_ptr, tl.sum(losses, axis=0) / N)
         tl.store(results_ptr + 3, tl.sum(outside, axis=0) / N)
     else:
-        tl.store(results_ptr, tl.sum(losses, axis=0) / (2 * P))
-        tl.store(results_ptr + 3, tl.sum(outside, axis=0) / P)
-    tl.store(results_ptr + 1, tl.sum(ratios, axis=0) / (2 * P))
+        tl.store(results_ptr, tl.sum(losses, axis=0) / (2 * PAIRS))
+        tl.store(results_ptr + 3, tl.sum(outside, axis=0) / PAIRS)
+    tl.store(results_ptr + 1, tl.sum(ratios, axis=0) / (2 * PAIRS))
     tl.store(results_ptr + 2, tl.max(ratio_max, axis=0))
-    tl.store(results_ptr + 4, tl.sum(advantages, axis=0) / P)
-    tl.store(results_ptr + 5, tl.sum(without_gradient, axis=0) / P)
-    tl.store(results_ptr + 6, tl.sum(kl, axis=0) / (2 * P))
+    tl.store(results_ptr + 4, tl.sum(advantages, axis=0) / PAIRS)
+    tl.store(results_ptr + 5, tl.sum(without_gradient, axis=0) / PAIRS)
+    tl.store(results_ptr + 6, tl.sum(kl, axis=0) / (2 * PAIRS))
 
 
-def launch_pairs(
-    token_logprobs: Tensor,
-    cu_seqlens: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    rewards: Tensor,
-    old_token_logprobs: Tensor | None,
-    objective: Objective,
-) -> tuple[Tensor, Tensor]:
-    """Loss and metrics [7], and dL/d log π of each token [N]; one launch."""
-    N, P = len(token_logprobs), len(rewards)
+class PairInputs(NamedTuple):
+    """What is known of P pairs beside the policy's log-probs, on one device."""
+
+    cu_seqlens: Tensor  # [2P + 1], into [N]
+    old_logprobs: Tensor  # [P, 2]
+    ref_logprobs: Tensor  # [P, 2]
+    rewards: Tensor  # [P, 2]
+    old_token_logprobs: Tensor | None  # [N], where single tokens are clipped
+    averaged_pairs: int  # that the loss is a mean over: P, or more for a part of them
+
+    def part(self, first: int, last: int) -> "PairInputs":
+        """Pairs first to last - 1; offsets stay those in [N]."""
+        return self._replace(
+            cu_seqlens=self.cu_seqlens[2 * first : 2 * last + 1],
+            old_logprobs=self.old_logprobs[first:last],
+            ref_logprobs=self.ref_logprobs[first:last],
+            rewards=self.rewards[first:last],
+        )
+
+
+def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Loss and metrics [7], and dL/d log π of each token of the pairs [N]; one launch."""
+    N, P = len(token_logprobs), len(pairs.rewards)
     sums, response_coefficients = torch.empty(2, P, 2, dtype=torch.float32, device=token_logprobs.device)
     coefficients = torch.empty_like(token_logprobs)
     results = torch.empty(1 + len(METRICS), dtype=torch.float32, device=token_logprobs.device)
+    old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
     with torch.cuda.device_of(token_logprobs):
         pair_kernel[(1,)](
             token_logprobs,
-            cu_seqlens.contiguous(),
-            old_logprobs.float().contiguous(),
-            ref_logprobs.float().contiguous(),
-            rewards.float().contiguous(),
-            token_logprobs if old_token_logprobs is None else old_token_logprobs.float().contiguous(),
+            pairs.cu_seqlens.contiguous(),
+            pairs.old_logprobs.float().contiguous(),
+            pairs.ref_logprobs.float().contiguous(),
+            pairs.rewards.float().contiguous(),
+            old_token_logprobs.float().contiguous(),
             sums,
             response_coefficients,
             coefficients,
             results,
             P,
             N,
+            pairs.averaged_pairs,
             objective.clip_range,
             objective.ratio_cap,
             objective.kl_coef,
@@ -291,16 +308,46 @@ def launch_pairs(
     return results, coefficients
 
 
+def pair_loss(
+    token_logprobs: Tensor, pairs: PairInputs, objective: Objective, *, triton_kernels: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss and metrics [7], and dL/d log π of each token of the pairs [N], with either implementation."""
+    if triton_kernels:
+        return launch_pairs(token_logprobs, pairs, objective)
+    tokens = slice(int(pairs.cu_seqlens[0]), int(pairs.cu_seqlens[-1]))
+    with torch.enable_grad():
+        of_pairs = token_logprobs[tokens].detach().requires_grad_()
+        loss, metrics = eager.token_loss(
+            of_pairs,
+            pairs.cu_seqlens - tokens.start,
+            None if pairs.old_token_logprobs is None else pairs.old_token_logprobs[tokens],
+            pairs.old_logprobs,
+            pairs.ref_logprobs,
+            pairs.rewards,
+            objective,
+        )
+        # A mean over these pairs or tokens becomes their share of the mean over all.
+        mean_over_tokens = len(of_pairs) / len(token_logprobs), len(pairs.rewards) / pairs.averaged_pairs
+        loss = loss * mean_over_tokens[objective.clipping != "token"]
+        (gradient,) = torch.autograd.grad(loss, of_pairs)
+    coefficients = torch.zeros_like(token_logprobs)
+    coefficients[tokens] = gradient
+    return torch.stack([loss.detach(), *(metric.to(loss.dtype) for metric in metrics.values())]), coefficients
+
+
+def spread(logprobs: Tensor, cu_seqlens: Tensor, N: int) -> Tensor:
+    """Token log-probs [N] that sum, exactly, to given ones of sequences."""
+    return logprobs.new_zeros(N).index_put_((cu_seqlens[:-1].long(),), logprobs.flatten())
+
+
 def output(results: Tensor, loss: Tensor) -> P3OLossOutput:
-    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].unbind(), strict=True)))
+    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].float().unbind(), strict=True)))
 
 
 class TokenP3OLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token_logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, objective):
-        results, coefficients = launch_pairs(
-            token_logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, objective
-        )
+    def forward(ctx, token_logprobs, pairs, objective):
+        results, coefficients = launch_pairs(token_logprobs, pairs, objective)
         ctx.save_for_backward(coefficients)
         ctx.mark_non_differentiable(results)
         return results[0].clone(), results
@@ -309,7 +356,7 @@ class TokenP3OLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, _):
         (coefficients,) = ctx.saved_tensors
-        return coefficients * grad_loss, None, None, None, None, None, None
+        return coefficients * grad_loss, None, None
 
 
 class SequenceSums(torch.autograd.Function):
@@ -404,22 +451,12 @@ def token_p3o_loss(
         old_token_logprobs=old_token_logprobs,
     )
     if use_triton(impl, *given):
-        loss, results = TokenP3OLoss.apply(
-            token_logprobs.float().contiguous(),
-            cu_seqlens,
-            old_logprobs,
-            ref_logprobs,
-            rewards,
-            old_token_logprobs,
-            objective,
-        )
+        pairs = PairInputs(cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, len(rewards))
+        loss, results = TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, objective)
         return output(results, loss)
-    if clipping == "token":
-        return eager.token_clipped_loss(
-            token_logprobs, cu_seqlens, old_token_logprobs, old_logprobs, ref_logprobs, rewards, objective
-        )
-    logprobs = eager.sequence_logprobs(token_logprobs, cu_seqlens).view(-1, 2)
-    return eager.p3o_loss(logprobs, old_logprobs, ref_logprobs, rewards, objective)
+    return eager.token_loss(
+        token_logprobs, cu_seqlens, old_token_logprobs, old_logprobs, ref_logprobs, rewards, objective
+    )
 
 
 def check_token_pairs(
@@ -430,10 +467,14 @@ def check_token_pairs(
     rewards: Tensor,
     clipping: str,
     old_token_logprobs: Tensor | None,
+    *,
+    on_policy: bool = False,
 ) -> None:
     check_cu_seqlens(cu_seqlens, tokens, pairs=True)
     check_pairs((len(cu_seqlens) - 1) // 2, old_logprobs, ref_logprobs, rewards)
-    check_old_token_logprobs(clipping, old_token_logprobs, tokens)
+    # On-policy every token is where it was: none is clipped, and nothing needs to be known of it.
+    if not (on_policy and old_token_logprobs is None):
+        check_old_token_logprobs(clipping, old_token_logprobs, tokens)
 
 
 def p3o_loss(

@@ -11,50 +11,117 @@ from torch import Tensor
 from fastp3o_kernels import eager
 from fastp3o_kernels.checks import check_logits
 from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.transform import LogitsTransform, kernel_arguments, load_logits
 
 # One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
 # 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
 BLOCK_V = 4096
 WARPS = 8
+# A thread's 16-byte load: the largest logit so far is kept for each of these groups, so that the loop over the
+# vocabulary needs no exchange between threads.
+LOAD_BYTES = 16
+
+
+@triton.jit
+def row_logsumexp(
+    logits_ptr,
+    bias_ptr,
+    inverse_temperature,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Largest scaled logit of a row, and the log of the sum of exp(scaled logit - largest)."""
+    columns = tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    running_max = tl.full([BLOCK_V // GROUP], -float("inf"), dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        inside = start + columns < V
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x *= inverse_temperature
+        new_max = tl.maximum(running_max, tl.max(x, axis=1))
+        # As long as every logit was -inf there is no maximum to subtract.
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        sums = sums * tl.exp(running_max - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
+        running_max = new_max
+    row_max = tl.max(running_max, axis=0)
+    base = tl.where(row_max == -float("inf"), 0.0, row_max)
+    return row_max, tl.log(tl.sum(sums * tl.exp(running_max - base), axis=0))
+
+
+@triton.jit
+def store_dlogits(
+    logits_ptr,
+    bias_ptr,
+    dlogits_ptr,
+    label,
+    gradient,
+    row_max,
+    log_sum,
+    start,
+    inverse_temperature,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A block of a row's gradient; `gradient` is dL/d(log-prob of the row) over the temperature."""
+    columns = start + tl.arange(0, BLOCK_V)
+    inside = columns < V
+    x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+    p = tl.exp((x * inverse_temperature - row_max) - log_sum)
+    # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
+    dlogits = gradient * (tl.where(columns == label, 1.0, 0.0) - p)
+    if HAS_SOFTCAP:
+        dlogits *= slope
+    tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_zeros(dlogits_ptr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    columns = tl.arange(0, BLOCK_V)
+    for start in range(0, V, BLOCK_V):
+        zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+        tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
 
 
 @triton.jit
 def logprobs_kernel(
     logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
+    bias_ptr,  # [V] where HAS_BIAS
     logprobs_ptr,  # [N] fp32, out
     max_ptr,  # [N] fp32, out: largest scaled logit of the row
     log_sum_ptr,  # [N] fp32, out: log of the sum of exp(scaled logit - max); logsumexp = max + log_sum
     row_stride,
     inverse_temperature,
+    softcap,
     ignore_index,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     # A grid of N programs in its first dimension, which alone may exceed 65535; offsets pass 2^31.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
-    columns = tl.arange(0, BLOCK_V)
-    running_max = -float("inf")
-    sums = tl.zeros([BLOCK_V], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + columns < V
-        x = tl.load(logits_ptr + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        x *= inverse_temperature
-        new_max = tl.maximum(running_max, tl.max(x, axis=0))
-        # As long as every logit was -inf there is no maximum to subtract.
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        sums = sums * tl.exp(running_max - base) + tl.exp(x - base)
-        running_max = new_max
-    log_sum = tl.log(tl.sum(sums, axis=0))
-
+    row_max, log_sum = row_logsumexp(
+        logits_ptr, bias_ptr, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, V, BLOCK_V, GROUP
+    )
     label = tl.load(labels_ptr + row)
     # A label outside the vocabulary gives NaN, not a value from somewhere else in memory.
-    of_label = tl.load(logits_ptr + label, mask=(label >= 0) & (label < V), other=float("nan")).to(tl.float32)
+    known = (label >= 0) & (label < V)
+    of_label, _ = load_logits(logits_ptr, bias_ptr, label, known, softcap, HAS_BIAS, HAS_SOFTCAP)
     # Largest first: both terms are at most 0 in any rounding, so the log-probability never exceeds 0.
-    logprob = (of_label * inverse_temperature - running_max) - log_sum
+    logprob = (of_label * inverse_temperature - row_max) - log_sum
+    logprob = tl.where(known, logprob, float("nan"))
     tl.store(logprobs_ptr + row, tl.where(label == ignore_index, 0.0, logprob))
-    tl.store(max_ptr + row, running_max)
+    tl.store(max_ptr + row, row_max)
     tl.store(log_sum_ptr + row, log_sum)
 
 
@@ -62,6 +129,7 @@ def logprobs_kernel(
 def dlogits_kernel(
     logits_ptr,  # [N, V]
     labels_ptr,  # [N]
+    bias_ptr,  # [V] where HAS_BIAS
     max_ptr,  # [N] fp32
     log_sum_ptr,  # [N] fp32
     coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row), times
@@ -70,37 +138,52 @@ def dlogits_kernel(
     row_stride,
     dlogits_row_stride,
     inverse_temperature,
+    softcap,
     ignore_index,
     HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     dlogits_ptr += row * dlogits_row_stride
-    columns = tl.arange(0, BLOCK_V)
     label = tl.load(labels_ptr + row)
     gradient = tl.load(coefficients_ptr + row) * inverse_temperature
     if HAS_SCALE:
         gradient *= tl.load(scale_ptr)
     if (gradient == 0.0) | (label == ignore_index):
-        for start in range(0, V, BLOCK_V):
-            zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-            tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
+        store_zeros(dlogits_ptr, V, BLOCK_V)
     else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
         for start in range(0, V, BLOCK_V):
-            inside = start + columns < V
-            x = tl.load(logits_ptr + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            p = tl.exp((x * inverse_temperature - row_max) - log_sum)
-            # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
-            dlogits = gradient * (tl.where(start + columns == label, 1.0, 0.0) - p)
-            tl.store(dlogits_ptr + start + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+            store_dlogits(
+                logits_ptr,
+                bias_ptr,
+                dlogits_ptr,
+                label,
+                gradient,
+                row_max,
+                log_sum,
+                start,
+                inverse_temperature,
+                softcap,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                V,
+                BLOCK_V,
+            )
+
+
+def block_of(V: int, largest: int) -> int:
+    """A power of two, no longer than the vocabulary needs."""
+    return min(largest, max(triton.next_power_of_2(V), LOAD_BYTES))
 
 
 def launch_logprobs(
-    logits: Tensor, labels: Tensor, temperature: float, ignore_index: int
+    logits: Tensor, labels: Tensor, transform: LogitsTransform, ignore_index: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, row maxima and log-sums, [N] fp32 each; one launch."""
     N, V = logits.shape
@@ -109,14 +192,15 @@ def launch_logprobs(
         logprobs_kernel[(N,)](
             logits,
             labels,
-            logprobs,
-            row_max,
-            log_sum,
-            logits.stride(0),
-            1 / temperature,
-            ignore_index,
+            logprobs_ptr=logprobs,
+            max_ptr=row_max,
+            log_sum_ptr=log_sum,
+            row_stride=logits.stride(0),
+            ignore_index=ignore_index,
+            **kernel_arguments(transform, unused=logprobs),
             V=V,
-            BLOCK_V=min(BLOCK_V, triton.next_power_of_2(V)),
+            BLOCK_V=block_of(V, BLOCK_V),
+            GROUP=LOAD_BYTES // logits.element_size(),
             num_warps=WARPS,
         )
     return logprobs, row_max, log_sum
@@ -129,43 +213,46 @@ def launch_dlogits(
     log_sum: Tensor,
     coefficients: Tensor,
     scale: Tensor | None,
-    temperature: float,
+    transform: LogitsTransform,
     ignore_index: int,
-    *,
-    inplace: bool,
-) -> Tensor:
-    """dlogits [N, V] of the logits' dtype, in their place on request; one launch."""
+    out: Tensor,
+) -> None:
+    """out [N, V] = the gradient of the logits; it may be the logits. One launch."""
     N, V = logits.shape
-    dlogits = logits if inplace else torch.empty_like(logits)
     with torch.cuda.device_of(logits):
         dlogits_kernel[(N,)](
             logits,
             labels,
-            row_max,
-            log_sum,
-            coefficients,
-            coefficients if scale is None else scale,
-            dlogits,
-            logits.stride(0),
-            dlogits.stride(0),
-            1 / temperature,
-            ignore_index,
+            max_ptr=row_max,
+            log_sum_ptr=log_sum,
+            coefficients_ptr=coefficients,
+            scale_ptr=coefficients if scale is None else scale,
+            dlogits_ptr=out,
+            row_stride=logits.stride(0),
+            dlogits_row_stride=out.stride(0),
+            ignore_index=ignore_index,
             HAS_SCALE=scale is not None,
+            **kernel_arguments(transform, unused=coefficients),
             V=V,
-            BLOCK_V=min(BLOCK_V, triton.next_power_of_2(V)),
+            BLOCK_V=block_of(V, BLOCK_V),
             num_warps=WARPS,
         )
-    if inplace:
-        torch.autograd.graph.increment_version(logits)
-    return dlogits
+
+
+def dlogits_like(logits: Tensor, *, inplace: bool) -> Tensor:
+    """Where the gradient of the logits goes: into their place on request, which autograd is told."""
+    if not inplace:
+        return torch.empty_like(logits)
+    torch.autograd.graph.increment_version(logits)
+    return logits
 
 
 class TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, temperature, ignore_index, inplace_backward):
-        logprobs, row_max, log_sum = launch_logprobs(logits, labels, temperature, ignore_index)
+    def forward(ctx, logits, labels, transform, ignore_index, inplace_backward):
+        logprobs, row_max, log_sum = launch_logprobs(logits, labels, transform, ignore_index)
         ctx.save_for_backward(logits, labels, row_max, log_sum)
-        ctx.settings = temperature, ignore_index
+        ctx.settings = transform, ignore_index
         ctx.inplace = inplace_backward
         ctx.overwritten = False
         return logprobs
@@ -175,9 +262,8 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs):
         refuse_second_backward(ctx)
         logits, labels, row_max, log_sum = ctx.saved_tensors
-        dlogits = launch_dlogits(
-            logits, labels, row_max, log_sum, grad_logprobs.contiguous(), None, *ctx.settings, inplace=ctx.inplace
-        )
+        dlogits = dlogits_like(logits, inplace=ctx.inplace)
+        launch_dlogits(logits, labels, row_max, log_sum, grad_logprobs.contiguous(), None, *ctx.settings, out=dlogits)
         return dlogits, None, None, None, None
 
 
@@ -211,7 +297,8 @@ def token_logprobs(
 
     Args:
         logits: [N, V] of any floating dtype and strides; -inf is allowed. Rounding logits to bf16 costs about 0.03 nats
-            per token, so 0.3 in the log-probability of a response of 128 tokens: more than a clip range.
+            per token, so 0.3 in the log-probability of a response of 128 tokens: more than a clip range. Hidden states
+            and the head's weight go to `linear_logprobs`, whose logits are fp32 and never exist all at once.
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
         temperature: divides the logits.
         ignore_index: rows with this label give 0 and no gradient.
@@ -230,4 +317,5 @@ def token_logprobs(
     check_inplace(logits, inplace_backward)
     if not use_triton(impl, logits) or len(logits) == 0:
         return eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
-    return TokenLogprobs.apply(with_rows(logits), labels.contiguous(), temperature, ignore_index, inplace_backward)
+    transform = LogitsTransform(temperature=temperature)
+    return TokenLogprobs.apply(with_rows(logits), labels.contiguous(), transform, ignore_index, inplace_backward)

@@ -39,15 +39,17 @@ class Pairs:
         )
 
 
-def random_pairs(lengths: list[int], vocabulary: int, device: torch.device, *, scale=2.0, moved=0.3, seed=0) -> Pairs:
-    """Pairs whose policy moved by about `moved` nats a response since the rollout, in fp32 values."""
+def random_pairs(
+    lengths: list[int], vocabulary: int, device: torch.device, *, scale=2.0, moved=0.3, seed=0, logits=None
+) -> Pairs:
+    """Pairs whose policy, of these logits or random ones, moved by about `moved` nats a response since the rollout."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator)
 
     N, P = sum(lengths), len(lengths) // 2
-    logits = scale * randn(N, vocabulary)
+    logits = scale * randn(N, vocabulary) if logits is None else logits.detach().float().cpu()
     labels = torch.randint(vocabulary, (N,), generator=generator)
     token_logprobs = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)]).view(P, 2)
@@ -61,6 +63,61 @@ def random_pairs(lengths: list[int], vocabulary: int, device: torch.device, *, s
         old_token_logprobs=token_logprobs + moved * randn(N),
     )
     return Pairs(**{name: tensor.to(device) for name, tensor in vars(pairs).items()})
+
+
+@dataclass
+class Head:
+    """Hidden states and a head whose logits are of size `scale`."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def settings(self) -> dict:
+        return {"softcap": self.softcap, "temperature": self.temperature}
+
+    def to(self, dtype: torch.dtype) -> "Head":
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def leaves(self, hidden=True, weight=True, bias=True) -> "Head":
+        """The same values, apart, with gradients for those named."""
+
+        def leaf(tensor, needed):
+            return None if tensor is None else tensor.detach().clone().requires_grad_(needed)
+
+        return replace(
+            self, hidden=leaf(self.hidden, hidden), weight=leaf(self.weight, weight), bias=leaf(self.bias, bias)
+        )
+
+    def logits(self) -> Tensor:
+        """By the formula, in the tensors' own dtype."""
+        logits = self.hidden @ self.weight.T
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits / self.temperature
+
+    def gradients(self) -> list[Tensor]:
+        leaves = (self.hidden, self.weight, self.bias)
+        return [leaf.grad for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+
+def random_head(
+    N: int, V: int, D: int, device: torch.device, dtype=torch.float32, *, scale=2.0, seed=0, bias=False, **settings
+) -> Head:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    head = Head(randn(N, D), scale * randn(V, D) / D**0.5, randn(V) if bias else None, **settings)
+    moved = {name: value.to(device) for name, value in vars(head).items() if isinstance(value, Tensor)}
+    return replace(head, **moved).to(dtype)
 
 
 def oracle(

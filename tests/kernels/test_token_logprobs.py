@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from fastp3o_kernels import token_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
 from fastp3o_kernels.token_logprobs import logprobs_kernel
+from fastp3o_kernels.transform import LogitsTransform
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -189,7 +190,7 @@ def test_rows_are_in_the_grids_first_dimension(monkeypatch):
     # The package's function hides its module of the same name.
     module = import_module("fastp3o_kernels.token_logprobs")
     monkeypatch.setattr(module, "logprobs_kernel", Recorder())
-    module.launch_logprobs(torch.zeros(70000, 2), torch.zeros(70000, dtype=torch.long), 1.0, -100)
+    module.launch_logprobs(torch.zeros(70000, 2), torch.zeros(70000, dtype=torch.long), LogitsTransform(), -100)
     assert grids == [(70000,)]
 
 

@@ -1,0 +1,105 @@
+"""Bytes that the kernels move, counted in the interpreter, against the formulas that benchmarks divide by."""
+
+import pytest
+import torch
+
+from fastp3o_kernels import logits_p3o_loss
+from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.objective import Objective
+from fastp3o_kernels.on_policy_rows import launch_on_policy
+from fastp3o_kernels.pair_loss import PairInputs, launch_pairs
+from fastp3o_kernels.token_logprobs import launch_dlogits, launch_logprobs
+from fastp3o_kernels.transform import LogitsTransform
+from tests.kernels.conftest import random_pairs
+from tests.kernels.interpreted import counted_launches, counted_traffic
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")
+
+LENGTHS, V = [3, 2, 1, 2], 20_000
+N = sum(LENGTHS)
+
+
+def about(count):
+    return pytest.approx(count, rel=0.02)
+
+
+@pytest.fixture
+def pairs():
+    pairs = random_pairs(LENGTHS, V, torch.device("cpu"))
+    pairs.logits = pairs.logits.bfloat16().requires_grad_()
+    return pairs
+
+
+def test_off_policy_reads_the_logits_twice_and_writes_them_once(monkeypatch, pairs):
+    with counted_traffic(monkeypatch) as forward, counted_launches(monkeypatch) as launches:
+        loss = pairs.call(logits_p3o_loss, pairs.logits, "none", impl="triton").loss
+    assert forward.loaded == about(2 * N * V)
+    assert forward.stored < 0.02 * forward.loaded
+    assert launches == {"logprobs_kernel": 1, "pair_kernel": 1}
+    with counted_traffic(monkeypatch) as backward, counted_launches(monkeypatch) as launches:
+        loss.backward()
+    assert (backward.loaded, backward.stored) == (about(2 * N * V), about(2 * N * V))
+    assert forward.memory + backward.memory == about(6 * N * V)
+    assert launches == {"dlogits_kernel": 1}
+
+
+def test_rows_without_a_coefficient_are_not_read(monkeypatch, pairs):
+    pairs.rewards[0] = 1.0
+    loss = pairs.call(logits_p3o_loss, pairs.logits, "none", impl="triton", kl_coef=0.0).loss
+    with counted_traffic(monkeypatch) as backward:
+        loss.backward()
+    assert (backward.loaded, backward.stored) == (about(2 * sum(LENGTHS[2:]) * V), about(2 * N * V))
+
+
+def test_on_policy_moves_four_bytes_of_memory_for_each_logit(monkeypatch, pairs):
+    with counted_traffic(monkeypatch) as forward, counted_launches(monkeypatch) as launches:
+        loss = pairs.call(logits_p3o_loss, pairs.logits, "none", impl="triton", on_policy=True).loss
+    assert forward.loaded + forward.stored < 1000
+    assert launches == {"pair_kernel": 1}
+    with counted_traffic(monkeypatch) as backward, counted_launches(monkeypatch) as launches:
+        loss.backward()
+    # Read twice, but the second time from L2: each address counts once.
+    assert (backward.loaded, backward.stored) == (about(4 * N * V), about(2 * N * V))
+    assert backward.memory == about(4 * N * V)
+    assert launches == {"on_policy_kernel": 1}
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_of_the_head(monkeypatch, pairs, out_dtype):
+    """fp32 logits: 4 bytes each forward; 4 and those of the gradient's dtype backward; on-policy the latter alone."""
+    logits, labels, transform = pairs.logits.detach().float(), pairs.labels, LogitsTransform()
+    out, coefficients = torch.empty(N, V, dtype=out_dtype), torch.ones(N)
+    with counted_traffic(monkeypatch) as forward:
+        _, row_max, log_sum = launch_logprobs(logits, labels, transform, -100)
+    assert forward.memory == about(4 * N * V)
+    with counted_traffic(monkeypatch) as backward:
+        launch_dlogits(logits, labels, row_max, log_sum, coefficients, None, transform, -100, out=out)
+    assert (backward.loaded, backward.stored) == (about(4 * N * V), about(out.itemsize * N * V))
+    expected = out.clone()
+    with counted_traffic(monkeypatch) as fused:
+        launch_on_policy(logits, labels, coefficients, None, transform, out=out)
+    assert fused.memory == about((4 + out.itemsize) * N * V)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_bias_is_read_beside_the_logits(monkeypatch, pairs):
+    logits = pairs.logits.detach().float()
+    with counted_traffic(monkeypatch) as traffic:
+        launch_logprobs(logits, pairs.labels, LogitsTransform(bias=torch.randn(V)), -100)
+    assert traffic.loaded == about(8 * N * V)
+    assert traffic.memory == about(4 * N * V + 4 * V)
+
+
+@pytest.mark.parametrize("clipping", ["joint", "token"])
+def test_pairs(monkeypatch, pairs, clipping):
+    given = pairs.cu_seqlens, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards
+    old_token_logprobs = pairs.old_token_logprobs if clipping == "token" else None
+    objective = Objective(clipping, 0.2, 10.0, 0.05, "current")
+    with counted_traffic(monkeypatch) as traffic:
+        launch_pairs(pairs.old_token_logprobs, PairInputs(*given, old_token_logprobs, 2), objective)
+    pairs_read, pairs_written, results = 3 * 4 + 3 * 2 * 4, 2 * 4, 7 * 4
+    if clipping == "token":
+        # Each log-prob is summed first, and clipped against the old one when the sums are known.
+        assert (traffic.loaded, traffic.stored) == (3 * 4 * N + 2 * pairs_read, 4 * N + 2 * pairs_written + results)
+    else:
+        assert (traffic.loaded, traffic.stored) == (4 * N + 2 * pairs_read, 4 * N + 2 * 2 * pairs_written + results)
