@@ -5,11 +5,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192
+BLOCK = 4096
 WARPS = 8
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def scale_kernel(
     values_ptr,  # [size], in and out
     factor_ptr,  # [] fp32

@@ -57,11 +57,14 @@ class LinearP3OLoss(torch.autograd.Function):
                 if gradients is None:
                     continue
                 first, last = (bisect_left(bounds, token) for token in (chunk[0].start, chunk[-1].stop))
-                _, coefficients = pair_loss(head.logprobs, pairs.part(first, last), objective, triton_kernels=triton)
+                results, coefficients = pair_loss(
+                    head.logprobs, pairs.part(first, last), objective, triton_kernels=triton
+                )
                 # The last piece's logits are still in their buffer.
                 for rows in reversed(chunk):
                     gradients.backward(rows, coefficients[rows] * scale if scale != 1 else coefficients[rows])
-            results, _ = pair_loss(head.logprobs, pairs, objective, triton_kernels=triton)
+            if gradients is None or len(chunks.chunks) > 1:
+                results, _ = pair_loss(head.logprobs, pairs, objective, triton_kernels=triton)
             if gradients is not None:
                 gradients.finish()
         ctx.gradients, ctx.scale = gradients, scale

@@ -1,0 +1,210 @@
+"""Compiles every kernel ahead of time, in every configuration that it can choose, and reports what it takes. No GPU.
+
+    python benchmarks/compile_kernels.py                     # a table; exits with 1 where a kernel spills registers
+    python benchmarks/compile_kernels.py --output table.json
+
+Architectures: sm_80 (A100), sm_90 (H100, H200), sm_100 (B200). Vocabularies: those of the heads in `shapes.py`.
+"""
+
+import os
+import sys
+
+# Triton reads these when it is first imported. A cache of earlier runs would hide a kernel that no longer compiles.
+os.environ["TRITON_INTERPRET"] = "0"
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# As attributes of the package, functions hide the modules of the same names.
+gradient_scaling, on_policy_rows, pair_loss, token_logprobs = (
+    import_module(f"fastp3o_kernels.{name}")
+    for name in ("gradient_scaling", "on_policy_rows", "pair_loss", "token_logprobs")
+)
+
+ARCHITECTURES = (80, 90, 100)
+VOCABULARIES = (128256, 152064, 256000, 262144)
+# Bytes of shared memory that a block can have on the smallest of them (sm_80: 163 KiB).
+SHARED_LIMIT = 163 * 1024
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+SCALARS = {
+    "row_stride": "i64",
+    "dlogits_row_stride": "i64",
+    "ignore_index": "i32",
+    **dict.fromkeys(("S", "P", "N", "PAIRS", "size"), "i32"),
+    **dict.fromkeys(("inverse_temperature", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A kernel with the dtypes of its pointers (fp32 unless named), its compile-time constants and its warps."""
+
+    kernel: str
+    name: str
+    pointers: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, object], ...]
+    warps: int
+
+
+def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
+    """What the launching functions can ask for."""
+    for V in vocabularies:
+        yield from row_configurations(V)
+    for clipping in ("joint", "separate", "none", "token"):
+        for kl_reward in ("current", "rollout"):
+            constants = {
+                "CLIPPING": clipping,
+                "KL_REWARD": kl_reward,
+                "LIMIT": pair_loss.LOG_RATIO_LIMIT,
+                "BLOCK_P": pair_loss.BLOCK_P,
+                "BLOCK_T": pair_loss.BLOCK_T,
+            }
+            yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}", {}, constants, pair_loss.WARPS)
+    blocks = {"BLOCK_P": pair_loss.BLOCK_P, "BLOCK_T": pair_loss.BLOCK_T}
+    yield configuration("sequence_sums_kernel", "", {}, blocks, pair_loss.WARPS)
+    for dtype in ELEMENT_BYTES:
+        constants = {"BLOCK": gradient_scaling.BLOCK}
+        yield configuration("scale_kernel", dtype, {"values_ptr": dtype}, constants, gradient_scaling.WARPS)
+
+
+def row_configurations(V: int) -> Iterator[Configuration]:
+    # Logits from outside: of any dtype, and their gradient has it too. The head's own: fp32, transformed.
+    outside = [(dtype, dtype, False, False) for dtype in ELEMENT_BYTES]
+    of_head = [("fp32", out, bias, cap) for out in ELEMENT_BYTES for bias in (False, True) for cap in (False, True)]
+    for dtype, _, bias, cap in dict.fromkeys((dtype, None, bias, cap) for dtype, _, bias, cap in outside + of_head):
+        yield row_configuration("logprobs_kernel", token_logprobs, V, dtype, None, bias, cap, None)
+    for kernel, module in (("dlogits_kernel", token_logprobs), ("on_policy_kernel", on_policy_rows)):
+        for dtype, out, bias, cap in dict.fromkeys(outside + of_head):
+            yield row_configuration(kernel, module, V, dtype, out, bias, cap, False)
+        for dtype, out, bias, cap in outside:
+            yield row_configuration(kernel, module, V, dtype, out, bias, cap, True)
+
+
+def row_configuration(kernel, module, V, dtype, out, bias, cap, scale) -> Configuration:
+    largest = (
+        on_policy_rows.BLOCK_BYTES // ELEMENT_BYTES[dtype] if kernel == "on_policy_kernel" else token_logprobs.BLOCK_V
+    )
+    constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": token_logprobs.block_of(V, largest)}
+    if kernel != "dlogits_kernel":
+        constants["GROUP"] = token_logprobs.LOAD_BYTES // ELEMENT_BYTES[dtype]
+    if scale is not None:
+        constants["HAS_SCALE"] = scale
+    pointers = {"logits_ptr": dtype, "bias_ptr": "bf16" if bias else "fp32"}
+    if out is not None:
+        pointers["dlogits_ptr"] = out
+    parts = [dtype + (f" to {out}" if out else ""), "bias" * bias, "softcap" * cap, "scaled" * bool(scale), f"V {V}"]
+    return configuration(kernel, ", ".join(filter(None, parts)), pointers, constants, module.WARPS)
+
+
+def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int) -> Configuration:
+    return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), warps)
+
+
+def source_of(config: Configuration) -> ASTSource:
+    modules = (token_logprobs, on_policy_rows, pair_loss, gradient_scaling)
+    kernel = next(getattr(module, config.kernel) for module in modules if hasattr(module, config.kernel))
+    pointers, constants = dict(config.pointers), dict(config.constants)
+    integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32"}
+    signature, attributes = {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = "*" + (integers | pointers).get(name, "fp32")
+        else:
+            signature[name] = SCALARS[name]
+        # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
+        if name.endswith(("_ptr", "row_stride")) or name == "size":
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    return ASTSource(kernel, signature, positions, attributes)
+
+
+def compiled(config: Configuration, architecture: int) -> dict[str, object]:
+    """Registers a thread, bytes of stack (spills show there) and of shared memory, and instructions of interest."""
+    options = {"num_warps": config.warps}
+    result = triton.compile(source_of(config), target=GPUTarget("cuda", architecture, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
+        code = run(TOOLS / "nvdisasm", "-c", file.name)
+    return {
+        "kernel": config.kernel,
+        "configuration": config.name,
+        "architecture": f"sm_{architecture}",
+        "warps": config.warps,
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        "shared": result.metadata.shared,
+        "wide_loads": len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128\b", code)),
+        "tensor_core": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|QGMMA)\b", code)),
+    }
+
+
+def run(*command: object) -> str:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+def sources() -> str:
+    """A hash of what is compiled, to tell a table of other kernels."""
+    names = ("transform", "token_logprobs", "on_policy_rows", "pair_loss", "gradient_scaling")
+    files = [Path(import_module(f"fastp3o_kernels.{name}").__file__).read_bytes() for name in names]
+    return hashlib.sha256(b"".join(files)).hexdigest()
+
+
+def failures(table: list[dict[str, object]]) -> list[str]:
+    """What must not be: registers spilled to the stack, or more shared memory than a block has."""
+    return [
+        f"{row['kernel']} ({row['configuration']}) on {row['architecture']}: {row['stack']} bytes of stack, "
+        f"{row['spills']} spills, {row['shared']} bytes of shared memory"
+        for row in table
+        if row["stack"] or row["spills"] or row["shared"] > SHARED_LIMIT
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON to write.")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        work = [(c, a) for a in arguments.architectures for c in configurations(tuple(arguments.vocabularies))]
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+            table = list(pool.map(compiled, *zip(*work, strict=True), chunksize=8))
+    columns = ("kernel", "configuration", "architecture", "warps", "registers", "stack", "spills", "shared")
+    columns += ("wide_loads", "tensor_core")
+    widths = [max(len(column), *(len(str(row[column])) for row in table)) for column in columns]
+    print("  ".join(column.ljust(width) for column, width in zip(columns, widths, strict=True)))
+    for row in table:
+        print("  ".join(str(row[column]).ljust(width) for column, width in zip(columns, widths, strict=True)))
+    if arguments.output:
+        record = {"triton": triton.__version__, "sources": sources()}
+        lines = ",\n".join(json.dumps(row) for row in table)
+        arguments.output.write_text(json.dumps(record)[:-1] + f', "kernels": [\n{lines}\n]}}\n')
+    failed = failures(table)
+    print(f"{len(table)} compiled, {len(failed)} failed", *failed, sep="\n")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

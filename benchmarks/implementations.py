@@ -1,0 +1,69 @@
+"""fastp3o, eager PyTorch and torch.compile at both levels: hidden states or logits -> P3O's loss.
+
+The others' log-probs, here and in `peers.py`, go through the same arithmetic of P3O.
+"""
+
+import torch
+from torch import Tensor
+
+from benchmarks.inputs import Inputs
+from fastp3o_kernels import linear_logprobs, linear_p3o_loss, logits_p3o_loss, token_p3o_loss
+
+
+def p3o_of(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    """Sequence sums and P3O's loss from token log-probs [N], in eager PyTorch."""
+    pairs = [tensor.to(logprobs.dtype) for tensor in inputs.pairs]
+    return token_p3o_loss(logprobs, inputs.cu_seqlens, *pairs, impl="eager").loss
+
+
+def eager_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+
+
+compiled_logprobs = torch.compile(eager_logprobs, dynamic=True)
+
+
+@torch.compile(dynamic=True)
+def compiled_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return eager_logprobs(hidden @ weight.T, labels)
+
+
+def logits_fastp3o(logits: Tensor, inputs: Inputs) -> Tensor:
+    return logits_p3o_loss(logits, inputs.labels, inputs.cu_seqlens, *inputs.pairs, inplace_backward=True).loss
+
+
+def logits_fastp3o_on_policy(logits: Tensor, inputs: Inputs) -> Tensor:
+    given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
+    return logits_p3o_loss(logits, *given, on_policy=True, inplace_backward=True).loss
+
+
+def logits_eager(logits: Tensor, inputs: Inputs) -> Tensor:
+    return p3o_of(eager_logprobs(logits, inputs.labels), inputs)
+
+
+def logits_compiled(logits: Tensor, inputs: Inputs) -> Tensor:
+    return p3o_of(compiled_logprobs(logits, inputs.labels), inputs)
+
+
+def hidden_fastp3o(inputs: Inputs) -> Tensor:
+    given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
+    return linear_p3o_loss(inputs.hidden, inputs.weight, *given).loss
+
+
+def hidden_fastp3o_on_policy(inputs: Inputs) -> Tensor:
+    given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
+    return linear_p3o_loss(inputs.hidden, inputs.weight, *given, on_policy=True).loss
+
+
+def hidden_fastp3o_logprobs(inputs: Inputs) -> Tensor:
+    """`linear_logprobs` under another loss: what DPO, GRPO and the rest would call."""
+    return p3o_of(linear_logprobs(inputs.hidden, inputs.weight, inputs.labels), inputs)
+
+
+def hidden_eager(inputs: Inputs) -> Tensor:
+    return p3o_of(eager_logprobs(inputs.hidden @ inputs.weight.T, inputs.labels), inputs)
+
+
+def hidden_compiled(inputs: Inputs) -> Tensor:
+    return p3o_of(compiled_head(inputs.hidden, inputs.weight, inputs.labels), inputs)

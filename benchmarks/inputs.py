@@ -1,0 +1,71 @@
+"""Random hidden states, heads and pairs of responses.
+
+N rows, D hidden size, V vocabulary, P pairs of responses of `RESPONSE_TOKENS`.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.shapes import DEVICE, DTYPE, RESPONSE_TOKENS, Head
+from fastp3o_kernels import linear_logprobs, sequence_logprobs
+
+LOGITS_STD = 4.0
+
+
+@dataclass
+class Inputs:
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D]
+    labels: Tensor  # [N]
+    cu_seqlens: Tensor  # [2P + 1]
+    sums: Tensor  # [P, 2], the policy's own log-probs
+    old_logprobs: Tensor  # [P, 2]
+    ref_logprobs: Tensor  # [P, 2]
+    rewards: Tensor  # [P, 2]
+
+    @property
+    def pairs(self) -> tuple[Tensor, ...]:
+        return self.old_logprobs, self.ref_logprobs, self.rewards
+
+    def on_policy(self) -> "Inputs":
+        return replace(self, old_logprobs=self.sums)
+
+    def a_third_clipped(self) -> "Inputs":
+        """Every third pair moved past the clip range the way its rewards want it to: its gradient is zero."""
+        old = self.old_logprobs.clone()
+        wanted = torch.sign(self.rewards[::3, :1] - self.rewards[::3, 1:])
+        old[::3] = self.sums[::3] - wanted * old.new_tensor([0.5, -0.5])
+        return replace(self, old_logprobs=old)
+
+    def in_fp64(self) -> "Inputs":
+        return replace(
+            self, **{name: value.double() for name, value in vars(self).items() if value.is_floating_point()}
+        )
+
+
+def random_inputs(head: Head, rows: int) -> Inputs:
+    """Pairs that moved since the rollout, but within the clip range: all of them have a gradient."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    hidden = randn(rows, head.hidden).to(DTYPE)
+    weight = (randn(head.vocabulary, head.hidden) * (LOGITS_STD / head.hidden**0.5)).to(DTYPE)
+    labels = torch.randint(head.vocabulary, (rows,), generator=generator, device=DEVICE)
+    cu_seqlens = torch.arange(0, rows + 1, RESPONSE_TOKENS, dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        sums = sequence_logprobs(linear_logprobs(hidden, weight, labels), cu_seqlens).view(-1, 2)
+    pairs = len(sums)
+    return Inputs(
+        hidden=hidden,
+        weight=weight,
+        labels=labels,
+        cu_seqlens=cu_seqlens,
+        sums=sums,
+        old_logprobs=sums + 0.02 * randn(pairs, 2),
+        ref_logprobs=sums + randn(pairs, 2),
+        rewards=randn(pairs, 2),
+    )

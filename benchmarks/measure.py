@@ -1,0 +1,95 @@
+"""Times a case and its roof in turns, in one process, and files the figures under the benchmark's name."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from benchmarks.shapes import CUDA
+
+# Seconds that one benchmark may take: few rounds where one is slow.
+SECONDS = 1.2 if CUDA else 1.5
+ROUNDS = range(3, 16)
+
+
+@dataclass
+class Case:
+    """What is measured. The figures are of one call of run(prepare())."""
+
+    level: str
+    implementation: str
+    passes: str
+    N: int
+    D: int
+    V: int
+    dtype: str
+    bytes: float  # that the pass must move, where moving them is the work
+    operations: float  # floating-point operations of its matrix products
+    gradient_bytes: int  # of the results, which are not counted as extra memory
+
+
+def milliseconds(function: Callable[[], object]) -> float:
+    if not CUDA:
+        start = time.perf_counter()
+        function()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(
+    benchmark,
+    case: Case,
+    prepare: Callable[[], object],
+    run: Callable[[object], object],
+    roof: Callable[[], object],
+    roof_share: float = 1.0,
+) -> None:
+    """Medians into benchmark.extra_info. `roof_share`: what the case must do over what the roof does."""
+    times, roofs, extra = [], [], []
+
+    def setup():
+        roofs.append(milliseconds(roof))
+        argument = prepare()
+        if CUDA:
+            torch.cuda.reset_peak_memory_stats()
+            extra.append(-torch.cuda.memory_allocated() - case.gradient_bytes)
+        return (argument,), {}
+
+    def target(argument):
+        times.append(milliseconds(lambda: run(argument)))
+        if CUDA:
+            extra[-1] += torch.cuda.max_memory_allocated()
+
+    # The first call compiles; the second says how many fit.
+    for _ in range(2):
+        (argument,), _ = setup()
+        target(argument)
+        del argument
+    rounds = int(SECONDS / (1e-3 * (times[-1] + roofs[-1])))
+    del times[:], roofs[:], extra[:]
+    benchmark.pedantic(target, setup=setup, rounds=min(max(rounds, ROUNDS.start), ROUNDS.stop))
+    ms, roof_ms = statistics.median(times), roof_share * statistics.median(roofs)
+    benchmark.extra_info |= asdict(case) | {
+        "ms": ms,
+        "spread_ms": max(times) - min(times),
+        "roof_ms": roof_ms,
+        "ratio_to_roof": ms / roof_ms,
+        "gb_per_s": case.bytes / ms / 1e6 if case.bytes else None,
+        "tflop_per_s": case.operations / ms / 1e9 if case.operations else None,
+        "extra_gb": statistics.median(extra) / 1e9 if CUDA else None,
+    }
+
+
+def release() -> None:
+    gc.collect()
+    if CUDA:
+        torch.cuda.empty_cache()

@@ -1,0 +1,115 @@
+"""Other libraries' losses on the same inputs. Each is imported when it is called: one that is not installed is absent.
+
+Log-probs go through the same arithmetic of P3O; Liger's GRPO losses fuse their own and are measured as they are.
+"""
+
+import torch
+from torch import Tensor
+
+from benchmarks.implementations import p3o_of
+from benchmarks.inputs import Inputs
+from benchmarks.shapes import CUDA, RESPONSE_TOKENS
+
+
+class AbsentError(Exception):
+    """Why a peer cannot be measured here."""
+
+
+def needs_cuda(what: str) -> None:
+    if not CUDA:
+        raise AbsentError(f"{what} runs on a GPU only")
+
+
+def logits_trl(logits: Tensor, inputs: Inputs) -> Tensor:
+    from trl.trainer.utils import selective_log_softmax
+
+    return p3o_of(selective_log_softmax(logits, inputs.labels).float(), inputs)
+
+
+def logits_liger_grpo(logits: Tensor, inputs: Inputs) -> Tensor:
+    """Sequence-level GRPO. It reads logits [B, L + 1, V] and leaves the last position out; L is one row short here."""
+    needs_cuda("Liger's Triton GRPO loss")
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    responses = logits.unflatten(0, (-1, RESPONSE_TOKENS))
+    labels = inputs.labels.view(-1, RESPONSE_TOKENS)[:, :-1].contiguous()
+    loss, _ = triton_grpo_loss(
+        responses,
+        (inputs.old_logprobs.view(-1, 1) / RESPONSE_TOKENS).expand_as(labels).contiguous(),
+        None,
+        labels,
+        inputs.rewards.flatten(),
+        temperature=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        importance_sampling_level="sequence",
+        reduce=True,
+    )
+    return loss
+
+
+def hidden_trl(inputs: Inputs) -> Tensor:
+    from trl.trainer import utils
+
+    logprobs, *_ = utils._ChunkedLogProbFunction.apply(
+        inputs.hidden,
+        inputs.weight,
+        None,
+        inputs.labels,
+        1.0,
+        utils._CHUNKED_LOGPROB_CHUNK_SIZE,
+        None,
+        1.0,
+        (),
+    )
+    return p3o_of(logprobs.float(), inputs)
+
+
+def hidden_torch(inputs: Inputs) -> Tensor:
+    functional = torch.nn.functional
+    if not hasattr(functional, "linear_cross_entropy"):
+        raise AbsentError(f"torch {torch.__version__} has no linear_cross_entropy")
+    losses = functional.linear_cross_entropy(
+        inputs.hidden, inputs.weight, inputs.labels, reduction="none", options=torch.nn.LinearCrossEntropyOptions()
+    )
+    return p3o_of(-losses.float(), inputs)
+
+
+def hidden_cce(inputs: Inputs) -> Tensor:
+    needs_cuda("CCE")
+    return cce(inputs, impl="cce")
+
+
+def hidden_cce_exact(inputs: Inputs) -> Tensor:
+    """Without the filter that leaves small gradients out."""
+    needs_cuda("CCE")
+    return cce(inputs, impl="cce", filter_eps=None)
+
+
+def hidden_cce_compiled(inputs: Inputs) -> Tensor:
+    return cce(inputs, impl="torch_compile")
+
+
+def cce(inputs: Inputs, **settings: object) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    losses = linear_cross_entropy(inputs.hidden, inputs.weight, inputs.labels, reduction="none", **settings)
+    return p3o_of(-losses.float(), inputs)
+
+
+def hidden_liger_grpo(inputs: Inputs) -> Tensor:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, importance_sampling_level="sequence", loss_type="grpo"
+    )
+    labels = inputs.labels.view(-1, RESPONSE_TOKENS)
+    loss, _ = loss_of(
+        inputs.hidden.view(-1, RESPONSE_TOKENS, inputs.hidden.shape[1]),
+        inputs.weight,
+        labels,
+        torch.ones_like(labels),
+        inputs.rewards.flatten().to(inputs.hidden.dtype),
+        old_per_token_logps=(inputs.old_logprobs.view(-1, 1) / RESPONSE_TOKENS).expand_as(labels),
+    )
+    return loss

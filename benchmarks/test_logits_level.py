@@ -1,0 +1,124 @@
+"""Logits -> P3O's loss -> gradient of the logits, beside a bare copy of as many bytes.
+
+    python -m pytest benchmarks/test_logits_level.py
+
+The least traffic, for elements of b bytes: forward N V b, backward in place 2 N V b, both 3 N V b, on-policy 2 N V b.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import implementations, peers, roofs
+from benchmarks.inputs import Inputs
+from benchmarks.measure import Case, measure
+from benchmarks.shapes import DTYPE, HEADS, ROWS
+from benchmarks.test_hidden_level import inputs_of, named
+
+EVERYWHERE = {
+    "fastp3o": implementations.logits_fastp3o,
+    "eager": implementations.logits_eager,
+    "torch.compile": implementations.logits_compiled,
+}
+FIRST_HEAD = {"TRL": peers.logits_trl, "Liger GRPO": peers.logits_liger_grpo}
+
+LossOf = Callable[[Tensor, Inputs], Tensor]
+
+
+class Logits:
+    """Logits of the inputs, restored before every pass, as a backward pass in place leaves their gradient there."""
+
+    def __init__(self, inputs: Inputs):
+        with torch.no_grad():
+            self.source = inputs.hidden @ inputs.weight.T
+        self.leaf = torch.empty_like(self.source).requires_grad_()
+
+    def restored(self) -> Tensor:
+        with torch.no_grad():
+            self.leaf.copy_(self.source)
+        # Not a leaf, whose values would have to be kept.
+        return self.leaf.view_as(self.leaf)
+
+    def copy(self) -> roofs.Roof:
+        return roofs.copy(self.source, self.leaf.data)
+
+
+def case_of(name: str, passes: str, inputs: Inputs, logits: Logits, accesses: int, *, inplace: bool) -> Case:
+    """`accesses`: times that each logit is read or written, at the least."""
+    (N, D), V = inputs.hidden.shape, len(inputs.weight)
+    size = logits.source.numel() * logits.source.element_size()
+    gradient_bytes = 0 if inplace or passes == "forward" else size
+    dtype = str(DTYPE).removeprefix("torch.")
+    return Case("logits", name, passes, N, D, V, dtype, float(accesses * size), 0, gradient_bytes)
+
+
+def run_both(benchmark, name, loss_of: LossOf, inputs, passes="forward and backward", accesses=3) -> None:
+    logits = Logits(inputs)
+
+    def run(fresh: Tensor):
+        return torch.autograd.grad(loss_of(fresh, inputs), fresh)
+
+    case = case_of(name, passes, inputs, logits, accesses, inplace=name == "fastp3o")
+    measure(benchmark, case, logits.restored, run, logits.copy(), accesses / 2)
+
+
+def gradient_error(loss_of: LossOf, inputs: Inputs) -> float:
+    logits = Logits(inputs)
+    exact = logits.source.double().requires_grad_()
+    (target,) = torch.autograd.grad(implementations.logits_eager(exact, inputs.in_fp64()), exact)
+    fresh = logits.restored()
+    (got,) = torch.autograd.grad(loss_of(fresh, inputs), fresh)
+    return ((got.double() - target).norm() / target.norm()).item()
+
+
+@pytest.mark.parametrize(("name", "loss_of"), named(EVERYWHERE))
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_forward_and_backward(benchmark, name, loss_of, head, rows):
+    inputs = inputs_of(head, rows)
+    run_both(benchmark, name, loss_of, inputs)
+    if rows == min(ROWS):
+        benchmark.extra_info["dlogits_error"] = gradient_error(loss_of, inputs)
+
+
+@pytest.mark.parametrize(("name", "loss_of"), named(FIRST_HEAD))
+@pytest.mark.parametrize("head", HEADS[:1], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, rows):
+    run_both(benchmark, name, loss_of, inputs_of(head, rows))
+
+
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_fastp3o_on_policy(benchmark, head, rows):
+    inputs = inputs_of(head, rows).on_policy()
+    run_both(
+        benchmark, "fastp3o", implementations.logits_fastp3o_on_policy, inputs, "on-policy forward and backward", 2
+    )
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "loss_of"), named(EVERYWHERE))
+@pytest.mark.parametrize("head", HEADS, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+def test_passes_apart(benchmark, passes, name, loss_of, head, rows):
+    inputs = inputs_of(head, rows)
+    logits = Logits(inputs)
+    accesses = 1 if passes == "forward" else 2
+
+    def with_loss() -> tuple[Tensor, Tensor]:
+        fresh = logits.restored()
+        return fresh, loss_of(fresh, inputs)
+
+    measure(
+        benchmark,
+        case_of(name, passes, inputs, logits, accesses, inplace=name == "fastp3o"),
+        prepare=logits.restored if passes == "forward" else with_loss,
+        run=(lambda fresh: loss_of(fresh, inputs))
+        if passes == "forward"
+        else lambda pair: torch.autograd.grad(pair[1], pair[0]),
+        roof=logits.copy(),
+        roof_share=accesses / 2,
+    )
