@@ -1,15 +1,16 @@
 """What the results say of the machine, of what could not be measured, and when to stop.
 
-FASTP3O_BENCHMARK_SECONDS: benchmarks that would begin later than this after the first are skipped, so that the results
-of the others are written.
+FASTP3O_BENCHMARK_SECONDS: benchmarks that would begin later than this after the start are skipped, and recorded so.
 """
 
+import json
 import os
 import platform
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import clear_frames
 
 import pytest
 import torch
@@ -19,11 +20,21 @@ from benchmarks.peers import AbsentError
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl")
 STARTED = time.monotonic()
-NOT_MEASURED = pytest.StashKey[list]()
+RECORD = pytest.StashKey[dict]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="JSON to write, anew after every benchmark.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[NOT_MEASURED] = []
+    config.stash[RECORD] = {"environment": environment(), "benchmarks": [], "not_measured": []}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What the goals are about first; what has to compile for long, or only explains, last."""
+    last = ("of_peers", "apart", "without_gradients")
+    items.sort(key=lambda item: any(word in item.name for word in last))
 
 
 @pytest.fixture(autouse=True)
@@ -41,34 +52,40 @@ def pytest_runtest_call(item: pytest.Item):
     try:
         return (yield)
     except (ImportError, AbsentError) as error:
-        pytest.skip(f"absent: {error}")
-    except torch.OutOfMemoryError:
-        pytest.skip("out of memory")
+        reason = f"absent: {error}"
+    except torch.OutOfMemoryError as error:
+        # Its frames would keep their tensors while the next benchmark runs.
+        clear_frames(error.__traceback__)
+        reason = "out of memory"
     except Exception as error:
         if "fastp3o" in item.name:
             raise
-        pytest.skip(f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
+        clear_frames(error.__traceback__)
+        reason = f"failed: {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+    pytest.skip(reason)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
+    record, path = item.config.stash[RECORD], item.config.getoption("--results")
     if report.outcome != "passed":
         reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else "failed"
-        item.config.stash[NOT_MEASURED].append({"name": item.name, "reason": reason})
+        record["not_measured"].append({"name": item.name, "reason": reason})
+    elif report.when == "call":
+        record["benchmarks"].append(item.funcargs["benchmark"].extra_info)
+    if path and (report.when == "call" or report.outcome != "passed"):
+        path.write_text(as_lines(record))
     return report
 
 
-def pytest_benchmark_update_json(config: pytest.Config, benchmarks: list, output_json: dict) -> None:
-    """The figures, without each round's and without the machine's name."""
-    output_json.clear()
-    output_json["environment"] = environment()
-    output_json["benchmarks"] = [benchmark["extra_info"] for benchmark in benchmarks_of(benchmarks)]
-    output_json["not_measured"] = config.stash[NOT_MEASURED]
-
-
-def benchmarks_of(benchmarks: list) -> list[dict]:
-    return [benchmark if isinstance(benchmark, dict) else benchmark.as_dict() for benchmark in benchmarks]
+def as_lines(record: dict) -> str:
+    """JSON with a line for each benchmark."""
+    parts = [f'"environment": {json.dumps(record["environment"])}']
+    for key in ("benchmarks", "not_measured"):
+        lines = ",\n".join(json.dumps(entry) for entry in record[key])
+        parts.append(f'"{key}": [\n{lines}\n]' if lines else f'"{key}": []')
+    return "{" + ",\n".join(parts) + "}\n"
 
 
 def environment() -> dict[str, object]:
@@ -78,8 +95,8 @@ def environment() -> dict[str, object]:
         except PackageNotFoundError:
             return None
 
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    git = f"git -C '{Path(__file__).parent}' describe --always --dirty"
+    commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else f"CPU ({torch.get_num_threads()} threads)",

@@ -17,11 +17,8 @@ from benchmarks.measure import Case, measure
 from benchmarks.shapes import DTYPE, HEADS, ROWS
 from benchmarks.test_hidden_level import inputs_of, named
 
-EVERYWHERE = {
-    "fastp3o": implementations.logits_fastp3o,
-    "eager": implementations.logits_eager,
-    "torch.compile": implementations.logits_compiled,
-}
+OURS = {"fastp3o": implementations.logits_fastp3o}
+OTHERS = {"eager": implementations.logits_eager, "torch.compile": implementations.logits_compiled}
 FIRST_HEAD = {"TRL": peers.logits_trl, "Liger GRPO": peers.logits_liger_grpo}
 
 LossOf = Callable[[Tensor, Inputs], Tensor]
@@ -73,7 +70,7 @@ def gradient_error(loss_of: LossOf, inputs: Inputs) -> float:
     return ((got.double() - target).norm() / target.norm()).item()
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(EVERYWHERE))
+@pytest.mark.parametrize(("name", "loss_of"), named(OURS | OTHERS))
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 def test_forward_and_backward(benchmark, name, loss_of, head, rows):
@@ -100,11 +97,19 @@ def test_fastp3o_on_policy(benchmark, head, rows):
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "loss_of"), named(EVERYWHERE))
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-def test_passes_apart(benchmark, passes, name, loss_of, head, rows):
-    inputs = inputs_of(head, rows)
+def test_fastp3o_forward_and_backward_alone(benchmark, passes, head, rows):
+    run_alone(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, rows), passes)
+
+
+@pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "loss_of"), named(OTHERS))
+def test_passes_apart(benchmark, passes, name, loss_of):
+    run_alone(benchmark, name, loss_of, inputs_of(HEADS[0], ROWS[0]), passes)
+
+
+def run_alone(benchmark, name, loss_of: LossOf, inputs, passes) -> None:
     logits = Logits(inputs)
     accesses = 1 if passes == "forward" else 2
 
@@ -112,13 +117,12 @@ def test_passes_apart(benchmark, passes, name, loss_of, head, rows):
         fresh = logits.restored()
         return fresh, loss_of(fresh, inputs)
 
+    forward, backward = loss_of, torch.autograd.grad
     measure(
         benchmark,
         case_of(name, passes, inputs, logits, accesses, inplace=name == "fastp3o"),
         prepare=logits.restored if passes == "forward" else with_loss,
-        run=(lambda fresh: loss_of(fresh, inputs))
-        if passes == "forward"
-        else lambda pair: torch.autograd.grad(pair[1], pair[0]),
+        run=(lambda fresh: forward(fresh, inputs)) if passes == "forward" else lambda pair: backward(pair[1], pair[0]),
         roof=logits.copy(),
         roof_share=accesses / 2,
     )

@@ -50,7 +50,8 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> 
 class ChunkedHead:
     """One evaluation of the head over N rows.
 
-    logprobs, row_max, log_sum: [N], filled in piece by piece. One buffer has the logits of the piece `resident`.
+    logprobs, and with Triton row_max and log_sum: [N], filled in piece by piece. One buffer has the logits of the piece
+    `resident`.
     """
 
     def __init__(
@@ -95,7 +96,6 @@ class ChunkedHead:
         logits, labels = self.logits(rows), self.labels[rows]
         if self.triton:
             results = launch_logprobs(logits, labels, self.transform, self.ignore_index)
+            self.logprobs[rows], self.row_max[rows], self.log_sum[rows] = results
         else:
-            results = torch_rows.logprobs(logits, labels, self.ignore_index)
-        for of_all, of_rows in zip((self.logprobs, self.row_max, self.log_sum), results, strict=True):
-            of_all[rows] = of_rows
+            self.logprobs[rows] = torch_rows.logprobs(logits, labels, self.ignore_index)

@@ -17,7 +17,8 @@ def at_least_fp32(tensor: Tensor) -> Tensor:
 def token_logprobs(logits: Tensor, labels: Tensor, *, temperature: float, ignore_index: int) -> Tensor:
     """logits [N, V], labels [N] -> [N]."""
     ignored = labels == ignore_index
-    logprobs = (at_least_fp32(logits) / temperature).log_softmax(dim=-1)
+    logits = at_least_fp32(logits)
+    logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(dim=-1)
     of_labels = logprobs.gather(1, labels.masked_fill(ignored, 0).long().unsqueeze(1)).squeeze(1)
     return of_labels.masked_fill(ignored, 0.0)
 

@@ -46,11 +46,12 @@ class HeadGradients:
     def backward(self, rows: slice, coefficients: Tensor) -> None:
         """Takes a piece through which `forward` has gone, with dL/d(log-prob) of its rows [n]."""
         head, out = self.head, self.room_for(rows, coefficients)
-        of_rows = head.logits(rows), head.labels[rows], head.row_max[rows], head.log_sum[rows], coefficients
+        logits, labels, settings = head.logits(rows), head.labels[rows], (head.transform, head.ignore_index)
         if head.triton:
-            launch_dlogits(*of_rows, None, head.transform, head.ignore_index, out=out)
+            row_max, log_sum = head.row_max[rows], head.log_sum[rows]
+            launch_dlogits(logits, labels, row_max, log_sum, coefficients, None, *settings, out=out)
         else:
-            torch_rows.dlogits(*of_rows, head.transform, head.ignore_index, out=out)
+            torch_rows.dlogits(logits, labels, coefficients, *settings, out=out)
 
     def on_policy(self, rows: slice, coefficients: Tensor) -> None:
         """Forward and backward of a piece at once."""
@@ -142,7 +143,7 @@ class WaitingRows:
         self.flags.append((coefficients != 0).to("cpu", non_blocking=True))
         if coefficients.is_cuda:
             self.sent = torch.cuda.Event()
-            self.sent.record()
+            self.sent.record(torch.cuda.current_stream(coefficients.device))
 
     def take(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """The k rows with a coefficient, in the order of their places in the buffer after moves (from, to).

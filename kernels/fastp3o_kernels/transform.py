@@ -30,10 +30,8 @@ def transform_(logits: Tensor, transform: LogitsTransform) -> Tensor:
     return logits.div_(transform.temperature) if transform.temperature != 1 else logits
 
 
-def slope_(transformed: Tensor, transform: LogitsTransform) -> Tensor | None:
-    """d transformed / d product, overwriting its argument; None where it is 1 / temperature throughout."""
-    if transform.softcap is None:
-        return None
+def slope_(transformed: Tensor, transform: LogitsTransform) -> Tensor:
+    """d transformed / d product under a soft cap, overwriting its argument."""
     tanh = transformed.mul_(transform.temperature / transform.softcap)
     return tanh.square_().neg_().add_(1).div_(transform.temperature)
 

@@ -4,9 +4,17 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 CLIPPINGS = ("joint", "separate", "none", "token")
+CUDA = torch.cuda.is_available()
+# On a GPU every vocabulary compiles kernels of its own, which takes most of a test's time.
+EXAMPLES = 12 if CUDA else 40
+
+
+def vocabularies(least: int, most: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([least, 33, most]) if CUDA else st.integers(least, most)
 
 
 @dataclass

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastp3o_kernels import linear_logprobs, sequence_logprobs
-from tests.kernels.conftest import random_head, relative_error
+from fastp3o_kernels.torch_rows import ROWS
+from tests.kernels.conftest import EXAMPLES, random_head, relative_error, vocabularies
 from tests.kernels.memory import PeakMemory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -24,10 +25,10 @@ def budget_for(rows: int, V: int) -> int:
     return rows * 8 * (-(-V // 16) * 16)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     N=st.integers(1, 40),
-    V=st.integers(2, 90),
+    V=vocabularies(2, 90),
     D=st.integers(1, 20),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     impl=st.sampled_from(CHUNKED),
@@ -106,17 +107,17 @@ def test_without_gradients_the_forward_alone_is_computed_and_nothing_kept():
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("grad", [True, False])
 def test_memory_stays_within_the_budget(impl, grad):
-    N, V, D = 400, 2000, 16
+    N, V, D = 200, 1000, 16
     head = random_head(N, V, D, DEVICE).leaves(hidden=grad, weight=grad)
-    labels, budget = torch.arange(N, device=DEVICE), budget_for(20, V)
+    labels, budget = torch.arange(N, device=DEVICE), budget_for(10, V)
     with PeakMemory(head.hidden, head.weight) as memory:
         logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl, memory_budget=budget)
         if grad:
             logprobs.sum().backward()
     gradients = 4 * (N * D + V * D)
-    vectors_and_temporaries = 4 * 20 * N + 3 * 4 * 32 * V
+    vectors_and_temporaries = 4 * 20 * N + 3 * 4 * ROWS * V
     assert memory.largest <= max(budget, gradients)
-    assert memory.peak <= budget + grad * gradients + vectors_and_temporaries < 4 * N * V / 2
+    assert memory.peak <= budget + grad * gradients + vectors_and_temporaries < 4 * N * V
 
 
 def test_a_second_backward_pass_gives_the_same():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fastp3o_kernels import logits_p3o_loss, sequence_logprobs, token_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
-from tests.kernels.conftest import CLIPPINGS, oracle, random_pairs, relative_error
+from tests.kernels.conftest import CLIPPINGS, EXAMPLES, oracle, random_pairs, relative_error, vocabularies
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -37,10 +37,10 @@ def test_eager_is_the_paper_in_fp64(lengths, V, clipping, kl_reward, seed):
     torch.testing.assert_close(gradient, logits.grad, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(lambda half: half + half[::-1]),
-    V=st.integers(2, 300),
+    V=vocabularies(2, 300),
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

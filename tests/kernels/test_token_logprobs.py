@@ -9,6 +9,7 @@ from fastp3o_kernels import token_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
 from fastp3o_kernels.token_logprobs import logprobs_kernel
 from fastp3o_kernels.transform import LogitsTransform
+from tests.kernels.conftest import EXAMPLES, vocabularies
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -46,10 +47,10 @@ def check(logits, labels, **settings):
     return triton, triton_grad
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(
     N=st.integers(1, 9),
-    V=st.integers(1, 300),
+    V=vocabularies(1, 300),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     scale=st.sampled_from([0.1, 3.0, 100.0]),
     temperature=st.sampled_from([1.0, 0.7, 3.0]),

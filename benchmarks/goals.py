@@ -1,0 +1,166 @@
+"""The goals and what the results say of them.
+
+Ratios to a roof are of medians measured in turns in one process. A goal holds for every head and number of rows that
+was measured; the worst counts.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+Results = list[dict]
+NOT_MEASURED = "not measured"
+
+
+class Verdict(NamedTuple):
+    measured: str
+    met: str  # "met", "not met" or NOT_MEASURED
+
+
+class Goal(NamedTuple):
+    what: str
+    goal: str
+    verdict: Callable[[Results], Verdict]
+
+
+def select(results: Results, **wanted: object) -> Results:
+    return [result for result in results if all(result.get(key) == value for key, value in wanted.items())]
+
+
+def ours(results: Results, level: str, passes: str) -> Results:
+    return select(results, level=level, passes=passes, implementation="fastp3o")
+
+
+def at_most(values: list[float], bound: float, form: str) -> Verdict:
+    return judged(max(values), max(values) <= bound, form) if values else Verdict(NOT_MEASURED, NOT_MEASURED)
+
+
+def at_least(values: list[float], bound: float, form: str) -> Verdict:
+    return judged(min(values), min(values) >= bound, form) if values else Verdict(NOT_MEASURED, NOT_MEASURED)
+
+
+def judged(worst: float, met: bool, form: str) -> Verdict:
+    return Verdict(form.format(worst), "met" if met else "not met")
+
+
+def bandwidth(passes: str, bound: float) -> Callable[[Results], Verdict]:
+    return lambda results: at_least(
+        [1 / result["ratio_to_roof"] for result in ours(results, "logits", passes)], bound, "{:.0%}"
+    )
+
+
+def products(passes: str, bound: float) -> Callable[[Results], Verdict]:
+    return lambda results: at_most(
+        [result["ratio_to_roof"] for result in ours(results, "hidden", passes)], bound, "{:.2f} ×"
+    )
+
+
+def speedups(results: Results, level: str, names: Callable[[str], bool]) -> list[float]:
+    """How many times longer others take than fastp3o, by their ratios to the same roof."""
+    passes = "forward and backward"
+    return [
+        other["ratio_to_roof"] / mine["ratio_to_roof"]
+        for mine in ours(results, level, passes)
+        for other in select(results, level=level, passes=passes, N=mine["N"], D=mine["D"], V=mine["V"])
+        if names(other["implementation"])
+    ]
+
+
+def eightfold(name: str) -> bool:
+    """Peers that compute the logits twice."""
+    return name == "TRL" or name.startswith("CCE") or name == "torch linear_cross_entropy"
+
+
+def extra_of_logits(results: Results) -> list[float]:
+    both = ours(results, "logits", "forward and backward")
+    return [
+        1e9 * result["extra_gb"] / (2 * result["N"] * result["V"]) for result in both if result["extra_gb"] is not None
+    ]
+
+
+def extra_of_head(results: Results) -> list[float]:
+    both = ours(results, "hidden", "forward and backward")
+    return [result["extra_gb"] for result in both if result["extra_gb"] is not None]
+
+
+def growth(results: Results) -> list[float]:
+    """Time of the most rows over that of the fewest beyond 8000, for each row: 1 where it is linear."""
+    both = [result for result in ours(results, "hidden", "forward and backward") if result["N"] >= 8000]
+    grown = []
+    for few in both:
+        for many in select(both, D=few["D"], V=few["V"]):
+            if many["N"] > few["N"]:
+                grown.append((many["ms"] / many["N"]) / (few["ms"] / few["N"]))
+    return grown
+
+
+def log_ratio_errors(results: Results) -> list[float]:
+    return [result["log_ratio_error"] for result in select(results, level="precision")]
+
+
+GOALS = [
+    Goal("logits → log-probs, forward", "≥ 92% of the copy bandwidth", bandwidth("forward", 0.92)),
+    Goal("backward in place", "≥ 92% of it", bandwidth("backward", 0.92)),
+    Goal(
+        "on-policy fused pass",
+        "≥ 85% of it, at 4 bytes an element",
+        bandwidth("on-policy forward and backward", 0.85),
+    ),
+    Goal(
+        "logits-level loss, forward + backward",
+        "≥ 5 × eager",
+        lambda results: at_least(speedups(results, "logits", "eager".__eq__), 5, "{:.1f} ×"),
+    ),
+    Goal(
+        "the same",
+        "≥ 1.5 × torch.compile",
+        lambda results: at_least(speedups(results, "logits", "torch.compile".__eq__), 1.5, "{:.2f} ×"),
+    ),
+    Goal(
+        "its extra memory",
+        "< 1% of the logits",
+        lambda results: at_most(extra_of_logits(results), 0.01, "{:.2%}"),
+    ),
+    Goal(
+        "hidden-level loss, forward + backward", "≤ 1.15 × three bare products", products("forward and backward", 1.15)
+    ),
+    Goal(
+        "the same",
+        "≥ 1.2 × every peer that computes logits twice",
+        lambda results: at_least(speedups(results, "hidden", eightfold), 1.2, "{:.2f} ×"),
+    ),
+    Goal(
+        "the same",
+        "never slower than a peer",
+        lambda results: at_least(
+            speedups(results, "hidden", lambda name: not name.startswith("fastp3o")), 1.0, "{:.2f} ×"
+        ),
+    ),
+    Goal(
+        "its peak memory over inputs and gradients",
+        "≤ 1 GB at any N",
+        lambda results: at_most(extra_of_head(results), 1.0, "{:.2f} GB"),
+    ),
+    Goal(
+        "error of a 128-token log-ratio",
+        "≤ 0.002",
+        lambda results: at_most(log_ratio_errors(results), 0.002, "{:.1e}"),
+    ),
+    Goal("frozen head", "≤ 1.10 × two bare products", products("frozen head, forward and backward", 1.10)),
+    Goal(
+        "shared-prompt packing, TL;DR-like lengths",
+        "≥ 1.6 × plain packing",
+        lambda results: at_least(
+            [result["over_plain"] for result in select(results, level="packing")], 1.6, "{:.2f} ×"
+        ),
+    ),
+    Goal(
+        "the same",
+        "≥ 3 × padded batches",
+        lambda results: at_least([result["over_padded"] for result in select(results, level="packing")], 3, "{:.2f} ×"),
+    ),
+    Goal(
+        "cost growth",
+        "time linear in N (within 5%)",
+        lambda results: at_most(growth(results), 1.05, "{:.2f} of linear"),
+    ),
+]

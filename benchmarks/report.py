@@ -1,0 +1,176 @@
+"""Results of the suite -> tables and a plot.
+
+    python benchmarks/report.py RESULTS.json           # a short table
+    python benchmarks/report.py --write                # README's tables, goals.md and the plot, from results/
+
+Every figure comes from the JSON; what it lacks is written "not measured".
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullLocator
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.goals import GOALS, NOT_MEASURED, Results, Verdict, select
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+README = FOLDER.parent / "README.md"
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+BOTH = "forward and backward"
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+def described(environment: dict) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
+    return f"{environment['device']}; {packages}; {environment['date']}"
+
+
+def comparison(results: Results, level: str) -> list[list[str]]:
+    """Forward and backward at each shape: fastest first. Header first."""
+    rows = [["D, V", "N", "implementation", "ms", "× roof", "extra GB"]]
+    both = select(results, level=level, passes=BOTH)
+    for result in sorted(both, key=lambda result: (result["V"], result["D"], result["N"], result["ms"])):
+        extra = NOT_MEASURED if result["extra_gb"] is None else f"{result['extra_gb']:.2f}"
+        shape = f"{result['D']}, {result['V']}"
+        figures = [f"{result['ms']:.2f}", f"{result['ratio_to_roof']:.2f}", extra]
+        rows.append([shape, str(result["N"]), result["implementation"], *figures])
+    return rows
+
+
+def of_fastp3o(results: Results) -> list[list[str]]:
+    """All its other passes."""
+    rows = [["level", "pass", "D, V", "N", "ms", "× roof", "GB/s", "TFLOP/s"]]
+    for result in results:
+        if result["implementation"] == "fastp3o" and result.get("passes", BOTH) != BOTH:
+            rates = [f"{result[key]:.0f}" if result[key] else "" for key in ("gb_per_s", "tflop_per_s")]
+            shape = f"{result['D']}, {result['V']}"
+            figures = [f"{result['ms']:.2f}", f"{result['ratio_to_roof']:.2f}", *rates]
+            rows.append([result["level"], result["passes"], shape, str(result["N"]), *figures])
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    header, *rest = rows
+    lines = [header, ["---"] * len(header), *rest]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plain(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def goals_table(results: Results) -> list[list[str]]:
+    rows = [["what", "goal", "measured", ""]]
+    for goal in GOALS:
+        verdict: Verdict = goal.verdict(results)
+        rows.append([goal.what, goal.goal, verdict.measured, "" if verdict.met == NOT_MEASURED else verdict.met])
+    return rows
+
+
+def absent(record: dict) -> str:
+    """Reasons why something was not measured, each once, with what it concerns."""
+    reasons: dict[str, set[str]] = {}
+    for entry in record["not_measured"]:
+        reasons.setdefault(entry["reason"], set()).add(entry["name"].split("[")[0])
+    return "\n".join(f"- {reason} ({', '.join(sorted(names))})" for reason, names in sorted(reasons.items()))
+
+
+def plot(record: dict, path: Path) -> None:
+    """Time, and memory where it was measured, of forward and backward over N at the first head, with the roof."""
+    results = select(record["benchmarks"], level="hidden", passes=BOTH)
+    D, V = results[0]["D"], results[0]["V"]
+    results = sorted(select(results, D=D, V=V), key=lambda result: result["N"])
+    with_memory = any(result["extra_gb"] for result in results)
+    figure, axes = plt.subplots(1, 1 + with_memory, figsize=(6 * (1 + with_memory), 5), squeeze=False)
+    panels = [("ms", "milliseconds")] + [("extra_gb", "GB beyond inputs and gradients")] * with_memory
+    for axis, (key, label) in zip(axes[0], panels, strict=True):
+        for name in dict.fromkeys(result["implementation"] for result in results):
+            points = [(result["N"], result[key]) for result in select(results, implementation=name) if result[key]]
+            emphasis = {"linewidth": 2.5, "zorder": 3} if name == "fastp3o" else {"linewidth": 1.2}
+            axis.plot(*zip(*points, strict=True), marker="o", label=name, **emphasis)
+        if key == "ms":
+            roof = [(result["N"], result["roof_ms"]) for result in select(results, implementation="fastp3o")]
+            axis.plot(*zip(*roof, strict=True), color="black", linestyle="--", label="three bare matrix products")
+        axis.set(xscale="log", yscale="log", xlabel="N, response tokens", ylabel=label)
+        ticks = sorted({result["N"] for result in results})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"P3O loss, forward and backward, D {D}, V {V} ({record['environment']['device']})", fontsize=11)
+    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def readme_section(record: dict, on_gpu: bool) -> str:
+    parts = [f"Measured on: {described(record['environment'])}."]
+    if not on_gpu:
+        parts.append("No GPU figure has been measured yet; [`goals.md`](benchmarks/goals.md) has the open cells.")
+    parts += [
+        "From hidden states to gradients, forward and backward (roof: the three bare matrix products):",
+        markdown(comparison(record["benchmarks"], "hidden")),
+        "From logits (roof: a copy of the bytes that must move):",
+        markdown(comparison(record["benchmarks"], "logits")),
+        "![time over N](benchmarks/results/kernels.png)",
+    ]
+    return "\n\n".join(parts)
+
+
+def between_markers(text: str, section: str) -> str:
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"the text has no {BEGIN} and {END} to write between")
+    return text[: text.index(BEGIN) + len(BEGIN)] + f"\n{section}\n" + text[text.index(END) :]
+
+
+def write() -> None:
+    """Tables and plot from the GPU's results where there are some, else from the CPU's."""
+    gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
+    on_gpu = gpu.exists()
+    record = load(gpu if on_gpu else cpu)
+    # Rounding does not depend on the device; bandwidth and time do.
+    judged = record["benchmarks"] if on_gpu else select(record["benchmarks"], level="precision")
+    README.write_text(between_markers(README.read_text(), readme_section(record, on_gpu)))
+    device = described(record["environment"]) if on_gpu else "no GPU has been measured; precision on a CPU"
+    goals = f"# Goals\n\nThe worst of all heads and numbers of rows. Results of: {device}.\n\n"
+    goals += markdown(goals_table(judged)) + "\n"
+    if on_gpu:
+        goals += f"\nAll passes of fastp3o:\n\n{markdown(of_fastp3o(record['benchmarks']))}\n"
+    goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
+    (FOLDER / "goals.md").write_text(goals)
+    plot(record, RESULTS / "kernels.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="?", help="JSON of one run, for a short table.")
+    parser.add_argument("--write", action="store_true", help="Rewrite README's section, goals.md and the plot.")
+    arguments = parser.parse_args()
+    if not arguments.results and not arguments.write:
+        parser.error("give a JSON for a table, or --write")
+    if arguments.results:
+        record = load(arguments.results)
+        print(plain(goals_table(record["benchmarks"])), absent(record), sep="\n\n")
+        short = select(record["benchmarks"], N=8192) or record["benchmarks"]
+        print("", plain(comparison(short, "hidden")), "", plain(comparison(short, "logits")), sep="\n")
+    if arguments.write:
+        write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+from benchmarks.goals import GOALS, NOT_MEASURED
+
+BOTH = "forward and backward"
+
+
+def result(level="hidden", implementation="fastp3o", passes=BOTH, N=8192, ratio=1.0, ms=10.0, **more):
+    shape = {"N": N, "D": 4096, "V": 128256}
+    figures = {"ratio_to_roof": ratio, "ms": ms, "extra_gb": None}
+    return {"level": level, "implementation": implementation, "passes": passes, **shape, **figures, **more}
+
+
+def verdict(results, what, goal=""):
+    (found,) = [entry for entry in GOALS if entry.what.startswith(what) and goal in entry.goal]
+    return found.verdict(results)
+
+
+def test_nothing_measured_is_said_so():
+    assert {goal.verdict([]) for goal in GOALS} == {(NOT_MEASURED, NOT_MEASURED)}
+
+
+def test_the_worst_head_counts():
+    results = [result(ratio=1.08), result(ratio=1.21, N=32768)]
+    assert verdict(results, "hidden-level loss") == ("1.21 ×", "not met")
+    assert verdict(results[:1], "hidden-level loss") == ("1.08 ×", "met")
+
+
+def test_bandwidth_is_the_inverse_of_the_ratio():
+    results = [result("logits", passes="forward", ratio=1.05)]
+    assert verdict(results, "logits →") == ("95%", "met")
+    assert verdict(results, "backward in place") == (NOT_MEASURED, NOT_MEASURED)
+
+
+def test_peers_are_compared_at_the_same_shape():
+    results = [result(ratio=1.1), result(implementation="TRL", ratio=1.43), result(implementation="TRL", N=32768)]
+    assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
+    results.append(result(implementation="torch.compile", ratio=0.99))
+    assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
+    assert verdict(results, "the same", "never slower") == ("0.90 ×", "not met")
+
+
+def test_other_operations_of_fastp3o_are_no_peers():
+    results = [result(ratio=1.1), result(implementation="fastp3o linear_logprobs", ratio=0.5)]
+    assert verdict(results, "the same", "never slower") == (NOT_MEASURED, NOT_MEASURED)
+
+
+def test_memory():
+    results = [result(extra_gb=0.9), result(extra_gb=2.0, N=32768)]
+    assert verdict(results, "its peak memory") == ("2.00 GB", "not met")
+    logits = [result("logits", extra_gb=0.01 * 2 * 8192 * 128256 / 1e9)]
+    assert verdict(logits, "its extra memory") == ("1.00%", "met")
+
+
+def test_growth_is_of_the_time_for_each_row():
+    results = [result(ms=10.0), result(ms=44.0, N=32768)]
+    assert verdict(results, "cost growth") == ("1.10 of linear", "not met")
+
+
+def test_precision():
+    results = [{"level": "precision", "implementation": "fastp3o", "log_ratio_error": 2e-5}]
+    assert verdict(results, "error of a 128-token") == ("2.0e-05", "met")

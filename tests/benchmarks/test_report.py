@@ -1,0 +1,86 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+from tests.benchmarks.test_goals import result
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def record():
+    rates = {"gb_per_s": None, "tflop_per_s": 500.0, "roof_ms": 9.0}
+    results = [
+        result(ms=12.345, extra_gb=0.96, **rates),
+        result(ms=40.0, N=32768, extra_gb=2.0, **rates),
+        result(implementation="TRL", ms=15.0, extra_gb=1.5, **rates),
+        result(passes="on-policy forward and backward", **rates),
+    ]
+    environment = {"device": "a GPU", "packages": {"torch": "2.13.0", "trl": None}, "date": "2026-01-01"}
+    missing = [{"name": f"test_a[{i}]", "reason": "absent: no module"} for i in range(2)]
+    return {"environment": environment, "benchmarks": results, "not_measured": missing}
+
+
+def test_the_comparison_is_sorted_and_has_every_figure(record):
+    rows = report.comparison(record["benchmarks"], "hidden")
+    assert rows[1] == ["4096, 128256", "8192", "fastp3o", "12.35", "1.00", "0.96"]
+    assert [row[2] for row in rows[1:]] == ["fastp3o", "TRL", "fastp3o"]
+    del record["benchmarks"][0]["extra_gb"]
+    record["benchmarks"][0]["extra_gb"] = None
+    assert report.comparison(record["benchmarks"], "hidden")[1][-1] == "not measured"
+
+
+def test_other_passes_have_a_table(record):
+    assert report.of_fastp3o(record["benchmarks"])[1][1:] == [
+        "on-policy forward and backward",
+        "4096, 128256",
+        "8192",
+        "10.00",
+        "1.00",
+        "",
+        "500",
+    ]
+
+
+def test_absent_packages_are_not_among_the_versions(record):
+    assert report.described(record["environment"]) == "a GPU; torch 2.13.0; 2026-01-01"
+
+
+def test_reasons_are_given_once(record):
+    assert report.absent(record) == "- absent: no module (test_a)"
+
+
+def test_what_stands_around_the_markers_stays():
+    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
+    assert report.between_markers(text, "new") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter"
+    with pytest.raises(ValueError, match="the text has no"):
+        report.between_markers("no markers", "new")
+
+
+def test_plot(record, tmp_path):
+    report.plot(record, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_what_is_committed_is_what_the_results_give():
+    written = (ROOT / "README.md").read_text()
+    gpu = report.RESULTS / "kernels.gpu.json"
+    found = report.load(gpu if gpu.exists() else report.RESULTS / "kernels.cpu.json")
+    assert report.between_markers(written, report.readme_section(found, gpu.exists())) == written
+
+
+def test_the_suite_stops_in_time_and_says_what_it_left_out(tmp_path):
+    command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider"]
+    command += [f"--results={tmp_path / 'results.json'}", "-k", "precision"]
+    environment = os.environ | {"FASTP3O_BENCHMARK_SECONDS": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["benchmarks"] == []
+    assert found["not_measured"][0]["reason"] == "out of time: 0 seconds have passed"
+    assert found["environment"]["packages"]["torch"]
