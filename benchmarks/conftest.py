@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.measure import release
 from benchmarks.peers import AbsentError
+from benchmarks.shapes import ROWS
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl")
 STARTED = time.monotonic()
@@ -32,9 +33,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What the goals are about first; what has to compile for long, or only explains, last."""
-    last = ("of_peers", "apart", "without_gradients")
-    items.sort(key=lambda item: any(word in item.name for word in last))
+    items.sort(key=order)
+
+
+def order(item: pytest.Item) -> tuple[bool, bool, int, bool]:
+    """A run that ends early has measured what the goals are about, and every peer at the first number of rows.
+
+    Then come the other numbers of rows, more of the peers that compile for long, and what only explains.
+    """
+    callspec = getattr(item, "callspec", None)
+    rows = ROWS.index(callspec.params.get("rows", ROWS[0])) if callspec else 0
+    explains = any(word in item.name for word in ("apart", "without_gradients"))
+    peers = "of_peers" in item.name
+    return explains, peers and rows > 0, rows, peers
 
 
 @pytest.fixture(autouse=True)

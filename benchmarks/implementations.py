@@ -3,6 +3,8 @@
 The others' log-probs, here and in `peers.py`, go through the same arithmetic of P3O.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,23 @@ def eager_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
 
 
-compiled_logprobs = torch.compile(eager_logprobs, dynamic=True)
-
-
-@torch.compile(dynamic=True)
-def compiled_head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def eager_head(hidden: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
     return eager_logprobs(hidden @ weight.T, labels)
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """torch.compile at its best: anew for each vocabulary, which it then knows, but not for each number of rows."""
+    of_any_rows = torch.compile(function, dynamic=False)
+
+    def run(rows: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
+        for tensor in (rows, labels):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return of_any_rows(rows, labels, *others)
+
+    return run
+
+
+compiled_logprobs, compiled_head = compiled(eager_logprobs), compiled(eager_head)
 
 
 def logits_fastp3o(logits: Tensor, inputs: Inputs) -> Tensor:
@@ -62,8 +75,8 @@ def hidden_fastp3o_logprobs(inputs: Inputs) -> Tensor:
 
 
 def hidden_eager(inputs: Inputs) -> Tensor:
-    return p3o_of(eager_logprobs(inputs.hidden @ inputs.weight.T, inputs.labels), inputs)
+    return p3o_of(eager_head(inputs.hidden, inputs.labels, inputs.weight), inputs)
 
 
 def hidden_compiled(inputs: Inputs) -> Tensor:
-    return p3o_of(compiled_head(inputs.hidden, inputs.weight, inputs.labels), inputs)
+    return p3o_of(compiled_head(inputs.hidden, inputs.labels, inputs.weight), inputs)

@@ -29,6 +29,11 @@ class Inputs:
     def pairs(self) -> tuple[Tensor, ...]:
         return self.old_logprobs, self.ref_logprobs, self.rewards
 
+    def of_policy(self, sums: Tensor) -> "Inputs":
+        """The same moves since the rollout, for a policy of other log-probs [P, 2]."""
+        shift = sums - self.sums
+        return replace(self, sums=sums, old_logprobs=self.old_logprobs + shift, ref_logprobs=self.ref_logprobs + shift)
+
     def on_policy(self) -> "Inputs":
         return replace(self, old_logprobs=self.sums)
 

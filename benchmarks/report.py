@@ -11,12 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import LogLocator, NullLocator
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, Verdict, select
 
@@ -89,11 +83,16 @@ def absent(record: dict) -> str:
 
 def plot(record: dict, path: Path) -> None:
     """Time, and memory where it was measured, of forward and backward over N at the first head, with the roof."""
+    # Tables need no matplotlib.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
+
     results = select(record["benchmarks"], level="hidden", passes=BOTH)
     D, V = results[0]["D"], results[0]["V"]
     results = sorted(select(results, D=D, V=V), key=lambda result: result["N"])
     with_memory = any(result["extra_gb"] for result in results)
-    figure, axes = plt.subplots(1, 1 + with_memory, figsize=(6 * (1 + with_memory), 5), squeeze=False)
+    figure = Figure(figsize=(6 * (1 + with_memory), 5))
+    axes = figure.subplots(1, 1 + with_memory, squeeze=False)
     panels = [("ms", "milliseconds")] + [("extra_gb", "GB beyond inputs and gradients")] * with_memory
     for axis, (key, label) in zip(axes[0], panels, strict=True):
         for name in dict.fromkeys(result["implementation"] for result in results):
@@ -115,7 +114,6 @@ def plot(record: dict, path: Path) -> None:
     figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def readme_section(record: dict, on_gpu: bool) -> str:
@@ -165,9 +163,10 @@ def main() -> None:
         parser.error("give a JSON for a table, or --write")
     if arguments.results:
         record = load(arguments.results)
-        print(plain(goals_table(record["benchmarks"])), absent(record), sep="\n\n")
-        short = select(record["benchmarks"], N=8192) or record["benchmarks"]
-        print("", plain(comparison(short, "hidden")), "", plain(comparison(short, "logits")), sep="\n")
+        results = record["benchmarks"]
+        print(plain(goals_table(results)), absent(record), sep="\n\n")
+        first = select(results, **{key: results[0][key] for key in "NDV"}) if results else []
+        print("", plain(comparison(first, "hidden")), "", plain(comparison(first, "logits")), sep="\n")
     if arguments.write:
         write()
 

@@ -34,7 +34,7 @@ run() {
 # Kernels compile for most tests: one process for each file.
 files=(tests/kernels/test_*.py)
 [[ $device == cpu ]] && files=(tests/kernels/test_token_logprobs.py tests/kernels/test_linear_logprobs.py)
-mkdir "$RESULTS/tests"
+mkdir -p "$RESULTS/tests"
 processes=()
 for file in "${files[@]}"; do
     [[ $file == *test_compile.py ]] && continue
@@ -61,6 +61,6 @@ benchmarks=$?
 
 grep -E "passed|failed|error|stopped after|^FAILED" "$RESULTS/tests.log"
 echo "$sanitizer"
-"$PYTHON" benchmarks/report.py "$RESULTS/kernels.$device.json" | head -n 90
+"$PYTHON" benchmarks/report.py "$RESULTS/kernels.$device.json"
 echo "$((SECONDS - STARTED)) s; exit codes: tests $tests, benchmarks $benchmarks"
 exit $((tests || benchmarks))

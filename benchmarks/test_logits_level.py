@@ -14,22 +14,31 @@ from torch import Tensor
 from benchmarks import implementations, peers, roofs
 from benchmarks.inputs import Inputs
 from benchmarks.measure import Case, measure
-from benchmarks.shapes import DTYPE, HEADS, ROWS
+from benchmarks.shapes import CUDA, DTYPE, HEADS, ROWS
 from benchmarks.test_hidden_level import inputs_of, named
+from fastp3o_kernels import sequence_logprobs, token_logprobs
 
 OURS = {"fastp3o": implementations.logits_fastp3o}
 OTHERS = {"eager": implementations.logits_eager, "torch.compile": implementations.logits_compiled}
 FIRST_HEAD = {"TRL": peers.logits_trl, "Liger GRPO": peers.logits_liger_grpo}
+# Whose gradient takes the place of the logits; in PyTorch nobody's does.
+IN_PLACE = ("fastp3o", "Liger GRPO") if CUDA else ()
 
 LossOf = Callable[[Tensor, Inputs], Tensor]
 
 
 class Logits:
-    """Logits of the inputs, restored before every pass, as a backward pass in place leaves their gradient there."""
+    """Logits of the inputs, restored before every pass, as a backward pass in place leaves their gradient there.
+
+    inputs: of the policy with these very logits. Rounding them to bf16 moves pairs past the clip range, and the rows of
+    clipped pairs are not read, so the traffic would be less than it is counted.
+    """
 
     def __init__(self, inputs: Inputs):
         with torch.no_grad():
             self.source = inputs.hidden @ inputs.weight.T
+            sums = sequence_logprobs(token_logprobs(self.source, inputs.labels), inputs.cu_seqlens).view(-1, 2)
+        self.inputs = inputs.of_policy(sums)
         self.leaf = torch.empty_like(self.source).requires_grad_()
 
     def restored(self) -> Tensor:
@@ -42,11 +51,11 @@ class Logits:
         return roofs.copy(self.source, self.leaf.data)
 
 
-def case_of(name: str, passes: str, inputs: Inputs, logits: Logits, accesses: int, *, inplace: bool) -> Case:
+def case_of(name: str, passes: str, logits: Logits, accesses: int) -> Case:
     """`accesses`: times that each logit is read or written, at the least."""
-    (N, D), V = inputs.hidden.shape, len(inputs.weight)
+    (N, D), V = logits.inputs.hidden.shape, len(logits.inputs.weight)
     size = logits.source.numel() * logits.source.element_size()
-    gradient_bytes = 0 if inplace or passes == "forward" else size
+    gradient_bytes = 0 if passes == "forward" or name in IN_PLACE else size
     dtype = str(DTYPE).removeprefix("torch.")
     return Case("logits", name, passes, N, D, V, dtype, float(accesses * size), 0, gradient_bytes)
 
@@ -55,18 +64,18 @@ def run_both(benchmark, name, loss_of: LossOf, inputs, passes="forward and backw
     logits = Logits(inputs)
 
     def run(fresh: Tensor):
-        return torch.autograd.grad(loss_of(fresh, inputs), fresh)
+        return torch.autograd.grad(loss_of(fresh, logits.inputs), fresh)
 
-    case = case_of(name, passes, inputs, logits, accesses, inplace=name == "fastp3o")
+    case = case_of(name, passes, logits, accesses)
     measure(benchmark, case, logits.restored, run, logits.copy(), accesses / 2)
 
 
 def gradient_error(loss_of: LossOf, inputs: Inputs) -> float:
     logits = Logits(inputs)
     exact = logits.source.double().requires_grad_()
-    (target,) = torch.autograd.grad(implementations.logits_eager(exact, inputs.in_fp64()), exact)
+    (target,) = torch.autograd.grad(implementations.logits_eager(exact, logits.inputs.in_fp64()), exact)
     fresh = logits.restored()
-    (got,) = torch.autograd.grad(loss_of(fresh, inputs), fresh)
+    (got,) = torch.autograd.grad(loss_of(fresh, logits.inputs), fresh)
     return ((got.double() - target).norm() / target.norm()).item()
 
 
@@ -115,14 +124,20 @@ def run_alone(benchmark, name, loss_of: LossOf, inputs, passes) -> None:
 
     def with_loss() -> tuple[Tensor, Tensor]:
         fresh = logits.restored()
-        return fresh, loss_of(fresh, inputs)
+        return fresh, loss_of(fresh, logits.inputs)
 
-    forward, backward = loss_of, torch.autograd.grad
+    def forward(fresh: Tensor) -> Tensor:
+        return loss_of(fresh, logits.inputs)
+
+    def backward(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        fresh, loss = pair
+        return torch.autograd.grad(loss, fresh)
+
     measure(
         benchmark,
-        case_of(name, passes, inputs, logits, accesses, inplace=name == "fastp3o"),
+        case_of(name, passes, logits, accesses),
         prepare=logits.restored if passes == "forward" else with_loss,
-        run=(lambda fresh: forward(fresh, inputs)) if passes == "forward" else lambda pair: backward(pair[1], pair[0]),
+        run=forward if passes == "forward" else backward,
         roof=logits.copy(),
         roof_share=accesses / 2,
     )

@@ -14,7 +14,7 @@ from fastp3o_kernels import linear_logprobs
 N, D, V, TOKENS = 512, 512, 16000, 128
 
 
-def test_log_ratio(benchmark):
+def test_log_ratio_of_fastp3o(benchmark):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(N, D, generator=generator)
     weight = (8 / D**0.5) * torch.randn(V, D, generator=generator)

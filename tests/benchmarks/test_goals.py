@@ -46,13 +46,20 @@ def test_other_operations_of_fastp3o_are_no_peers():
 def test_memory():
     results = [result(extra_gb=0.9), result(extra_gb=2.0, N=32768)]
     assert verdict(results, "its peak memory") == ("2.00 GB", "not met")
-    logits = [result("logits", extra_gb=0.01 * 2 * 8192 * 128256 / 1e9)]
+    logits = [result("logits", extra_gb=0.01, bytes=3e9)]
     assert verdict(logits, "its extra memory") == ("1.00%", "met")
 
 
 def test_growth_is_of_the_time_for_each_row():
     results = [result(ms=10.0), result(ms=44.0, N=32768)]
     assert verdict(results, "cost growth") == ("1.10 of linear", "not met")
+    assert verdict(results, "the same", "flat") == (NOT_MEASURED, NOT_MEASURED)
+
+
+def test_memory_is_flat_where_more_rows_take_no_more():
+    results = [result(extra_gb=0.9, N=2048), result(extra_gb=0.9), result(extra_gb=1.8, N=32768)]
+    assert verdict(results, "the same", "flat") == ("2.00 ×", "not met")
+    assert verdict(results[:2], "the same", "flat") == ("1.00 ×", "met")
 
 
 def test_precision():

@@ -10,7 +10,7 @@ from torch import Tensor
 CLIPPINGS = ("joint", "separate", "none", "token")
 CUDA = torch.cuda.is_available()
 # On a GPU every vocabulary compiles kernels of its own, which takes most of a test's time.
-EXAMPLES = 12 if CUDA else 40
+EXAMPLES = 12 if CUDA else 25
 
 
 def vocabularies(least: int, most: int) -> st.SearchStrategy[int]:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from fastp3o_kernels import p3o_loss, sequence_logprobs, token_p3o_loss
+from tests.kernels.conftest import CLIPPINGS, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -106,3 +107,38 @@ def test_token_log_probs_of_any_head_will_do(impl):
     torch.testing.assert_close(
         from_tokens.loss, p3o_loss(sums, old, ref, rewards, impl=impl).loss, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_very_different_lengths_and_more_pairs_than_a_tile(clipping):
+    lengths = [1, 700, 3, 1] + [2, 1] * 17
+    torch.manual_seed(0)
+    logprobs = -torch.rand(sum(lengths), device=DEVICE)
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+    sums = sequence_logprobs(logprobs, cu_seqlens, impl="eager").view(-1, 2)
+    rest = sums + 0.3 * torch.randn_like(sums), sums + torch.randn_like(sums), torch.randn_like(sums)
+    old_token_logprobs = logprobs + 0.3 * torch.randn_like(logprobs) if clipping == "token" else None
+
+    def run(impl, dtype):
+        leaf = logprobs.to(dtype).requires_grad_()
+        old = None if old_token_logprobs is None else old_token_logprobs.to(dtype)
+        pairs = [tensor.to(dtype) for tensor in rest]
+        output = token_p3o_loss(leaf, cu_seqlens, *pairs, clipping=clipping, old_token_logprobs=old, impl=impl)
+        output.loss.backward()
+        return output.loss.detach(), leaf.grad
+
+    expected, expected_gradient = run("eager", torch.float64)
+    loss, gradient = run("triton", torch.float32)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-4)
+    assert relative_error(gradient, expected_gradient) < 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 1000])
+def test_sums_and_losses_add_in_the_same_order(length, impl):
+    """So that the ratio of equal log-probs is exactly 1, however long a response is."""
+    torch.manual_seed(length)
+    cu_seqlens = torch.tensor([0, length, length + 3], device=DEVICE, dtype=torch.int32)
+    logprobs = -torch.rand(length + 3, device=DEVICE)
+    sums = sequence_logprobs(logprobs, cu_seqlens, impl=impl).view(-1, 2)
+    metrics = token_p3o_loss(logprobs, cu_seqlens, sums, sums, torch.zeros_like(sums), impl=impl).metrics
+    assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
