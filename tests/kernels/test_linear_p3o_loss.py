@@ -107,7 +107,7 @@ def test_the_budget_changes_nothing_but_rounding(clipping, impl):
     expected, expected_gradients = run(head, pairs, clipping, impl)
     for rows in (1, 7, 40):
         output, gradients = run(head, pairs, clipping, impl, memory_budget=budget_for(rows, V))
-        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=1e-6)
         for got, target in zip(gradients, expected_gradients, strict=True):
             assert relative_error(got, target.double()) < 1e-4
 
