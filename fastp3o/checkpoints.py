@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import StageConfig
+from fastp3o.models import unwrap
+from fastp3o.trainable import whole_model
 
 FINISHED_MODEL = "model"
 STATE = "state"
@@ -51,11 +53,11 @@ def report_changes(accelerator: Accelerator, before: dict, now: dict) -> None:
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes weights (safetensors), configuration and tokenizer in transformers' layout."""
-    state_dict = accelerator.get_state_dict(model)
+    """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout."""
     unfinished = folder.with_name(folder.name + ".unfinished")
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(unfinished, state_dict=state_dict)
+        whole, weights = whole_model(unwrap(model).model)
+        whole.save_pretrained(unfinished, state_dict=weights)
         tokenizer.save_pretrained(unfinished)
     move_into_place(accelerator, unfinished, folder)
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
+from fastp3o.precision import PRECISIONS
+
 Config = TypeVar("Config")
 
 
@@ -43,12 +45,17 @@ class StageConfig:
     weight_decay: float = option(1e-6, "AdamW weight decay (first author's setting).")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
 
+    tokens_per_microbatch: int = option(
+        8192, "Tokens of one packed row, that is of one forward and backward pass on one device; prompts included."
+    )
+    share_prompts: bool = option(True, "Compute the prompt of several responses once.")
     precision: str = field(
         default="auto",
         metadata={
-            "help": "Arithmetic of the model's body; weights and log-probabilities are fp32 in any case. "
-            "auto: bf16 on GPUs that have it, else fp32.",
-            "choices": ["auto", "fp32", "bf16"],
+            "help": "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
+            "bf16-autocast: fp32 weights. bf16, fp16: weights too, with fp32 master copies of what trains. "
+            "auto: on a GPU fp16 for P3O and bf16-autocast for the other stages, else fp32.",
+            "choices": list(PRECISIONS),
         },
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
@@ -61,6 +68,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         self.check(self.max_prompt_tokens >= 1, "max_prompt_tokens", "at least 1")
+        self.check(self.tokens_per_microbatch >= 1, "tokens_per_microbatch", "at least 1")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
         self.check(self.max_grad_norm > 0, "max_grad_norm", "above 0")
         self.check(self.save_every >= 0, "save_every", "0 or more")
@@ -80,23 +88,44 @@ class SupervisedConfig(StageConfig):
     max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
     epochs: int = option(1, "Passes over the training data.")
     batch_size: int = option(32, "Rows of one optimizer step, over all processes.")
-    microbatch_size: int = option(32, "Rows of one forward and backward pass on one device.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.max_response_tokens >= 1, "max_response_tokens", "at least 1")
         self.check(self.epochs >= 1, "epochs", "at least 1")
         self.check(self.batch_size >= 1, "batch_size", "at least 1")
-        self.check(self.microbatch_size >= 1, "microbatch_size", "at least 1")
 
 
 @dataclass(kw_only=True)
-class SFTConfig(SupervisedConfig):
+class TrainableConfig:
+    """Which parameters of a policy train."""
+
+    trainable_layers: int = option(
+        0, "Train only this many top layers of the body, as the first author did with two; 0 trains everything."
+    )
+    lora_rank: int = option(0, "Rank of LoRA adapters, which then alone train (needs peft); 0 for none.")
+    lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.")
+    lora_targets: str = option("all-linear", "Modules with adapters, separated by commas; all-linear leaves the head.")
+
+    def check_trainable(self) -> None:
+        for name in ("trainable_layers", "lora_rank"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be 0 or more, got {getattr(self, name)}")
+        if self.trainable_layers and self.lora_rank:
+            raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
+
+
+@dataclass(kw_only=True)
+class SFTConfig(SupervisedConfig, TrainableConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
     train_on_prompt: bool = option(
         False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_trainable()
 
 
 @dataclass(kw_only=True)
@@ -105,19 +134,21 @@ class RewardModelConfig(SupervisedConfig):
 
 
 @dataclass(kw_only=True)
-class P3OConfig(StageConfig):
+class P3OConfig(StageConfig, TrainableConfig):
     """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
     reward: str = required("What is maximised: a reward model (folder or hub name) or a function, as module:function.")
-    reference: str | None = option(None, "The KL's reference policy; the starting model if not given.")
+    reference: str | None = option(
+        None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
+    )
+    offload: bool = option(False, "Keep reference and reward model on the CPU between uses.")
 
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).")
     updates: int = option(500, "Rounds of rollouts and inner epochs.")
     pairs_per_update: int = option(64, "Prompts of a round, two responses each, over all processes (first author: 64).")
     pairs_per_minibatch: int = option(4, "Pairs of one optimizer step, over all processes (first author: 4 at 1 B).")
-    pairs_per_microbatch: int = option(4, "Pairs of one forward and backward pass on one device.")
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
 
     max_new_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
@@ -161,7 +192,8 @@ class P3OConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = ("updates", "pairs_per_update", "pairs_per_minibatch", "pairs_per_microbatch", "inner_epochs")
+        self.check_trainable()
+        positive = ("updates", "pairs_per_update", "pairs_per_minibatch", "inner_epochs")
         for name in (*positive, "max_new_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
             self.check(getattr(self, name) >= 1, name, "at least 1")
         self.check(self.clip_range > 0, "clip_range", "above 0")

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import P3OConfig
 from fastp3o.models import scored_logprobs, unwrap
-from fastp3o.padding import pad
+from fastp3o.packing import by_prompt, in_order, pack
+from fastp3o.reference import Reference
 from fastp3o.rewards import Reward, rewards_of
 from fastp3o.rollouts import Rollouts, sample
 from fastp3o.sampling import seed_of, share_of_process
@@ -19,7 +20,7 @@ from fastp3o_kernels import sequence_logprobs
 def evaluate(
     accelerator: Accelerator,
     policy: nn.Module,
-    reference: nn.Module,
+    reference: Reference,
     tokenizer: PreTrainedTokenizerBase,
     reward: Reward,
     prompts: Dataset,
@@ -42,15 +43,9 @@ def evaluate(
         batch_size=config.eval_batch_size,
         seed=seed_of(config.seed, EVALUATION, accelerator.process_index),
     )
-    sequences = config.eval_batch_size * config.eval_samples
     with accelerator.autocast():
-        rewards = rewards_of(reward, rollouts, batch_size=sequences)
-        kl = torch.cat(
-            [
-                sequence_log_ratio(accelerator, policy, reference, tokenizer, rollouts[first : first + sequences])
-                for first in range(0, len(rollouts), sequences)
-            ]
-        )
+        rewards = rewards_of(reward, rollouts)
+        kl = sequence_log_ratios(accelerator, policy, reference, rollouts, config)
     values = {
         "reward": rewards,
         "kl": kl.cpu(),
@@ -72,13 +67,18 @@ EVALUATION = 2**32 - 1
 
 
 @torch.no_grad()
-def sequence_log_ratio(
-    accelerator: Accelerator,
-    policy: nn.Module,
-    reference: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rollouts: Rollouts,
+def sequence_log_ratios(
+    accelerator: Accelerator, policy: nn.Module, reference: Reference, rollouts: Rollouts, config: P3OConfig
 ) -> Tensor:
     """log π(y|x) − log π_ref(y|x) of each response, [S] fp32."""
-    batch = pad(rollouts.prompt_ids, rollouts.response_ids, pad_token_id=tokenizer.pad_token_id).to(accelerator.device)
-    return sequence_logprobs(scored_logprobs(policy, batch) - scored_logprobs(reference, batch), batch.cu_seqlens)
+    rows = pack(
+        *by_prompt(rollouts.prompt_ids, rollouts.response_ids),
+        tokens_per_row=config.tokens_per_microbatch,
+        share_prompts=config.share_prompts,
+    )
+    rows = [row.to(accelerator.device) for row in rows]
+    of_rows = [
+        sequence_logprobs(scored_logprobs(policy, row) - ref_logprobs, row.cu_seqlens)
+        for row, ref_logprobs in zip(rows, reference(rows), strict=True)
+    ]
+    return in_order(rows, of_rows)

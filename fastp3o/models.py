@@ -1,119 +1,116 @@
-"""Policy, reference and reward model: loading them, and log-probabilities and scores of a batch."""
+"""Policy, reference and reward model: what packed rows give, hidden states -> log-probabilities, loss or scores.
+
+D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel
 
-from fastp3o.padding import Batch
-from fastp3o_kernels import token_logprobs
+from fastp3o import attention
+from fastp3o.packing import PackedRow
+from fastp3o_kernels import linear_logprobs
+
+Result = TypeVar("Result")
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises ValueError where it has no end-of-sequence token: responses could not end."""
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
-    if tokenizer.pad_token_id is None:
-        # Padding is masked wherever it is used, so any id serves.
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+class Head(NamedTuple):
+    """What turns hidden states into logits: (softcap tanh((hidden weightᵀ + bias) / softcap)) / temperature."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    temperature: float
 
 
-def load_policy(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A causal LM with fp32 weights and no dropout: a policy's log-probabilities must not be random."""
-    return AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, trust_remote_code=trust_remote_code, **dropout_off(name, trust_remote_code)
-    )
+class PackedModel(nn.Module):
+    """A transformers model over packed rows: its body, then what is asked for from some hidden states and the head.
 
-
-def load_reward_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """A sequence classifier with one output. From a causal LM's checkpoint the scalar head starts at zero.
-
-    Raises ValueError where the model has no linear `score` head over hidden states, or more than one output.
+    Everything happens within one forward call, so that a distributed wrapper sees it. The head is never applied to more
+    than what is asked for: no logits, unless `of_hidden` makes them.
     """
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        name,
-        num_labels=1,
-        dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        **dropout_off(name, trust_remote_code),
-    )
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
-    if head.out_features != 1:
-        raise ValueError(f"{name} has {head.out_features} outputs; a reward model has one")
-    if model.config.pad_token_id is None:
-        # transformers refuses batches otherwise; the scores here are read at known positions.
-        model.config.pad_token_id = model.config.eos_token_id
-    if any(key.startswith("score.") for key in loading["missing_keys"]):
-        nn.init.zeros_(head.weight)
-    return model
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        # transformers' SDPA forgets soft capping.
+        softcapped = getattr(model.config, "attn_logit_softcapping", None)
+        self.own_attention = "eager" if softcapped else model.config._attn_implementation
+        model.set_attn_implementation(attention.NAME)
+
+    def forward(self, row: PackedRow, rows: Tensor, of_hidden: Callable[[Tensor, Head], Result]) -> Result:
+        """`of_hidden` of the hidden states [len(rows), D] and the head."""
+        output = self.model.base_model(
+            input_ids=row.input_ids, position_ids=row.position_ids, segments=row.segments, use_cache=False
+        )
+        return of_hidden(output.last_hidden_state.squeeze(0)[rows], self.head())
+
+    def recompute_activations(self) -> None:
+        """Gradient checkpointing: the backward pass computes each layer's activations again."""
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    @contextmanager
+    def as_transformers_has_it(self) -> Iterator[PreTrainedModel]:
+        """The model for rectangular batches, which it samples from."""
+        self.model.set_attn_implementation(self.own_attention)
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+
+    def head(self) -> Head:
+        """Raises ValueError where the head is not a plain linear layer, such as one with a LoRA adapter."""
+        layer = getattr(self.model, "score", None) or self.model.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            kind = f"{type(layer).__module__}.{type(layer).__name__}"
+            raise ValueError(
+                f"the head of {type(self.model).__name__} is a {kind}; fastp3o's losses need a plain linear layer. "
+                "LoRA of the head itself is not supported: leave it out of --lora_targets"
+            )
+        config = self.model.config
+        return Head(
+            layer.weight,
+            layer.bias,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            # Granite divides its logits, Cohere multiplies them.
+            temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
+        )
 
 
-def dropout_off(name: str, trust_remote_code: bool) -> dict[str, float]:
-    """Zero for every dropout probability that the model's configuration has."""
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return {
-        key: 0.0
-        for key, value in config.to_dict().items()
-        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop", "drop"))
-    }
-
-
-def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a distributed wrapper."""
+def unwrap(model: nn.Module) -> PackedModel:
+    """The model inside a distributed wrapper."""
     return getattr(model, "module", model)
 
 
-def scored_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Logits that predict the scored tokens of a batch, [N, V] fp32."""
-    with head_over(unwrap(model).get_output_embeddings(), batch.scored_rows, layout=lambda logits: logits.unsqueeze(0)):
-        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    return output.logits.squeeze(0)
+def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
+    """Log-probabilities of the scored tokens of a row, [N] fp32."""
+
+    def logprobs(hidden: Tensor, head: Head) -> Tensor:
+        # The loss cuts its chunks between pairs; the same chunks give the same bits.
+        pairs = None if len(row.sequences) % 2 else row.cu_seqlens_on_host
+        return linear_logprobs(
+            hidden,
+            head.weight,
+            row.labels,
+            bias=head.bias,
+            softcap=head.softcap,
+            temperature=head.temperature,
+            cu_seqlens=pairs,
+        )
+
+    return model(row, row.scored_rows, logprobs)
 
 
-def scored_logprobs(model: nn.Module, batch: Batch) -> Tensor:
-    """Log-probabilities of the scored tokens of a batch, [N] fp32."""
-    return token_logprobs(scored_logits(model, batch), batch.labels)
+def scores(model: nn.Module, row: PackedRow) -> Tensor:
+    """A reward model's score of each response of a row, read at its last token, [S] fp32."""
 
-
-def scores(model: nn.Module, batch: Batch) -> Tensor:
-    """A reward model's score of each sequence of a batch, read at its last token, [S] fp32."""
-    T = batch.input_ids.shape[1]
-    # The model goes on to pick one of T positions of each sequence: they all hold its score.
-    with head_over(unwrap(model).score, batch.last_rows, layout=lambda score: score.unsqueeze(1).expand(-1, T, -1)):
-        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
-    return output.logits.squeeze(1)
-
-
-@contextmanager
-def head_over(head: nn.Module, rows: Tensor, layout: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Lets a head see only some rows of the flattened hidden states, in fp32; `layout` shapes what it returns.
-
-    Replacing the head's forward, instead of calling body and head apart, keeps whatever the model does to its logits
-    (scaling, soft capping) and enters through the module that a distributed wrapper has wrapped. Rounding logits to
-    bf16 would drown small log-ratios of whole sequences, so autocast ends here.
-    """
-    forward = head.forward
-
-    def forward_over_rows(hidden: Tensor) -> Tensor:
+    def score(hidden: Tensor, head: Head) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return layout(forward(hidden.flatten(0, 1)[rows].float()))
+            return F.linear(hidden.float(), head.weight.float()).squeeze(1)
 
-    head.forward = forward_over_rows
-    try:
-        yield
-    finally:
-        head.forward = forward
+    return model(row, row.last_rows, score)

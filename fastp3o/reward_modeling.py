@@ -6,15 +6,18 @@ from torch import Tensor, nn
 from fastp3o.checkpoints import prepare_output_dir
 from fastp3o.config import RewardModelConfig
 from fastp3o.data import load_preferences
-from fastp3o.models import load_reward_model, load_tokenizer, scores, unwrap
-from fastp3o.padding import pad
+from fastp3o.models import scores
+from fastp3o.packing import PackedRow, pack
+from fastp3o.precision import precision_of
+from fastp3o.pretrained import load_reward_model, load_tokenizer, require_reach
 from fastp3o.stage import load_data, make_accelerator
 from fastp3o.supervised import Rows, train_supervised
 
 
 def train(config: RewardModelConfig) -> None:
     """Trains a reward model on preference pairs; `accuracy` is the share of pairs with the chosen response ahead."""
-    accelerator = make_accelerator(config)
+    precision = precision_of(config.precision, automatic="bf16-autocast")
+    accelerator = make_accelerator(config, precision)
     folder = prepare_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     train_data, eval_data = load_data(
@@ -27,12 +30,19 @@ def train(config: RewardModelConfig) -> None:
         max_response_tokens=config.max_response_tokens,
     )
 
-    def sums_of(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
-        # One pass over both: chosen first, rejected second, as the halves of a batch.
-        batch = pad(
-            rows["prompt_ids"] * 2, rows["chosen_ids"] + rows["rejected_ids"], pad_token_id=tokenizer.pad_token_id
-        ).to(unwrap(model).device)
-        chosen, rejected = scores(model, batch).chunk(2)
+    model = load_reward_model(config.model, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    require_reach(model, config.max_prompt_tokens + config.max_response_tokens)
+
+    def pack_rows(rows: Rows) -> list[PackedRow]:
+        return pack(
+            rows["prompt_ids"],
+            list(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)),
+            tokens_per_row=config.tokens_per_microbatch,
+            share_prompts=config.share_prompts,
+        )
+
+    def sums_of(model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
+        chosen, rejected = scores(model, row).view(-1, 2).unbind(1)
         return bradley_terry(chosen, rejected)
 
     train_supervised(
@@ -40,10 +50,12 @@ def train(config: RewardModelConfig) -> None:
         config,
         folder,
         stage="reward model",
-        model=load_reward_model(config.model, trust_remote_code=config.trust_remote_code),
+        precision=precision,
+        model=model,
         tokenizer=tokenizer,
         train_data=train_data,
         eval_data=eval_data,
+        pack_rows=pack_rows,
         sums_of=sums_of,
         size_of=lambda rows: len(rows["chosen_ids"]),
     )

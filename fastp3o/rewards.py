@@ -6,22 +6,43 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.models import load_reward_model, load_tokenizer, scores
-from fastp3o.padding import pad
+from fastp3o.config import P3OConfig
+from fastp3o.models import PackedModel, scores
+from fastp3o.packing import by_prompt, in_order, pack
+from fastp3o.pretrained import load_reward_model, load_tokenizer
+from fastp3o.reference import on_device
 from fastp3o.rollouts import Rollouts
 
+CPU = torch.device("cpu")
 Reward = Callable[[Rollouts], list[float]]
 
 
 class ModelReward:
-    """Scores of a reward model, whose tokenizer may be another than the policy's."""
+    """Scores of a reward model, whose tokenizer may be another than the policy's.
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, policy_tokenizer: PreTrainedTokenizerBase):
+    tokens_per_row: of one forward pass. offload: the model is on the CPU between uses.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device = CPU,
+        tokens_per_row: int = 8192,
+        share_prompts: bool = True,
+        offload: bool = False,
+    ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.device, self.offload = device, offload
+        self.tokens_per_row, self.share_prompts = tokens_per_row, share_prompts
+        if offload:
+            model.to(CPU)
         self.shares_vocabulary = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
     @torch.no_grad()
@@ -29,8 +50,11 @@ class ModelReward:
         prompt_ids, response_ids = rollouts.prompt_ids, rollouts.response_ids
         if not self.shares_vocabulary:
             prompt_ids, response_ids = self.translate(rollouts)
-        padded = pad(prompt_ids, response_ids, pad_token_id=self.tokenizer.pad_token_id)
-        return scores(self.model, padded.to(self.model.device)).tolist()
+        rows = pack(
+            *by_prompt(prompt_ids, response_ids), tokens_per_row=self.tokens_per_row, share_prompts=self.share_prompts
+        )
+        with on_device(self.model, self.device, offload=self.offload):
+            return in_order(rows, [scores(self.model, row.to(self.device)) for row in rows]).tolist()
 
     def translate(self, rollouts: Rollouts) -> tuple[list[list[int]], list[list[int]]]:
         """The texts in the reward model's tokens; a response keeps its end where it had one."""
@@ -64,19 +88,24 @@ class FunctionReward:
 
 
 def load_reward(
-    name: str, policy_tokenizer: PreTrainedTokenizerBase, *, device: torch.device, trust_remote_code: bool = False
+    config: P3OConfig, policy_tokenizer: PreTrainedTokenizerBase, *, device: torch.device, dtype: torch.dtype
 ) -> Reward:
     """`module:function` is a Python function; anything else a reward model's folder or hub name."""
+    name, trust = config.reward, config.trust_remote_code
     if ":" in name and not os.path.exists(name):
         return FunctionReward(name)
-    model = load_reward_model(name, trust_remote_code=trust_remote_code).to(device)
-    return ModelReward(model, load_tokenizer(name, trust_remote_code=trust_remote_code), policy_tokenizer)
+    return ModelReward(
+        load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust),
+        load_tokenizer(name, trust_remote_code=trust),
+        policy_tokenizer,
+        device=device,
+        tokens_per_row=config.tokens_per_microbatch,
+        share_prompts=config.share_prompts,
+        offload=config.offload,
+    )
 
 
-def rewards_of(reward: Reward, rollouts: Rollouts, *, batch_size: int, missing_eos_penalty: float = 0.0) -> Tensor:
+def rewards_of(reward: Reward, rollouts: Rollouts, *, missing_eos_penalty: float = 0.0) -> Tensor:
     """Rewards of S responses, [S] fp32 on the CPU, less the penalty where a response has no end-of-sequence."""
-    values = [
-        value for first in range(0, len(rollouts), batch_size) for value in reward(rollouts[first : first + batch_size])
-    ]
     unfinished = ~torch.tensor(rollouts.finished)
-    return torch.tensor(values, dtype=torch.float32) - missing_eos_penalty * unfinished
+    return torch.tensor(reward(rollouts), dtype=torch.float32) - missing_eos_penalty * unfinished

@@ -11,6 +11,8 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from fastp3o.models import PackedModel
+
 
 @dataclass
 class Rollouts:
@@ -30,7 +32,7 @@ class Rollouts:
 
 
 def sample(
-    policy: PreTrainedModel,
+    policy: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     prompt_ids: list[list[int]],
@@ -45,18 +47,19 @@ def sample(
     Equal seeds give equal responses of equal policies.
     """
     torch.manual_seed(seed)
-    end_ids = end_of_sequence_ids(policy, tokenizer)
+    end_ids = end_of_sequence_ids(policy.model, tokenizer)
     response_ids = []
     batches = range(0, len(prompt_ids), batch_size)
-    for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
-        response_ids += generate(
-            policy,
-            prompt_ids[first : first + batch_size],
-            responses_per_prompt=responses_per_prompt,
-            max_new_tokens=max_new_tokens,
-            end_ids=end_ids,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    with sampling_mode(policy) as model:
+        for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
+            response_ids += generate(
+                model,
+                prompt_ids[first : first + batch_size],
+                responses_per_prompt=responses_per_prompt,
+                max_new_tokens=max_new_tokens,
+                end_ids=end_ids,
+                pad_token_id=tokenizer.pad_token_id,
+            )
     return Rollouts(
         prompt_ids=repeat(prompt_ids, responses_per_prompt),
         response_ids=response_ids,
@@ -80,36 +83,37 @@ def generate(
     width = max(map(len, prompt_ids))
     input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
     attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
-    with sampling_mode(policy):
-        output = policy.generate(
-            input_ids=input_ids.to(policy.device),
-            attention_mask=attention_mask.to(policy.device),
-            generation_config=GenerationConfig(
-                do_sample=True,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=0,
-                num_return_sequences=responses_per_prompt,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(end_ids),
-                pad_token_id=pad_token_id,
-            ),
-        )
+    output = policy.generate(
+        input_ids=input_ids.to(policy.device),
+        attention_mask=attention_mask.to(policy.device),
+        generation_config=GenerationConfig(
+            do_sample=True,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            num_return_sequences=responses_per_prompt,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(end_ids),
+            pad_token_id=pad_token_id,
+        ),
+    )
     return [cut_after_end(ids, end_ids) for ids in output[:, width:].tolist()]
 
 
 @contextmanager
-def sampling_mode(policy: PreTrainedModel) -> Iterator[None]:
+def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
     """Out of training mode, in which gradient checkpointing forbids the cache, and without the sampling settings that
     came with the checkpoint: transformers merges them into those it is given.
     """
-    own_config, was_training = policy.generation_config, policy.training
-    policy.generation_config = GenerationConfig()
+    model = policy.model
+    own_config, was_training = model.generation_config, policy.training
+    model.generation_config = GenerationConfig()
     policy.eval()
     try:
-        yield
+        with policy.as_transformers_has_it():
+            yield model
     finally:
-        policy.generation_config = own_config
+        model.generation_config = own_config
         policy.train(was_training)
 
 

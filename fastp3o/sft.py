@@ -5,15 +5,19 @@ from torch import Tensor, nn
 from fastp3o.checkpoints import prepare_output_dir
 from fastp3o.config import SFTConfig
 from fastp3o.data import load_demonstrations
-from fastp3o.models import load_policy, load_tokenizer, scored_logprobs, unwrap
-from fastp3o.padding import pad
+from fastp3o.models import scored_logprobs
+from fastp3o.packing import PackedRow, pack
+from fastp3o.precision import precision_of
+from fastp3o.pretrained import load_policy, load_tokenizer, require_reach
 from fastp3o.stage import load_data, make_accelerator
 from fastp3o.supervised import Rows, train_supervised
+from fastp3o.trainable import choose_trainable
 
 
 def train(config: SFTConfig) -> None:
     """Fine-tunes a causal LM on demonstrations; `loss` is in nats per scored token."""
-    accelerator = make_accelerator(config)
+    precision = precision_of(config.precision, automatic="bf16-autocast")
+    accelerator = make_accelerator(config, precision)
     folder = prepare_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     train_data, eval_data = load_data(
@@ -26,14 +30,20 @@ def train(config: SFTConfig) -> None:
         max_response_tokens=config.max_response_tokens,
     )
 
-    def sums_of(model: nn.Module, rows: Rows) -> dict[str, Tensor]:
-        batch = pad(
+    model = load_policy(config.model, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    require_reach(model, config.max_prompt_tokens + config.max_response_tokens)
+    choose_trainable(model, config)
+
+    def pack_rows(rows: Rows) -> list[PackedRow]:
+        return pack(
             rows["prompt_ids"],
-            rows["response_ids"],
-            pad_token_id=tokenizer.pad_token_id,
+            [[ids] for ids in rows["response_ids"]],
+            tokens_per_row=config.tokens_per_microbatch,
             score_prompts=config.train_on_prompt,
-        ).to(unwrap(model).device)
-        return {"loss": -scored_logprobs(model, batch).sum()}
+        )
+
+    def sums_of(model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
+        return {"loss": -scored_logprobs(model, row).sum()}
 
     def scored_tokens(rows: Rows) -> int:
         tokens = sum(map(len, rows["response_ids"]))
@@ -44,10 +54,12 @@ def train(config: SFTConfig) -> None:
         config,
         folder,
         stage="SFT",
-        model=load_policy(config.model, trust_remote_code=config.trust_remote_code),
+        precision=precision,
+        model=model,
         tokenizer=tokenizer,
         train_data=train_data,
         eval_data=eval_data,
+        pack_rows=pack_rows,
         sums_of=sums_of,
         size_of=scored_tokens,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from datasets import Dataset
@@ -11,14 +10,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import StageConfig
 from fastp3o.data import DataReport
+from fastp3o.precision import Precision
 
 
-def make_accelerator(config: StageConfig) -> Accelerator:
+def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
     """An Accelerator with the stage's precision and trackers; the seed of all libraries is set."""
     set_seed(config.seed)
     disable_progress_bar()  # of loading and saving weights, which would break up the run's own
     return Accelerator(
-        mixed_precision="bf16" if config.precision == "bf16" or prefers_bf16(config.precision) else "no",
+        mixed_precision="no" if precision.autocast is None else "bf16",
         log_with=None if config.report_to == "none" else config.report_to.split(","),
         project_dir=config.output_dir,
     )
@@ -27,10 +27,6 @@ def make_accelerator(config: StageConfig) -> Accelerator:
 def start_trackers(accelerator: Accelerator, config: StageConfig) -> None:
     plain = {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool)}
     accelerator.init_trackers("trackers", config=plain)
-
-
-def prefers_bf16(precision: str) -> bool:
-    return precision == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def share(accelerator: Accelerator, total: int, name: str) -> int:

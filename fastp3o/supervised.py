@@ -1,26 +1,29 @@
 """The loop that SFT and reward modelling share: shuffled passes over a fixed data set, one loss."""
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fastp3o.checkpoints import FINISHED_MODEL, STATE, load_state, save_model, save_state
 from fastp3o.config import SupervisedConfig
-from fastp3o.finite import NotFiniteError, require_finite
-from fastp3o.optimization import make_optimizer
+from fastp3o.finite import NotFiniteError
+from fastp3o.models import PackedModel
+from fastp3o.optimization import Optimization
+from fastp3o.packing import PackedRow, efficiency
+from fastp3o.precision import Precision
 from fastp3o.reporting import Phases, Reporter, peak_memory_gib
 from fastp3o.sampling import rows_of_step, share_of_process
 from fastp3o.stage import share, start_trackers
 
 Rows = dict[str, list]
+Pack = Callable[[Rows], list[PackedRow]]
 # The sums of a loss, and of what is reported beside it, over the units that `Size` counts (tokens, pairs).
-Sums = Callable[[nn.Module, Rows], dict[str, Tensor]]
+Sums = Callable[[nn.Module, PackedRow], dict[str, Tensor]]
 Size = Callable[[Rows], int]
 
 
@@ -30,24 +33,26 @@ def train_supervised(
     folder: Path,
     *,
     stage: str,
-    model: PreTrainedModel,
+    precision: Precision,
+    model: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
     train_data: Dataset,
     eval_data: Dataset | None,
+    pack_rows: Pack,
     sums_of: Sums,
     size_of: Size,
 ) -> None:
-    """Minimises sums_of(...)["loss"] / size_of(...) of each batch; leaves model, metrics and evaluations in `folder`.
+    """Minimises sums_of(...)["loss"] / size_of(...) of each batch, one packed row after the other.
 
-    Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
+    Leaves model, metrics and evaluations in `folder`. Raises NotFiniteError, after saving model and state, when the
+    loss or a gradient is not finite.
     """
     share(accelerator, config.batch_size, "batch_size")
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.recompute_activations()
     steps = -(-config.epochs * len(train_data) // config.batch_size)
-    optimizer, schedule = make_optimizer(model.train(), config, steps)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(schedule)
+    optimization = Optimization(accelerator, model.train(), precision, config, steps)
+    model = optimization.model
     done = load_state(accelerator, folder / STATE) if config.resume else 0
 
     start_trackers(accelerator, config)
@@ -56,7 +61,7 @@ def train_supervised(
 
     def evaluate_after(step: int) -> None:
         if eval_data is not None:
-            reporter.evaluation(step, evaluate(accelerator, model, eval_data, config, sums_of, size_of))
+            reporter.evaluation(step, evaluate(accelerator, model, eval_data, pack_rows, sums_of, size_of))
 
     def save_after(step: int, where: Path) -> None:
         save_model(accelerator, model, tokenizer, where)
@@ -70,32 +75,31 @@ def train_supervised(
             batch = train_data[share_of_process(rows, accelerator)]
             size = accelerator.reduce(torch.tensor(float(size_of(batch)), device=accelerator.device), "mean")
             metrics: dict[str, Tensor] = {}
-            for microbatch, more_to_come in microbatches(batch, config.microbatch_size):
-                with accelerator.no_sync(model) if more_to_come else nullcontext(), accelerator.autocast():
-                    sums = sums_of(model, microbatch)
-                    accelerator.backward(sums["loss"] / size)
+            packed = pack_rows(batch)
+            for number, row in enumerate(packed, 1):
+                with optimization.row(last=number == len(packed)):
+                    sums = sums_of(model, row.to(accelerator.device))
+                    optimization.backward(sums["loss"] / size)
                 for name, value in sums.items():
                     metrics[name] = metrics.get(name, 0.0) + value.detach() / size
             metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
-            metrics["grad_norm"] = accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+            losses = tuple(metrics)
             try:
-                require_finite(accelerator, "the loss or the gradient", torch.stack(list(metrics.values())))
+                metrics |= optimization.step(metrics["loss"])
             except NotFiniteError as error:
                 save_after(step - 1, folder / f"stopped-in-{step:06}")
                 reporter.close()
                 raise NotFiniteError(
                     f"step {step}: {error}; model and state before it are saved in {folder}"
                 ) from error
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
         seconds = phase.read()["update"]
         reporter.step(
             step,
             {name: value.item() for name, value in metrics.items()}
-            | {"learning_rate": schedule.get_last_lr()[0], "peak_memory_gib": peak_memory_gib()}
-            | {"epoch": step * config.batch_size / len(train_data), "seconds": seconds},
-            shown=tuple(name for name in metrics if name != "grad_norm"),
+            | {"learning_rate": optimization.learning_rate, "peak_memory_gib": peak_memory_gib()}
+            | {"epoch": step * config.batch_size / len(train_data), "seconds": seconds}
+            | {"packing_efficiency": efficiency(packed, config.tokens_per_microbatch)},
+            shown=losses,
         )
         last = step == steps
         if last or (config.eval_every and step % config.eval_every == 0):
@@ -108,24 +112,16 @@ def train_supervised(
 
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator, model: nn.Module, data: Dataset, config: SupervisedConfig, sums_of: Sums, size_of: Size
+    accelerator: Accelerator, model: nn.Module, data: Dataset, pack_rows: Pack, sums_of: Sums, size_of: Size
 ) -> dict[str, float]:
     """Means over held-out data of what `sums_of` gives."""
     batch = data[share_of_process(list(range(len(data))), accelerator)]
     totals: dict[str, Tensor] = {}
-    for microbatch, _ in microbatches(batch, config.microbatch_size):
+    for row in pack_rows(batch):
         with accelerator.autocast():
-            for name, value in sums_of(model, microbatch).items():
+            for name, value in sums_of(model, row.to(accelerator.device)).items():
                 totals[name] = totals.get(name, 0.0) + value
     totals["size"] = torch.tensor(float(size_of(batch)), device=accelerator.device)
     totals = {name: accelerator.reduce(value, "sum") for name, value in totals.items()}
     size = totals.pop("size")
     return {name: (value / size).item() for name, value in totals.items()}
-
-
-def microbatches(rows: Rows, size: int) -> Iterator[tuple[Rows, bool]]:
-    """Parts of at most `size` rows, of similar length so that little is padded, each with whether more follow."""
-    by_length = sorted(range(len(rows["prompt_ids"])), key=lambda row: len(rows["prompt_ids"][row]))
-    for first in range(0, len(by_length), size):
-        part = by_length[first : first + size]
-        yield {name: [values[row] for row in part] for name, values in rows.items()}, first + size < len(by_length)

@@ -11,15 +11,21 @@ from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
 from fastp3o.evaluation import evaluate
 from fastp3o.finite import NotFiniteError, require_finite
-from fastp3o.models import load_policy, load_tokenizer, unwrap
-from fastp3o.optimization import make_optimizer
+from fastp3o.models import unwrap
+from fastp3o.noise import TOLERATED, noise_warning, ratio_noise
+from fastp3o.optimization import Optimization
+from fastp3o.packing import efficiency
+from fastp3o.precision import precision_of
+from fastp3o.pretrained import load_policy, load_tokenizer, require_reach
+from fastp3o.reference import SecondModel, WithoutAdapters
 from fastp3o.reporting import Phases, Reporter, peak_memory_gib
 from fastp3o.reward_scaling import RewardScaler
 from fastp3o.rewards import load_reward, rewards_of
 from fastp3o.rollouts import Rollouts, sample
 from fastp3o.sampling import rows_of_step, seed_of, share_of_process, shuffled
 from fastp3o.stage import load_data, make_accelerator, share, start_trackers
-from fastp3o.update import Pairs, make_minibatches, optimizer_step
+from fastp3o.trainable import choose_trainable
+from fastp3o.update import Pairs, optimizer_step, pack_minibatches, with_logprobs
 
 
 def train(config: P3OConfig) -> None:
@@ -27,34 +33,40 @@ def train(config: P3OConfig) -> None:
 
     Raises NotFiniteError, after saving model and state, when a reward, a loss or a gradient is not finite.
     """
-    accelerator = make_accelerator(config)
+    precision = precision_of(config.precision, automatic="fp16")
+    accelerator = make_accelerator(config, precision)
     pairs_of_process = share(accelerator, config.pairs_per_update, "pairs_per_update")
     share(accelerator, config.pairs_per_minibatch, "pairs_per_minibatch")
     folder = prepare_output_dir(accelerator, config)
 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     prompts, eval_prompts = load_data(accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config)
-    policy = load_policy(config.model, trust_remote_code=config.trust_remote_code).train()
+    device, trust = accelerator.device, config.trust_remote_code
+    model = load_policy(config.model, device=device, trust_remote_code=trust).train()
+    require_reach(model, config.max_prompt_tokens + config.max_new_tokens)
+    choose_trainable(model, config)
     if config.gradient_checkpointing:
-        policy.gradient_checkpointing_enable()
-    reference = load_policy(config.reference or config.model, trust_remote_code=config.trust_remote_code)
-    reference.to(accelerator.device).eval().requires_grad_(False)
-    reward = load_reward(
-        config.reward, tokenizer, device=accelerator.device, trust_remote_code=config.trust_remote_code
-    )
+        model.recompute_activations()
+    reward = load_reward(config, tokenizer, device=device, dtype=precision.weights)
     scaler = RewardScaler(config.reward_scaling, config.reward_clip)
 
     minibatches_per_update = config.pairs_per_update // config.pairs_per_minibatch
-    optimizer, schedule = make_optimizer(
-        policy, config, steps=config.updates * config.inner_epochs * minibatches_per_update
-    )
-    policy, optimizer = accelerator.prepare(policy, optimizer)
-    accelerator.register_for_checkpointing(schedule, scaler)
+    steps = config.updates * config.inner_epochs * minibatches_per_update
+    optimization = Optimization(accelerator, model, precision, config, steps)
+    policy = optimization.model
+    if config.lora_rank and not config.reference:
+        reference = WithoutAdapters(policy)
+    else:
+        name = config.reference or config.model
+        frozen = load_policy(name, device=device, dtype=precision.weights, trust_remote_code=trust)
+        reference = SecondModel(frozen, device, offload=config.offload)
+    accelerator.register_for_checkpointing(scaler)
     done = load_state(accelerator, folder / STATE) if config.resume else 0
 
     start_trackers(accelerator, config)
     reporter = Reporter(accelerator, folder, stage="P3O", first_step=done, steps=config.updates)
     phase = Phases()
+    warned = False
 
     def evaluate_after(update: int) -> None:
         if eval_prompts is not None:
@@ -89,26 +101,21 @@ def train(config: P3OConfig) -> None:
                 rewards = rewards_of(
                     reward,
                     rollouts,
-                    batch_size=2 * config.rollout_batch_size,
                     missing_eos_penalty=config.missing_eos_penalty,
                 ).view(pairs_of_process, 2)
                 require_finite(accelerator, "a reward", rewards)
                 scaled = scaler(rewards, seen=accelerator.gather(rewards.to(accelerator.device)).cpu())
             with phase("logprobs"):
-                minibatches = make_minibatches(
-                    accelerator,
-                    policy,
-                    reference,
-                    rollouts,
-                    scaled,
-                    pad_token_id=tokenizer.pad_token_id,
-                    config=config,
+                packed = pack_minibatches(rollouts, minibatches_per_update, config)
+                minibatches = with_logprobs(
+                    accelerator, policy, reference, packed, scaled, by_tokens=config.clipping == "token"
                 )
+                with accelerator.autocast():
+                    noise = ratio_noise(policy, rollouts, minibatches[0][0])
             with phase("update"):
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
-                        of_steps.append(optimizer_step(accelerator, policy, optimizer, minibatches[index], config))
-                        schedule.step()
+                        of_steps.append(optimizer_step(optimization, minibatches[index], config))
         except NotFiniteError as error:
             stopped = folder / f"stopped-in-{update:06}"
             # Between steps of an update there is no state that --resume could continue exactly: it is kept apart.
@@ -116,12 +123,17 @@ def train(config: P3OConfig) -> None:
             reporter.close()
             raise NotFiniteError(f"update {update}: {error}; the model as it was before is in {stopped}") from error
 
-        metrics = metrics_of_update(accelerator, rollouts, rewards, minibatches, of_steps)
+        metrics = metrics_of_update(accelerator, rollouts, rewards, minibatches, of_steps, noise)
+        every_row = [row for rows in packed for row in rows]
+        metrics["packing_efficiency"] = efficiency(every_row, config.tokens_per_microbatch)
+        if metrics["ratio/noise"] > TOLERATED * config.clip_range and not warned:
+            reporter.print(noise_warning(metrics["ratio/noise"], config.clip_range, precision.name))
+            warned = True
         seconds = phase.read()
         reporter.step(
             update,
             metrics
-            | {"learning_rate": schedule.get_last_lr()[0], "peak_memory_gib": peak_memory_gib()}
+            | {"learning_rate": optimization.learning_rate, "peak_memory_gib": peak_memory_gib()}
             | {"tokens_per_second": metrics["response_tokens"] / sum(seconds.values())}
             | {f"seconds_{name}": value for name, value in seconds.items()},
             shown=("reward", "kl", "clip_fraction"),
@@ -143,12 +155,13 @@ def metrics_of_update(
     rewards: Tensor,
     minibatches: list[list[Pairs]],
     of_steps: list[dict[str, Tensor]],
+    noise: Tensor,
 ) -> dict[str, float]:
     """Means over all processes: of the rollouts as they were sampled, and of the optimizer steps taken on them.
 
     reward: unscaled, penalties included; reward_difference: mean |r1 - r2|; kl: mean log π_old(y|x) − log π_ref(y|x),
     in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token; missing_eos: share of
-    responses without an end-of-sequence.
+    responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, in nats per response.
     """
     pairs = [pairs for minibatch in minibatches for pairs in minibatch]
     lengths = torch.tensor([len(ids) for ids in rollouts.response_ids], dtype=torch.float32)
@@ -162,6 +175,7 @@ def metrics_of_update(
         "response_length": lengths.mean(),
         "missing_eos": 1 - torch.tensor(rollouts.finished).float().mean(),
         "response_tokens": lengths.sum() * accelerator.num_processes,
+        "ratio/noise": noise,
     }
     for name in of_steps[0].keys() - {"ratio_max", "kl"}:
         means[name] = torch.stack([step[name] for step in of_steps]).mean()

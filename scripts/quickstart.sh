@@ -38,15 +38,15 @@ lengths=(--max_prompt_tokens 192)
 stage "Stage 1: supervised fine-tuning, of prompts too, as the model knows no language yet" sft.py "$RUN/sft" \
     "${lengths[@]}" --max_response_tokens 64 --model "$RUN/init" --train_data "$DATA/sft.train.jsonl" \
     --eval_data "$DATA/sft.eval.jsonl" --eval_limit 64 --train_on_prompt --limit 4096 \
-    --batch_size 64 --microbatch_size 16 --learning_rate 4e-3 --lr_schedule cosine --warmup_steps 5
+    --batch_size 64 --learning_rate 4e-3 --lr_schedule cosine --warmup_steps 5
 stage "Stage 2: reward model" reward_model.py "$RUN/reward_model" "${lengths[@]}" --max_response_tokens 128 \
     --model "$RUN/sft/model" --train_data "$DATA/preferences.train.jsonl" \
-    --eval_data "$DATA/preferences.eval.jsonl" --eval_limit 128 --limit 2560 --batch_size 32 --microbatch_size 16 \
+    --eval_data "$DATA/preferences.eval.jsonl" --eval_limit 128 --limit 2560 --batch_size 32 \
     --learning_rate 1e-3 --lr_schedule cosine --warmup_steps 5
 stage "Stage 3: P3O" p3o.py "$RUN/p3o" "${lengths[@]}" \
     --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
     --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/prompts.eval.jsonl" --eval_limit 128 --eval_every 5 \
-    --updates 10 --pairs_per_update 32 --pairs_per_minibatch 16 --pairs_per_microbatch 16 --inner_epochs 2 \
+    --updates 10 --pairs_per_update 32 --pairs_per_minibatch 16 --inner_epochs 2 \
     --max_new_tokens 32 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 10
 
 echo "== Result"

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from fastp3o.models import load_reward_model
+from fastp3o.config import P3OConfig
+from fastp3o.pretrained import load_reward_model
 from fastp3o.rewards import ModelReward, load_reward, rewards_of
 from fastp3o.rollouts import Rollouts
 
@@ -21,26 +22,30 @@ def rollouts(tokenizer) -> Rollouts:
     )
 
 
+def load(name, tokenizer):
+    config = P3OConfig(model="", output_dir="", prompts="", reward=name)
+    return load_reward(config, tokenizer, device=CPU, dtype=torch.float32)
+
+
 def test_a_function_sees_texts_and_a_missing_end_costs_the_penalty(workplace, tokenizer, rollouts):
-    reward = load_reward("rewards_for_tests:vowels", tokenizer, device=CPU)
-    values = rewards_of(reward, rollouts, batch_size=2, missing_eos_penalty=0.5)
+    values = rewards_of(load("rewards_for_tests:vowels", tokenizer), rollouts, missing_eos_penalty=0.5)
     assert values.tolist() == [0.75, -0.5, 0.25]
 
 
 def test_a_function_must_reward_every_response(workplace, tokenizer, rollouts):
     with pytest.raises(ValueError, match="one_too_few returned 2 rewards for 3 responses"):
-        load_reward("rewards_for_tests:one_too_few", tokenizer, device=CPU)(rollouts)
+        load("rewards_for_tests:one_too_few", tokenizer)(rollouts)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "rewards_for_tests:no_such_function"])
 def test_a_function_that_is_not_there_is_named(workplace, tokenizer, name):
     with pytest.raises(ValueError, match=name):
-        load_reward(name, tokenizer, device=CPU)
+        load(name, tokenizer)
 
 
 def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, rollouts):
     model = load_reward_model(tiny_model)
-    torch.nn.init.normal_(model.score.weight)
+    torch.nn.init.normal_(model.model.score.weight)
     same = ModelReward(model, tokenizer, tokenizer)
     other = ModelReward(model, tokenizer, tokenizer)
     other.shares_vocabulary = False

@@ -1,8 +1,9 @@
 import torch
 from transformers import GenerationConfig
 
-from fastp3o.models import load_policy, scored_logprobs
-from fastp3o.padding import pad
+from fastp3o.models import scored_logprobs
+from fastp3o.packing import pack
+from fastp3o.pretrained import load_policy
 from fastp3o.rollouts import cut_after_end, sample
 
 
@@ -37,12 +38,12 @@ def test_equal_seeds_give_equal_responses(tiny_model, tokenizer):
 def test_the_checkpoints_own_sampling_settings_do_not_apply(tiny_model, tokenizer):
     policy = load_policy(tiny_model).train()
     expected = draw(policy, tokenizer).response_ids
-    policy.generation_config = GenerationConfig(
+    policy.model.generation_config = GenerationConfig(
         top_k=1, repetition_penalty=5.0, no_repeat_ngram_size=1, eos_token_id=tokenizer.eos_token_id
     )
-    own = policy.generation_config
+    own = policy.model.generation_config
     assert draw(policy, tokenizer).response_ids == expected
-    assert policy.generation_config is own
+    assert policy.model.generation_config is own
     assert policy.training
 
 
@@ -57,8 +58,8 @@ def test_samples_follow_the_policys_distribution(tiny_model, tokenizer):
     )
     first = torch.tensor([ids[0] for ids in rollouts.response_ids])
     top = first.bincount().argmax().item()
-    logprob = scored_logprobs(policy, pad([prompt], [[top]], pad_token_id=1))
-    p = logprob.exp().item()
+    (row,) = pack([prompt], [[[top]]], tokens_per_row=64)
+    p = scored_logprobs(policy, row).exp().item()
     assert abs((first == top).float().mean().item() - p) < 5 * (p * (1 - p) / 3000) ** 0.5
 
 

@@ -21,7 +21,6 @@ def config(tiny_model: str, output_dir: str, **changes) -> P3OConfig:
         "updates": 4,
         "pairs_per_update": 8,
         "pairs_per_minibatch": 4,
-        "pairs_per_microbatch": 4,
         "inner_epochs": 2,
         "max_new_tokens": 6,
         "learning_rate": 3e-3,
@@ -110,17 +109,17 @@ def test_scaling_absolute_rewards_breaks_that(workplace, tiny_model):
 
 @pytest.mark.parametrize("clipping", ["joint", "token"])
 def test_microbatches_do_not_matter(workplace, tiny_model, clipping):
-    train(config(tiny_model, "one", clipping=clipping, pairs_per_minibatch=8, pairs_per_microbatch=8, updates=2))
-    train(config(tiny_model, "eight", clipping=clipping, pairs_per_minibatch=8, pairs_per_microbatch=1, updates=2))
+    train(config(tiny_model, "one", clipping=clipping, pairs_per_minibatch=8, updates=2))
+    train(config(tiny_model, "eight", clipping=clipping, pairs_per_minibatch=8, tokens_per_microbatch=1, updates=2))
     for one, eight in zip(metrics("one"), metrics("eight"), strict=True):
         assert one.keys() == eight.keys()
-        for name in one:
+        for name in one.keys() - {"packing_efficiency"}:
             assert one[name] == pytest.approx(eight[name], rel=2e-3, abs=2e-4), name
     first, second = weights("one"), weights("eight")
     assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
 def test_the_first_ratio_is_exactly_one(workplace, tiny_model, precision):
     train(config(tiny_model, "run", precision=precision, updates=1, inner_epochs=1, pairs_per_minibatch=8))
     (step,) = metrics("run")
