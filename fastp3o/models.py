@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o import attention
 from fastp3o.packing import PackedRow
@@ -85,6 +85,11 @@ class PackedModel(nn.Module):
 def unwrap(model: nn.Module) -> PackedModel:
     """The model inside a distributed wrapper."""
     return getattr(model, "module", model)
+
+
+def has_rotary_positions(config: PretrainedConfig) -> bool:
+    """Whether positions count only relative to each other, and have no embeddings that end somewhere."""
+    return bool(getattr(config.get_text_config(), "rope_parameters", None))
 
 
 def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:

@@ -1,9 +1,11 @@
-"""How much of a ratio is rounding: the same responses, the same weights, another packing."""
+"""How much of a ratio is rounding: the same responses and weights, in another way that is mathematically equal."""
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o.models import scored_logprobs
+from fastp3o.models import has_rotary_positions, scored_logprobs, unwrap
 from fastp3o.packing import in_order, pack
 from fastp3o.rollouts import Rollouts
 from fastp3o.update import Pairs
@@ -15,10 +17,12 @@ TOLERATED = 0.2
 
 @torch.no_grad()
 def ratio_noise(policy: nn.Module, rollouts: Rollouts, pairs: Pairs) -> Tensor:
-    """Root mean square of the difference of log π(y|x) between two packings, 0-d fp32, in nats per response.
+    """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
     One is the row of `pairs`, on which the policy trains. In the other each of its responses has its prompt to itself,
-    in the opposite order, so that every matrix product has another shape.
+    in the opposite order, so that every matrix product has another shape; and rotary positions begin at 1, which turns
+    queries and keys alike and rounds all of them anew. Without rotary positions only the shapes differ, and where
+    libraries round a row the same in every shape, as on CPUs, that shows nothing.
     """
     responses = pairs.row.sequences[::-1]
     prompt_ids = [rollouts.prompt_ids[s] for s in responses]
@@ -29,6 +33,8 @@ def ratio_noise(policy: nn.Module, rollouts: Rollouts, pairs: Pairs) -> Tensor:
         tokens_per_row=sum(map(len, prompt_ids + response_ids)),
         sequences=responses,
     )
+    if has_rotary_positions(unwrap(policy).model.config):
+        row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(pairs.old_logprobs.device)
     again = sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)
     here = pairs.old_logprobs.flatten()

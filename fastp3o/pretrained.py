@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
-from fastp3o.models import PackedModel
+from fastp3o.models import PackedModel, has_rotary_positions
 from fastp3o.packable import require_packable
 
 CPU = torch.device("cpu")
@@ -89,9 +89,8 @@ def load_reward_model(
 def require_reach(model: PackedModel, tokens: int) -> None:
     """Raises ValueError where prompt and response together exceed a model's absolute position embeddings."""
     config = model.model.config.get_text_config()
-    absolute = not getattr(config, "rope_parameters", None)
     limit = getattr(config, "max_position_embeddings", None)
-    if absolute and limit is not None and tokens > limit:
+    if not has_rotary_positions(config) and limit is not None and tokens > limit:
         raise ValueError(
             f"{type(model.model).__name__} has embeddings for {limit} positions, and prompt and response may take "
             f"{tokens} tokens together: lower --max_prompt_tokens or the longest response"

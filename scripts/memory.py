@@ -1,0 +1,72 @@
+"""Predicts the GPU memory of P3O's passes for a model and mean lengths, from its configuration alone.
+
+python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 --precision fp16
+"""
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
+
+from fastp3o.config import TrainableConfig, option, required
+from fastp3o.memory import Lengths, Model, frozen_memory, update_memory
+from fastp3o.models import PackedModel
+from fastp3o.precision import PRECISIONS, precision_of
+from fastp3o.trainable import choose_trainable
+
+
+@dataclass(kw_only=True)
+class MemoryConfig(TrainableConfig):
+    model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
+    prompt_tokens: int = option(350, "Mean length of a prompt.")
+    response_tokens: int = option(40, "Mean length of a response.")
+    responses_per_prompt: int = option(2, "Responses to each prompt.")
+    tokens_per_microbatch: int = option(8192, "As in training.")
+    share_prompts: bool = option(True, "As in training.")
+    precision: str = option("fp16", f"As in training: {', '.join(PRECISIONS[1:])}.")
+    gradient_checkpointing: bool = option(False, "As in training.")
+
+    def __post_init__(self) -> None:
+        self.check_trainable()
+        if self.precision not in PRECISIONS[1:]:
+            raise ValueError(f"--precision must be one of {', '.join(PRECISIONS[1:])}, got {self.precision!r}")
+
+
+def main(config: MemoryConfig) -> None:
+    model = sizes(config)
+    lengths = Lengths.of_groups(
+        config.tokens_per_microbatch,
+        prompt=config.prompt_tokens,
+        response=config.response_tokens,
+        responses=config.responses_per_prompt,
+        share_prompts=config.share_prompts,
+    )
+    precision = precision_of(config.precision, config.precision)
+    update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
+    frozen = frozen_memory(model, lengths, precision)
+    table = Table(title=f"{config.model}: GB, {lengths.tokens} tokens a row, {lengths.scored} of them scored")
+    table.add_column("")
+    for column in ("policy's update", "reference's pass"):
+        table.add_column(column, justify="right")
+    for name in (*vars(update), "peak"):
+        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen)))
+    Console().print(table)
+    print(
+        "peak = the sum, but of head and layer the larger. Policy and reference both on the GPU need the policy's peak"
+    )
+    print("and the reference's weights; --offload and LoRA spare the latter.")
+
+
+def sizes(config: MemoryConfig) -> Model:
+    with torch.device("meta"):
+        model = PackedModel(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model)))
+        choose_trainable(model, config)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    head_trains = model.head().weight.requires_grad
+    return Model.of(model.model.config, model.model.num_parameters(), trained, head_trains=head_trains)
+
+
+if __name__ == "__main__":
+    main(HfArgumentParser(MemoryConfig, description=__doc__).parse_args_into_dataclasses()[0])
