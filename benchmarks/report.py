@@ -54,6 +54,26 @@ def of_fastp3o(results: Results) -> list[list[str]]:
     return rows
 
 
+def packing(results: Results) -> list[list[str]]:
+    """Updates of the policy in each layout: fastest first."""
+    rows = [["prompt, response", "K", "layout", "tokens computed", "ms", "speed, × plain packing", "extra GB"]]
+    order = "prompt", "response", "K", "ratio_to_roof"
+    for result in sorted(select(results, level="training"), key=lambda result: [result[key] for key in order]):
+        lengths = f"{result['prompt']}, {result['response']}"
+        figures = [f"{result['ms']:.0f}", f"{1 / result['ratio_to_roof']:.2f}", f"{result['extra_gb']:.2f}"]
+        rows.append([lengths, str(result["K"]), result["implementation"], str(result["tokens"]), *figures])
+    return rows
+
+
+def memory(results: Results) -> list[list[str]]:
+    """What each pass of an update needs, in MB."""
+    parts = ["weights", "gradients", "optimizer", "activations", "head"]
+    rows = [["pass", *parts]]
+    for result in select(results, level="memory"):
+        rows.append([result["passes"], *(f"{result[f'{part}_bytes'] / 1e6:.1f}" for part in parts)])
+    return rows
+
+
 def markdown(rows: list[list[str]]) -> str:
     header, *rest = rows
     lines = [header, ["---"] * len(header), *rest]
@@ -120,14 +140,29 @@ def readme_section(record: dict, on_gpu: bool) -> str:
     parts = [f"Measured on: {described(record['environment'])}."]
     if not on_gpu:
         parts.append("No GPU figure has been measured yet; [`goals.md`](benchmarks/goals.md) has the open cells.")
+    results = record["benchmarks"]
     parts += [
         "From hidden states to gradients, forward and backward (roof: the three bare matrix products):",
-        markdown(comparison(record["benchmarks"], "hidden")),
+        markdown(comparison(results, "hidden")),
         "From logits (roof: a copy of the bytes that must move):",
-        markdown(comparison(record["benchmarks"], "logits")),
+        markdown(comparison(results, "logits")),
         "![time over N](benchmarks/results/kernels.png)",
     ]
+    if updates := select(results, level="training"):
+        parts += [f"Training on packed rows: {policy_of(updates[0])}", markdown(packing(results))]
+    if select(results, level="memory"):
+        parts += ["What each pass needs, in MB (prompts shared, 350, 40, K 2; head: what it adds to the peak):"]
+        parts += [markdown(memory(results))]
     return "\n\n".join(parts)
+
+
+def policy_of(update: dict) -> str:
+    return (
+        "forward and backward of one update of a random Llama with "
+        f"{update['parameters'] / 1e6:.1f} M parameters (D {update['D']}, V {update['V']}, {update['dtype']}). Lengths "
+        "of prompts and responses vary by half around these means; K responses to a prompt; extra memory is beyond "
+        "weights and gradients:"
+    )
 
 
 def between_markers(text: str, section: str) -> str:
@@ -136,17 +171,21 @@ def between_markers(text: str, section: str) -> str:
     return text[: text.index(BEGIN) + len(BEGIN)] + f"\n{section}\n" + text[text.index(END) :]
 
 
+def judged(record: dict) -> Results:
+    """What goals are about: everything on a GPU. Rounding does not depend on the device; bandwidth and time do."""
+    results = record["benchmarks"]
+    return results if record["environment"]["cuda"] else select(results, level="precision")
+
+
 def write() -> None:
     """Tables and plot from the GPU's results where there are some, else from the CPU's."""
     gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
     on_gpu = gpu.exists()
     record = load(gpu if on_gpu else cpu)
-    # Rounding does not depend on the device; bandwidth and time do.
-    judged = record["benchmarks"] if on_gpu else select(record["benchmarks"], level="precision")
     README.write_text(between_markers(README.read_text(), readme_section(record, on_gpu)))
     device = described(record["environment"]) if on_gpu else "no GPU has been measured; precision on a CPU"
     goals = f"# Goals\n\nThe worst of all heads and numbers of rows. Results of: {device}.\n\n"
-    goals += markdown(goals_table(judged)) + "\n"
+    goals += markdown(goals_table(judged(record))) + "\n"
     if on_gpu:
         goals += f"\nAll passes of fastp3o:\n\n{markdown(of_fastp3o(record['benchmarks']))}\n"
     goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
@@ -164,9 +203,12 @@ def main() -> None:
     if arguments.results:
         record = load(arguments.results)
         results = record["benchmarks"]
-        print(plain(goals_table(results)), absent(record), sep="\n\n")
-        first = select(results, **{key: results[0][key] for key in "NDV"}) if results else []
-        print("", plain(comparison(first, "hidden")), "", plain(comparison(first, "logits")), sep="\n")
+        print(plain(goals_table(judged(record))), absent(record), sep="\n\n")
+        for level in ("hidden", "logits"):
+            of_level = select(results, level=level)
+            first = select(of_level, **{key: of_level[0][key] for key in "NDV"}) if of_level else []
+            print("", plain(comparison(first, level)), sep="\n")
+        print("", plain(packing(results)), "", plain(memory(results)), sep="\n")
     if arguments.write:
         write()
 

@@ -49,11 +49,16 @@ class Lengths(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Sizes of a llama-like model. `queries` and `keys` are heads times head size."""
+    """Sizes of a llama-like model.
+
+    `queries` and `keys` are heads times head size; `trained_layers` those from the lowest that trains upwards, the only
+    ones with activations to keep. LoRA trains in all.
+    """
 
     parameters: int
     trained: int
     layers: int
+    trained_layers: int
     hidden: int
     intermediate: int
     queries: int
@@ -62,7 +67,16 @@ class Model(NamedTuple):
     head_trains: bool
 
     @classmethod
-    def of(cls, config: PretrainedConfig, parameters: int, trained: int, *, head_trains: bool = True) -> "Model":
+    def of(
+        cls,
+        config: PretrainedConfig,
+        parameters: int,
+        trained: int,
+        *,
+        trained_layers: int = 0,
+        head_trains: bool = True,
+    ) -> "Model":
+        """`trained_layers` 0 means all, as in the configuration."""
         config = config.get_text_config()
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -71,6 +85,7 @@ class Model(NamedTuple):
             parameters,
             trained,
             config.num_hidden_layers,
+            trained_layers or config.num_hidden_layers,
             config.hidden_size,
             intermediate,
             head * config.num_attention_heads,
@@ -120,7 +135,7 @@ def update_memory(
         masters=4 * model.trained if half else 0,
         gradients=4 * model.trained,
         optimizer=8 * model.trained,
-        activations=model.layers * (of_input if checkpointing else of_layer),
+        activations=model.trained_layers * (of_input if checkpointing else of_layer),
         head=logits + 3 * of_rows + head_gradient + lengths.tokens * model.hidden * norms // 2,
         layer=feed_forward(model, lengths, item) + (of_layer if checkpointing else 0),
     )

@@ -36,7 +36,10 @@ class PackedModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel):
+        """Raises ValueError for a model, or a configuration of another, that is in a PackedModel already."""
         super().__init__()
+        if model.config._attn_implementation == attention.NAME:
+            raise ValueError("the model, or another with the same configuration object, is in a PackedModel already")
         self.model = model
         # transformers' SDPA forgets soft capping.
         softcapped = getattr(model.config, "attn_logit_softcapping", None)

@@ -65,7 +65,13 @@ def sizes(config: MemoryConfig) -> Model:
         choose_trainable(model, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     head_trains = model.head().weight.requires_grad
-    return Model.of(model.model.config, model.model.num_parameters(), trained, head_trains=head_trains)
+    return Model.of(
+        model.model.config,
+        model.model.num_parameters(),
+        trained,
+        trained_layers=config.trainable_layers,
+        head_trains=head_trains,
+    )
 
 
 if __name__ == "__main__":

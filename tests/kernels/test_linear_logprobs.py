@@ -110,7 +110,7 @@ def test_memory_stays_within_the_budget(impl, grad):
     N, V, D = 200, 1000, 16
     head = random_head(N, V, D, DEVICE).leaves(hidden=grad, weight=grad)
     labels, budget = torch.arange(N, device=DEVICE), budget_for(10, V)
-    with PeakMemory(head.hidden, head.weight) as memory:
+    with PeakMemory() as memory:
         logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl, memory_budget=budget)
         if grad:
             logprobs.sum().backward()

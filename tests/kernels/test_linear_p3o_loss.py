@@ -240,7 +240,7 @@ def test_memory_stays_within_the_budget(impl, policy):
     tokens = sum(lengths)
     head, pairs = problem(lengths, vocabulary)
     leaves, budget = head.leaves(), budget_for(64, vocabulary)
-    with PeakMemory(*vars(pairs).values(), leaves.hidden, leaves.weight) as memory:
+    with PeakMemory() as memory:
         loss_of(leaves, pairs, "joint", impl, memory_budget=budget, on_policy=policy == "on").loss.backward()
     gradients = 4 * (tokens * D + vocabulary * D)
     vectors_and_temporaries = 4 * 30 * tokens + 3 * 4 * ROWS * vocabulary
@@ -251,7 +251,7 @@ def test_memory_stays_within_the_budget(impl, policy):
 def test_the_measure_of_memory_sees_all_logits_at_once():
     lengths = [20, 30, 25, 25] * 4
     head, pairs = problem(lengths, 2000)
-    with PeakMemory(*vars(pairs).values()) as memory:
+    with PeakMemory() as memory:
         run(head, pairs, "joint", "eager")
     assert memory.largest >= 4 * sum(lengths) * 2000
     assert memory.peak >= 2 * 4 * sum(lengths) * 2000

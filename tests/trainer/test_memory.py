@@ -2,11 +2,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fastp3o.config import P3OConfig
+from fastp3o.config import P3OConfig, TrainableConfig
 from fastp3o.memory import Lengths, Model, frozen_memory, update_memory
 from fastp3o.models import PackedModel, scored_logprobs
 from fastp3o.packing import pack
 from fastp3o.precision import precision_of
+from fastp3o.trainable import choose_trainable
 from fastp3o.update import Pairs, pairs_loss
 from tests.kernels.memory import PeakMemory
 
@@ -46,22 +47,26 @@ def row_of(pairs, prompt, response, share_prompts):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("precision", "sizes", "share_prompts"),
+    ("precision", "sizes", "share_prompts", "trained_layers"),
     [
-        ("fp32", DEEP, True),
-        ("fp32", DEEP, False),
-        ("fp32", WIDE, True),
-        ("fp32", LARGE_HEAD, True),
-        ("bf16", DEEP, True),
-        ("bf16", WIDE, True),
-        ("bf16-autocast", DEEP, True),
-        ("bf16-autocast", WIDE, True),
+        ("fp32", DEEP, True, 0),
+        ("fp32", DEEP, True, 2),
+        ("fp32", DEEP, False, 0),
+        ("fp32", WIDE, True, 0),
+        ("fp32", LARGE_HEAD, True, 0),
+        ("bf16", DEEP, True, 0),
+        ("bf16", WIDE, True, 0),
+        ("bf16-autocast", DEEP, True, 0),
+        ("bf16-autocast", WIDE, True, 0),
     ],
 )
-def test_the_peak_of_an_update_is_predicted_within_a_tenth(precision, sizes, share_prompts, checkpointing):
+def test_the_peak_of_an_update_is_predicted_within_a_tenth(
+    precision, sizes, share_prompts, trained_layers, checkpointing
+):
     of_model, of_row = sizes
     precision = precision_of(precision, "fp32")
     model, row = model_of(*of_model, precision), row_of(*of_row, share_prompts)
+    choose_trainable(model, TrainableConfig(trainable_layers=trained_layers))
     if checkpointing:
         model.recompute_activations()
     P = of_row[0]
@@ -74,11 +79,17 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(precision, sizes, sha
         loss.backward()
 
     update()
-    kept = [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())]
-    with PeakMemory(*kept) as measured:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with PeakMemory() as measured:
         update()
     parameters = model.model.num_parameters()
-    sizes = Model.of(model.model.config, parameters, parameters)
+    sizes = Model.of(
+        model.model.config,
+        parameters,
+        sum(parameter.numel() for parameter in trained),
+        trained_layers=trained_layers,
+        head_trains=not trained_layers,
+    )
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels), len(row.sequences))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
     of_pass = (
@@ -94,7 +105,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(precision, sizes, sha
 def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
     precision = precision_of("fp32", "fp32")
     model, row = model_of(*LARGE_HEAD[0], precision), row_of(*LARGE_HEAD[1], True)
-    with torch.no_grad(), PeakMemory(*model.parameters(), *model.buffers()) as measured:
+    with torch.no_grad(), PeakMemory() as measured:
         scored_logprobs(model, row)
     sizes = Model.of(model.model.config, model.model.num_parameters(), 0)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels), len(row.sequences))

@@ -1,0 +1,227 @@
+"""Forward and backward of one P3O update on padded batches, plain packed rows, and rows that hold shared prompts once.
+
+    python -m pytest benchmarks/test_packing.py
+
+K responses to each prompt are K / 2 pairs of adjacent ones. Old and reference log-probs and rewards are given. N scored
+tokens and P pairs, of a pass or of the update.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from benchmarks import padded, training_shapes
+from benchmarks.measure import Case, measure
+from benchmarks.shapes import CUDA, DEVICE, DTYPE
+from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
+from fastp3o.config import P3OConfig
+from fastp3o.models import Head, PackedModel, scored_logprobs, scores
+from fastp3o.packing import Ids, PackedRow, pack
+from fastp3o.update import Pairs, pairs_loss
+from fastp3o_kernels import p3o_loss, sequence_logprobs
+from tests.kernels.memory import PeakMemory
+
+DEFAULTS = P3OConfig(model="", output_dir="", prompts="", reward="")
+
+
+@dataclass
+class Update:
+    """The passes over all pairs."""
+
+    tokens: int  # computed, padding included
+    losses: list[Callable[[], Tensor]]  # of each pass, weighted to add up to the mean over all pairs
+
+    def run(self) -> Tensor:
+        """Adds to the gradients and returns the loss."""
+        return sum(map(forward_and_backward, self.losses))
+
+
+def forward_and_backward(loss_of: Callable[[], Tensor]) -> Tensor:
+    loss = loss_of()
+    loss.backward()
+    return loss.detach()
+
+
+def given_of(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tensor:
+    """The policy's own log-probs [P, 2] -> old and reference log-probs and rewards, [3, P, 2].
+
+    The pairs moved since the rollout, but within the clip range: all of them have a gradient.
+    """
+    noise = torch.randn(3, all_pairs, 2, generator=torch.Generator().manual_seed(0))[:, list(pairs)].to(sums.device)
+    return torch.stack([sums + 0.02 * noise[0], sums + noise[1], noise[2]])
+
+
+def packed_rows(prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool) -> list[PackedRow]:
+    tokens = training_shapes.TOKENS_PER_PASS
+    rows = pack(prompts, responses, tokens_per_row=tokens, share_prompts=share_prompts)
+    return [row.to(DEVICE) for row in rows]
+
+
+def packed_update(
+    policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool
+) -> Update:
+    rows = packed_rows(prompts, responses, share_prompts=share_prompts)
+    all_pairs = sum(map(len, responses)) // 2
+
+    def loss_of(row: PackedRow) -> Callable[[], Tensor]:
+        with torch.no_grad():
+            logprobs = scored_logprobs(policy, row)
+        sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
+        old, ref, rewards = given_of(sums, [s // 2 for s in row.sequences[::2]], all_pairs)
+        pairs = Pairs(row, rewards, logprobs, old, ref, weight=len(sums) / all_pairs)
+        return lambda: pairs.weight * pairs_loss(policy, pairs, DEFAULTS).loss
+
+    return Update(sum(row.tokens for row in rows), [loss_of(row) for row in rows])
+
+
+def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]]) -> Update:
+    pairs = [pair for group in responses for pair in zip(group[::2], group[1::2], strict=True)]
+    prompts = [prompt for prompt, group in zip(prompts, responses, strict=True) for _ in group[::2]]
+    passes = padded.split(prompts, pairs, training_shapes.TOKENS_PER_PASS)
+    batches = [padded.pad([prompts[p] for p in members], [pairs[p] for p in members]) for members in passes]
+
+    def logprobs(batch: padded.Rectangle) -> Tensor:
+        with policy.as_transformers_has_it() as model:
+            return padded.pair_logprobs(model, batch)
+
+    def loss_of(batch: padded.Rectangle, members: range) -> Callable[[], Tensor]:
+        with torch.no_grad():
+            given = given_of(logprobs(batch), members, len(pairs))
+        return lambda: len(members) / len(pairs) * p3o_loss(logprobs(batch), *given).loss
+
+    return Update(sum(batch.input_ids.numel() for batch in batches), list(map(loss_of, batches, passes)))
+
+
+LAYOUTS = {
+    "padded": padded_update,
+    "plain packing": partial(packed_update, share_prompts=False),
+    "shared prompts": partial(packed_update, share_prompts=True),
+}
+
+
+def random_model(kind: type) -> PackedModel:
+    torch.manual_seed(0)
+    with DEVICE:
+        # A model keeps its attention in its configuration.
+        model = kind.from_config(deepcopy(CONFIG), dtype=DTYPE)
+    return PackedModel(model)
+
+
+@pytest.fixture(scope="module")
+def policy() -> PackedModel:
+    """With gradients, as after the first pass of an update: later ones need no memory for them."""
+    policy = random_model(AutoModelForCausalLM)
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return policy
+
+
+def peak_bytes(model: PackedModel, run: Callable[[], object]) -> int:
+    """Memory beyond the weights and their gradients."""
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with PeakMemory() as memory:
+        run()
+    return memory.peak
+
+
+def shape_of(responses: list[list[Ids]]) -> dict[str, object]:
+    N = sum(map(len, chain.from_iterable(responses)))
+    return {"N": N, "D": CONFIG.hidden_size, "V": CONFIG.vocab_size, "dtype": str(DTYPE).removeprefix("torch.")}
+
+
+def parameters_of(model: PackedModel) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# The suite fails where fastp3o does.
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout if layout == "padded" else f"fastp3o {layout}")
+@pytest.mark.parametrize("K", RESPONSES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_training(benchmark, policy, layout, K, lengths):
+    """In turns with plain packing, as the roof: `ratio_to_roof` is the time over its time."""
+    groups = random_groups(lengths, K)
+    update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
+    shape = shape_of(groups[1])
+    measure(
+        benchmark,
+        Case("training", layout, "forward and backward", **shape, bytes=0, operations=0, gradient_bytes=0),
+        prepare=lambda: policy.zero_grad(set_to_none=False),
+        run=lambda _: update.run(),
+        roof=plain.run,
+    )
+    benchmark.extra_info |= lengths._asdict() | {
+        "K": K,
+        "tokens": update.tokens,
+        "parameters": parameters_of(policy),
+        "extra_gb": peak_bytes(policy, update.run) / 1e9,
+    }
+
+
+def total(hidden: Tensor, head: Head) -> Tensor:
+    """In place of the head, to measure the body."""
+    return hidden.sum()
+
+
+@pytest.fixture
+def groups() -> tuple[list[Ids], list[list[Ids]]]:
+    return random_groups(LENGTHS[0], RESPONSES[0])
+
+
+@pytest.fixture
+def row(groups) -> PackedRow:
+    """The fullest."""
+    return max(packed_rows(*groups, share_prompts=True), key=lambda row: row.tokens)
+
+
+def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole, *, trains: bool) -> None:
+    """Bytes of what a pass needs: `body` without its head, and `whole`. Head: what that adds to the peak."""
+    of_body = peak_bytes(model, body)
+    of_whole = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    # Training is in fp32: of weights in half precision there are copies, and gradients are theirs.
+    fp32 = 4 * parameters_of(model) if trains else 0
+    benchmark.extra_info |= {
+        "level": "memory",
+        "implementation": "shared prompts",
+        "passes": name,
+        **shape_of(groups[1]),
+        **LENGTHS[0]._asdict(),
+        "K": RESPONSES[0],
+        "weights_bytes": weights + (0 if DTYPE.itemsize == 4 else fp32),
+        "gradients_bytes": fp32,
+        "optimizer_bytes": 2 * fp32,
+        "activations_bytes": of_body,
+        "head_bytes": of_whole - of_body,
+    }
+
+
+def test_training_memory_of_fastp3o_policy(benchmark, policy, groups, row):
+    body = partial(forward_and_backward, partial(policy, row, row.scored_rows, total))
+    whole = LAYOUTS["shared prompts"](policy, *groups).run
+    record_memory(benchmark, "policy, forward and backward", policy, groups, body, whole, trains=True)
+
+
+@torch.no_grad()
+def test_training_memory_of_fastp3o_reference(benchmark, policy, groups, row):
+    body = partial(policy, row, row.scored_rows, total)
+    whole = partial(scored_logprobs, policy, row)
+    record_memory(benchmark, "reference log-probs", policy, groups, body, whole, trains=False)
+
+
+@torch.no_grad()
+def test_training_memory_of_fastp3o_reward_model(benchmark, groups, row):
+    model = random_model(AutoModelForSequenceClassification)
+    body = partial(model, row, row.last_rows, total)
+    whole = partial(scores, model, row)
+    record_memory(benchmark, "reward scores", model, groups, body, whole, trains=False)

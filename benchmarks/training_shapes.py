@@ -1,0 +1,56 @@
+"""The policy that is trained, and the prompts and responses that it is trained on."""
+
+import random
+from typing import NamedTuple
+
+from transformers import LlamaConfig
+
+from benchmarks.shapes import CUDA
+from fastp3o.packing import Ids
+
+
+class Lengths(NamedTuple):
+    """Mean tokens of a prompt and of a response."""
+
+    prompt: int
+    response: int
+
+
+# TL;DR's, about which the goals are; prompts as short as the responses; long prompts.
+LENGTHS = [Lengths(350, 40), Lengths(128, 128), Lengths(1024, 256)]
+# K, to each prompt.
+RESPONSES = [2, 4]
+# Of an update where nothing is shared or padded, about; and of one of its passes.
+TOKENS = 16384 if CUDA else 6144
+TOKENS_PER_PASS = TOKENS // 2
+
+
+def llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        num_labels=1,  # of a reward model
+    )
+
+
+# Llama 3.2 1B; on a CPU one small enough to wait for.
+CONFIG = llama(2048, 8192, 16, 32, 8, 128256) if CUDA else llama(128, 344, 2, 4, 2, 2048)
+
+
+def random_groups(lengths: Lengths, responses: int) -> tuple[list[Ids], list[list[Ids]]]:
+    """Prompts and the K responses of each, uniformly from half to one and a half times the mean lengths."""
+    generator = random.Random(0)
+
+    def ids(mean: int) -> Ids:
+        return generator.choices(range(CONFIG.vocab_size), k=generator.randint(mean // 2, 3 * mean // 2))
+
+    prompts = round(TOKENS / (responses * sum(lengths)))
+    return [ids(lengths.prompt) for _ in range(prompts)], [
+        [ids(lengths.response) for _ in range(responses)] for _ in range(prompts)
+    ]
