@@ -4,7 +4,7 @@
 
 Responses are sampled from the policy, one real AdamW step is taken, and log π_new(y|x) − log π_old(y|x) is compared
 with fp64 arithmetic on the same fp32 weights. `ratio/noise` is what the trainer logs for the policy before the step.
-Writes results/policy_precision.json and prints the table of precision.md.
+Writes results/policy_precision.json, of which report.py makes README's table.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.report import plain, precision_table
 from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
 from fastp3o.models import Head, PackedModel, scored_logprobs
@@ -121,18 +122,6 @@ def pairs_with(pairs: Pairs, logprobs: Tensor) -> Pairs:
     return Pairs(pairs.row, pairs.rewards, logprobs, logprobs.view(-1, 2), logprobs.view(-1, 2), 1.0)
 
 
-def table(record: dict) -> str:
-    lines = ["| policy | " + " | ".join(f"lr {rate:g}" for rate in LEARNING_RATES) + " | ratio/noise |"]
-    lines.append("| --- " * (len(LEARNING_RATES) + 2) + "|")
-    for result in record["results"]:
-        noise = result.get("ratio/noise")
-        cells = [f"{result['errors'][str(rate)]:.2g}" for rate in LEARNING_RATES]
-        lines.append(
-            f"| {result['precision']} | " + " | ".join(cells) + f" | {'' if noise is None else f'{noise:.2g}'} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -159,7 +148,7 @@ def main() -> None:
     }
     assert all(math.isfinite(error) for result in record["results"] for error in result["errors"].values())
     (FOLDER / "results" / "policy_precision.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(table(record))
+    print(plain(precision_table(record)))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from benchmarks.goals import GOALS, NOT_MEASURED, Results, Verdict, select
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER.parent / "README.md"
-BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 BOTH = "forward and backward"
 
 
@@ -71,6 +70,17 @@ def memory(results: Results) -> list[list[str]]:
     rows = [["pass", *parts]]
     for result in select(results, level="memory"):
         rows.append([result["passes"], *(f"{result[f'{part}_bytes'] / 1e6:.1f}" for part in parts)])
+    return rows
+
+
+def precision_table(record: dict) -> list[list[str]]:
+    """Rounding of log-ratios in each precision of the policy."""
+    rates = list(record["results"][0]["errors"])
+    rows = [["policy", *(f"lr {float(rate):.0e}" for rate in rates), "ratio/noise"]]
+    for result in record["results"]:
+        noise = result.get("ratio/noise")
+        cells = [f"{result['errors'][rate]:.2g}" for rate in rates]
+        rows.append([result["precision"], *cells, "" if noise is None else f"{noise:.2g}"])
     return rows
 
 
@@ -165,10 +175,17 @@ def policy_of(update: dict) -> str:
     )
 
 
-def between_markers(text: str, section: str) -> str:
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"the text has no {BEGIN} and {END} to write between")
-    return text[: text.index(BEGIN) + len(BEGIN)] + f"\n{section}\n" + text[text.index(END) :]
+def precision_section(record: dict) -> str:
+    device = f"{record['device']}, torch {record['torch']}"
+    policy = f"a Llama of {record['parameters'] / 1e6:.1f} M parameters, {record['nats_per_token']:.2f} nats a token"
+    return f"{markdown(precision_table(record))}\n\n{device}; {policy}; {record['responses']} responses."
+
+
+def between_markers(text: str, name: str, section: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"the text has no {begin} and {end} to write between")
+    return text[: text.index(begin) + len(begin)] + f"\n{section}\n" + text[text.index(end) :]
 
 
 def judged(record: dict) -> Results:
@@ -182,7 +199,8 @@ def write() -> None:
     gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
     on_gpu = gpu.exists()
     record = load(gpu if on_gpu else cpu)
-    README.write_text(between_markers(README.read_text(), readme_section(record, on_gpu)))
+    text = between_markers(README.read_text(), "benchmarks", readme_section(record, on_gpu))
+    README.write_text(between_markers(text, "precision", precision_section(load(RESULTS / "policy_precision.json"))))
     device = described(record["environment"]) if on_gpu else "no GPU has been measured; precision on a CPU"
     goals = f"# Goals\n\nThe worst of all heads and numbers of rows. Results of: {device}.\n\n"
     goals += markdown(goals_table(judged(record))) + "\n"

@@ -34,7 +34,7 @@ if [[ ! -f "$RUN/init/config.json" ]]; then
     "$PYTHON" scripts/make_tiny_llama.py --text "$DATA/sft.train.jsonl" --output_dir "$RUN/init"
 fi
 
-lengths=(--max_prompt_tokens 192)
+lengths=(--max_prompt_tokens 192 --tokens_per_microbatch 2048)
 stage "Stage 1: supervised fine-tuning, of prompts too, as the model knows no language yet" sft.py "$RUN/sft" \
     "${lengths[@]}" --max_response_tokens 64 --model "$RUN/init" --train_data "$DATA/sft.train.jsonl" \
     --eval_data "$DATA/sft.eval.jsonl" --eval_limit 64 --train_on_prompt --limit 4096 \

@@ -56,10 +56,10 @@ def test_reasons_are_given_once(record):
 
 
 def test_what_stands_around_the_markers_stays():
-    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter"
-    assert report.between_markers(text, "new") == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter"
+    text = "before\n<!-- x -->\nold\n<!-- /x -->\nafter"
+    assert report.between_markers(text, "x", "new") == "before\n<!-- x -->\nnew\n<!-- /x -->\nafter"
     with pytest.raises(ValueError, match="the text has no"):
-        report.between_markers("no markers", "new")
+        report.between_markers("no markers", "x", "new")
 
 
 def test_plot(record, tmp_path):
@@ -71,7 +71,9 @@ def test_what_is_committed_is_what_the_results_give():
     written = (ROOT / "README.md").read_text()
     gpu = report.RESULTS / "kernels.gpu.json"
     found = report.load(gpu if gpu.exists() else report.RESULTS / "kernels.cpu.json")
-    assert report.between_markers(written, report.readme_section(found, gpu.exists())) == written
+    assert report.between_markers(written, "benchmarks", report.readme_section(found, gpu.exists())) == written
+    precision = report.precision_section(report.load(report.RESULTS / "policy_precision.json"))
+    assert report.between_markers(written, "precision", precision) == written
 
 
 def test_the_suite_stops_in_time_and_says_what_it_left_out(tmp_path):

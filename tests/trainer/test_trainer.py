@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fastp3o.config import P3OConfig
 from fastp3o.finite import NotFiniteError
@@ -117,6 +117,65 @@ def test_microbatches_do_not_matter(workplace, tiny_model, clipping):
             assert one[name] == pytest.approx(eight[name], rel=2e-3, abs=2e-4), name
     first, second = weights("one"), weights("eight")
     assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
+
+
+@pytest.mark.parametrize("changes", [{"share_prompts": False}, {"tokens_per_microbatch": 50}, {"offload": True}])
+def test_the_packing_does_not_matter(workplace, tiny_model, changes):
+    train(config(tiny_model, "plain", updates=3))
+    train(config(tiny_model, "changed", updates=3, **changes))
+    for plain, changed in zip(metrics("plain"), metrics("changed"), strict=True):
+        for name in plain.keys() - {"packing_efficiency", "ratio/noise"}:
+            assert plain[name] == pytest.approx(changed[name], rel=2e-3, abs=2e-4), name
+
+
+def test_lora_trains_adapters_over_its_own_base_and_leaves_a_whole_model(workplace, tiny_model):
+    settings = {"lora_rank": 4, "eval_prompts": "prompts.jsonl", "learning_rate": 1e-2, "save_every": 1}
+    train(config(tiny_model, "run", updates=2, **settings))
+    before, after = metrics("run", "eval.jsonl")
+    assert before["kl"] == 0
+    assert after["kl"] != 0
+    start, end = weights_of_start(tiny_model), weights("run")
+    moved = {name for name, weight in start.items() if not torch.equal(weight, end[name])}
+    assert moved == {name for name in start if "proj" in name}
+    # The base alone as the reference is what a second copy of the starting model would be.
+    train(config(tiny_model, "second", updates=2, reference=tiny_model, **settings))
+    assert metrics("run") == metrics("second")
+    train(config(tiny_model, "run", updates=3, resume=True, **settings))
+    train(config(tiny_model, "whole", updates=3, **settings))
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_frozen_layers_stay(workplace, tiny_model):
+    train(config(tiny_model, "run", trainable_layers=1, updates=2))
+    start, end = weights_of_start(tiny_model), weights("run")
+    moved = {name for name, weight in start.items() if not torch.equal(weight, end[name])}
+    assert moved == {name for name in start if "layers.1." in name or name == "model.norm.weight"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_in_half_precision_train_and_resume_exactly(workplace, tiny_model, precision):
+    train(config(tiny_model, "whole", precision=precision))
+    train(config(tiny_model, "resumed", precision=precision, updates=2, save_every=1))
+    train(config(tiny_model, "resumed", precision=precision, updates=4, save_every=1, resume=True))
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+    if precision == "fp16":
+        assert all(step["loss_scale"] >= 1 for step in metrics("whole"))
+
+
+def test_rounding_is_logged_and_warned_of(workplace, tiny_model, capsys):
+    train(config(tiny_model, "fp32", updates=1))
+    train(config(tiny_model, "bf16", updates=2, precision="bf16", clip_range=1e-4))
+    assert metrics("fp32")[0]["ratio/noise"] < 1e-4 < metrics("bf16")[0]["ratio/noise"]
+    assert capsys.readouterr().out.count("rounding alone moves log-ratios") == 1
+
+
+def test_sequences_beyond_the_reach_of_absolute_positions_are_refused(workplace, tokenizer, tmp_path):
+    settings = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=0, bos_token_id=0)).save_pretrained("gpt2")
+    tokenizer.save_pretrained("gpt2")
+    with pytest.raises(ValueError, match="embeddings for 64 positions, and prompt and response may take 66"):
+        train(config("gpt2", "run", max_prompt_tokens=60))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
