@@ -180,9 +180,10 @@ def with_sdpa(query, key, value, scale, window, softcap):
 
 def with_softcap(query, key, value, scale, window, softcap):
     key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
+    precise = torch.promote_types(query.dtype, torch.float32)
     products = softcap * torch.tanh(query @ key.transpose(1, 2) * (scale / softcap))
     hidden = ~seen(query.shape[1], key.shape[1], window, query.device)
-    return products.float().masked_fill(hidden, float("-inf")).softmax(-1).to(value.dtype) @ value
+    return products.masked_fill(hidden, float("-inf")).softmax(-1, dtype=precise).to(value.dtype) @ value
 
 
 def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -41,21 +41,37 @@ class PackedModel(nn.Module):
         if model.config._attn_implementation == attention.NAME:
             raise ValueError("the model, or another with the same configuration object, is in a PackedModel already")
         self.model = model
+        self.longest_sequence = longest_sequence(model.config)
         # transformers' SDPA forgets soft capping.
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
 
     def forward(self, row: PackedRow, rows: Tensor, of_hidden: Callable[[Tensor, Head], Result]) -> Result:
-        """`of_hidden` of the hidden states [len(rows), D] and the head."""
+        """`of_hidden` of the hidden states [len(rows), D] and the head.
+
+        Raises ValueError for a sequence beyond the reach of the model's positions.
+        """
+        self.check_reach(max(row.segments.key_lengths))
         output = self.model.base_model(
             input_ids=row.input_ids, position_ids=row.position_ids, segments=row.segments, use_cache=False
         )
         return of_hidden(output.last_hidden_state.squeeze(0)[rows], self.head())
 
+    def check_reach(self, tokens: int) -> None:
+        """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""
+        if self.longest_sequence is not None and tokens > self.longest_sequence:
+            raise ValueError(
+                f"prompt and response take up to {tokens} tokens together, and the positions of "
+                f"{type(self.model).__name__} end at {self.longest_sequence}: lower --max_prompt_tokens or the longest "
+                "response"
+            )
+
     def recompute_activations(self) -> None:
         """Gradient checkpointing: the backward pass computes each layer's activations again."""
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Its name before transformers 5.23, where the old one warns.
+        old = self.model.gradient_checkpointing_enable
+        getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
     @contextmanager
     def as_transformers_has_it(self) -> Iterator[PreTrainedModel]:
@@ -90,9 +106,26 @@ def unwrap(model: nn.Module) -> PackedModel:
     return getattr(model, "module", model)
 
 
-def has_rotary_positions(config: PretrainedConfig) -> bool:
-    """Whether positions count only relative to each other, and have no embeddings that end somewhere."""
-    return bool(getattr(config.get_text_config(), "rope_parameters", None))
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Tokens that prompt and response may take together, None for no limit.
+
+    Absolute position embeddings end somewhere. Dynamic and longrope rotary positions turn otherwise once a sequence is
+    longer than the original length, and with it all its neighbours in a row.
+    """
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return getattr(config, "max_position_embeddings", None)
+    # Some have parameters for each kind of layer.
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
+    return min(
+        (
+            kind.get("original_max_position_embeddings", config.max_position_embeddings)
+            for kind in kinds
+            if kind.get("rope_type") in ("dynamic", "longrope")
+        ),
+        default=None,
+    )
 
 
 def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fastp3o.models import has_rotary_positions, scored_logprobs, unwrap
+from fastp3o.models import scored_logprobs, unwrap
 from fastp3o.packing import in_order, pack
 from fastp3o.rollouts import Rollouts
 from fastp3o.update import Pairs
@@ -33,7 +33,7 @@ def ratio_noise(policy: nn.Module, rollouts: Rollouts, pairs: Pairs) -> Tensor:
         tokens_per_row=sum(map(len, prompt_ids + response_ids)),
         sequences=responses,
     )
-    if has_rotary_positions(unwrap(policy).model.config):
+    if unwrap(policy).longest_sequence is None:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(pairs.old_logprobs.device)
     again = sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)

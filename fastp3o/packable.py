@@ -26,12 +26,17 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     stateful = sorted(set(getattr(inner.config, "layer_types", None) or ()) - ISOLATING_LAYERS)
     if inner._is_stateful or stateful:
         kinds = ", ".join(stateful) or "recurrent"
-        raise ValueError(f"{refused}its layers ({kinds}) carry a state from one sequence into the next")
+        raise ValueError(
+            f"{refused}its layers ({kinds}) are not plain or sliding attention, which alone keeps sequences apart"
+        )
     if not inner._supports_attention_backend:
         raise ValueError(
             f"{refused}its attention does not go through transformers' AttentionInterface, which keeps them apart"
         )
-    packed, alone = packed_and_alone(model)
+    try:
+        packed, alone = packed_and_alone(model)
+    except Exception as error:  # from anywhere in a model that does not hand the segments on
+        raise ValueError(f"{refused}a try failed with: {error}") from error
     difference = (packed - alone).abs().mean().item()
     if not isfinite(difference):
         raise ValueError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
@@ -51,10 +56,12 @@ def packed_and_alone(model: PackedModel) -> tuple[Tensor, Tensor]:
     of_row, of_sequence = (scores, score_alone) if hasattr(inner, "score") else (scored_logprobs, logprobs_alone)
     prompts, responses = ([known(inner, ids) for ids in lists] for lists in (PROMPTS, RESPONSES))
     (row,) = pack(prompts, [responses[:2], responses[2:]], tokens_per_row=100)
-    packed = of_row(model, row.to(inner.device))
-    with model.as_transformers_has_it():
-        alone = [of_sequence(inner, prompts[s // 2], responses[s]) for s in row.sequences]
-    model.train(was_training)
+    try:
+        packed = of_row(model, row.to(inner.device))
+        with model.as_transformers_has_it():
+            alone = [of_sequence(inner, prompts[s // 2], responses[s]) for s in row.sequences]
+    finally:
+        model.train(was_training)
     return packed, torch.cat(alone)
 
 

@@ -6,7 +6,7 @@
                      moves. fp16 has 8 times finer steps than bf16, but ends at 65504: losses are scaled for it
 
 P3O exponentiates the log-ratios of whole responses, so the rounding of the body matters more than to other losses:
-`benchmarks/precision.md` measures it.
+README's Precision section has figures.
 """
 
 from typing import NamedTuple

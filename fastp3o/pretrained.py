@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
-from fastp3o.models import PackedModel, has_rotary_positions
+from fastp3o.models import PackedModel
 from fastp3o.packable import require_packable
 
 CPU = torch.device("cpu")
@@ -84,17 +84,6 @@ def load_reward_model(
     if any(key.startswith("score.") for key in loading["missing_keys"]):
         nn.init.zeros_(head.weight)
     return packable
-
-
-def require_reach(model: PackedModel, tokens: int) -> None:
-    """Raises ValueError where prompt and response together exceed a model's absolute position embeddings."""
-    config = model.model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if not has_rotary_positions(config) and limit is not None and tokens > limit:
-        raise ValueError(
-            f"{type(model.model).__name__} has embeddings for {limit} positions, and prompt and response may take "
-            f"{tokens} tokens together: lower --max_prompt_tokens or the longest response"
-        )
 
 
 def dropout_off(name: str, trust_remote_code: bool) -> dict[str, float]:

@@ -8,7 +8,7 @@ from fastp3o.data import load_demonstrations
 from fastp3o.models import scored_logprobs
 from fastp3o.packing import PackedRow, pack
 from fastp3o.precision import precision_of
-from fastp3o.pretrained import load_policy, load_tokenizer, require_reach
+from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.stage import load_data, make_accelerator
 from fastp3o.supervised import Rows, train_supervised
 from fastp3o.trainable import choose_trainable
@@ -31,7 +31,7 @@ def train(config: SFTConfig) -> None:
     )
 
     model = load_policy(config.model, device=accelerator.device, trust_remote_code=config.trust_remote_code)
-    require_reach(model, config.max_prompt_tokens + config.max_response_tokens)
+    model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     choose_trainable(model, config)
 
     def pack_rows(rows: Rows) -> list[PackedRow]:

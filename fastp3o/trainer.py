@@ -16,7 +16,7 @@ from fastp3o.noise import TOLERATED, noise_warning, ratio_noise
 from fastp3o.optimization import Optimization
 from fastp3o.packing import efficiency
 from fastp3o.precision import precision_of
-from fastp3o.pretrained import load_policy, load_tokenizer, require_reach
+from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.reference import SecondModel, WithoutAdapters
 from fastp3o.reporting import Phases, Reporter, peak_memory_gib
 from fastp3o.reward_scaling import RewardScaler
@@ -43,7 +43,7 @@ def train(config: P3OConfig) -> None:
     prompts, eval_prompts = load_data(accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config)
     device, trust = accelerator.device, config.trust_remote_code
     model = load_policy(config.model, device=device, trust_remote_code=trust).train()
-    require_reach(model, config.max_prompt_tokens + config.max_new_tokens)
+    model.check_reach(config.max_prompt_tokens + config.max_new_tokens)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
         model.recompute_activations()
