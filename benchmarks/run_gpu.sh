@@ -42,6 +42,11 @@ for file in "${files[@]}"; do
     run 150 "tests/$(basename "$file" .py).log" "$PYTHON" -m pytest "$file" -q -p no:cacheprovider --durations=3 &
     processes+=($!)
 done
+# Of the trainer: the attention's backends, and whole runs in every precision.
+run 150 tests/test_trainer.log "$PYTHON" -m pytest tests/trainer/test_attention.py tests/trainer/test_reference.py \
+    tests/trainer/test_models.py tests/trainer/test_trainer.py -k "gpu or flash or varlen or first_ratio or half_precision" \
+    -q -p no:cacheprovider --durations=3 &
+processes+=($!)
 tests=0
 for process in "${processes[@]}"; do
     wait "$process" || tests=1

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.utils.logging import get_logger
 
 from fastp3o.packing import Segments, SharedKeys
 
@@ -28,6 +29,8 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
+
+logger = get_logger(__name__)
 
 # transformers treats names with "flash" in a way of its own.
 NAME = "fastp3o_segments"
@@ -87,7 +90,12 @@ def fastest(query: Tensor, softcap: float | None):
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD:
         if flash_attn_varlen_func is not None:
             return by_flash_attn
-        if varlen_attn is not None and not softcap and query.shape[-1] % 8 == 0:
+        if softcap:
+            logger.warning_once(
+                "This model caps its attention's products, which of the fast backends flash-attn alone can do: without "
+                "it segments are computed one by one. Install flash-attn (pip install 'fastp3o[flash]')."
+            )
+        elif varlen_attn is not None and query.shape[-1] % 8 == 0:
             return by_varlen_attn
     return one_by_one
 

@@ -116,7 +116,7 @@ class TrainableConfig:
 
 
 @dataclass(kw_only=True)
-class SFTConfig(SupervisedConfig, TrainableConfig):
+class SFTConfig(TrainableConfig, SupervisedConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
     train_on_prompt: bool = option(
@@ -134,7 +134,7 @@ class RewardModelConfig(SupervisedConfig):
 
 
 @dataclass(kw_only=True)
-class P3OConfig(StageConfig, TrainableConfig):
+class P3OConfig(TrainableConfig, StageConfig):
     """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")

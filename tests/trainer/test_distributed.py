@@ -42,6 +42,15 @@ def test_two_processes_train_and_resume(workplace, tiny_model):
     AutoModelForCausalLM.from_pretrained("run/model")
 
 
+def test_weights_in_half_precision_train_in_two_processes(workplace, tiny_model):
+    flags = ["--model", tiny_model, "--pairs_per_update", "8", "--pairs_per_minibatch", "4", "--learning_rate", "1e-2"]
+    done = launch(*P3O, *flags, "--updates", "2", "--output_dir", "run", "--precision", "bf16")
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
+    assert first["kl"] == 0
+    assert second["kl"] != 0
+
+
 def test_pairs_that_do_not_divide_are_refused(workplace, tiny_model):
     flags = ["--model", tiny_model, "--pairs_per_update", "9", "--pairs_per_minibatch", "9", "--output_dir", "run"]
     done = launch(*P3O, *flags)
