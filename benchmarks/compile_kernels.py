@@ -22,12 +22,15 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from fastp3o_kernels.checks import CLIPPING, KL_REWARD
 
 # As attributes of the package, functions hide the modules of the same names.
 gradient_scaling, on_policy_rows, pair_loss, token_logprobs = (
@@ -37,6 +40,8 @@ gradient_scaling, on_policy_rows, pair_loss, token_logprobs = (
 
 ARCHITECTURES = (80, 90, 100)
 VOCABULARIES = (128256, 152064, 256000, 262144)
+# To a prompt: the smallest of each size of tile, and the largest that is foreseen.
+RESPONSES = (2, 3, 5, 9, 32)
 # Bytes of shared memory that a block can have on the smallest of them (sm_80: 163 KiB).
 SHARED_LIMIT = 163 * 1024
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -46,7 +51,7 @@ SCALARS = {
     "row_stride": "i64",
     "dlogits_row_stride": "i64",
     "ignore_index": "i32",
-    **dict.fromkeys(("S", "P", "N", "PAIRS", "size"), "i32"),
+    **dict.fromkeys(("S", "P", "N", "PROMPTS", "size"), "i32"),
     **dict.fromkeys(("inverse_temperature", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
 }
 
@@ -66,16 +71,10 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     """What the launching functions can ask for."""
     for V in vocabularies:
         yield from row_configurations(V)
-    for clipping in ("joint", "separate", "none", "token"):
-        for kl_reward in ("current", "rollout"):
-            constants = {
-                "CLIPPING": clipping,
-                "KL_REWARD": kl_reward,
-                "LIMIT": pair_loss.LOG_RATIO_LIMIT,
-                "BLOCK_P": pair_loss.BLOCK_P,
-                "BLOCK_T": pair_loss.BLOCK_T,
-            }
-            yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}", {}, constants, pair_loss.WARPS)
+    for clipping, kl_reward, K in product(CLIPPING, KL_REWARD, RESPONSES):
+        constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "LIMIT": pair_loss.LOG_RATIO_LIMIT, "K": K}
+        constants |= pair_loss.block_sizes(K)
+        yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}, K {K}", {}, constants, pair_loss.WARPS)
     blocks = {"BLOCK_P": pair_loss.BLOCK_P, "BLOCK_T": pair_loss.BLOCK_T}
     yield configuration("sequence_sums_kernel", "", {}, blocks, pair_loss.WARPS)
     for dtype in ELEMENT_BYTES:

@@ -23,7 +23,7 @@ from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
 from fastp3o.models import Head, PackedModel, scored_logprobs
 from fastp3o.noise import ratio_noise
-from fastp3o.packing import PackedRow, by_pairs, pack
+from fastp3o.packing import PackedRow, in_groups, pack
 from fastp3o.precision import PRECISIONS, Precision, precision_of
 from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.rollouts import Rollouts, sampling_mode
@@ -95,7 +95,7 @@ def rms(values: Tensor) -> float:
 
 def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
     """One record for each precision: the error of log-ratios at each learning rate, and ratio/noise."""
-    (row,) = pack(*by_pairs(rollouts.prompt_ids, rollouts.response_ids), tokens_per_row=10**9)
+    (row,) = pack(*in_groups(rollouts.prompt_ids, rollouts.response_ids, 2), tokens_per_row=10**9)
     row = row.to(policy.model.device)
     old = sums(policy, row).view(-1, 2)
     rewards = torch.randn(old.shape, generator=torch.Generator().manual_seed(0)).to(old.device)
@@ -135,7 +135,7 @@ def main() -> None:
     policy = load_policy(arguments.model, device=device).eval()
     rollouts = sampled(policy, list(prompts["prompt_ids"]), arguments.tokens, tokenizer.eos_token_id)
     entropy = -sums(
-        policy, pack(*by_pairs(rollouts.prompt_ids, rollouts.response_ids), tokens_per_row=10**9)[0].to(device)
+        policy, pack(*in_groups(rollouts.prompt_ids, rollouts.response_ids, 2), tokens_per_row=10**9)[0].to(device)
     )
     record = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",

@@ -147,8 +147,13 @@ class P3OConfig(TrainableConfig, StageConfig):
 
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).")
     updates: int = option(500, "Rounds of rollouts and inner epochs.")
-    pairs_per_update: int = option(64, "Prompts of a round, two responses each, over all processes (first author: 64).")
-    pairs_per_minibatch: int = option(4, "Pairs of one optimizer step, over all processes (first author: 4 at 1 B).")
+    pairs_per_update: int = option(
+        64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64)."
+    )
+    pairs_per_minibatch: int = option(4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B).")
+    responses_per_prompt: int = option(
+        2, "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged."
+    )
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
 
     max_new_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
@@ -196,6 +201,7 @@ class P3OConfig(TrainableConfig, StageConfig):
         positive = ("updates", "pairs_per_update", "pairs_per_minibatch", "inner_epochs")
         for name in (*positive, "max_new_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
             self.check(getattr(self, name) >= 1, name, "at least 1")
+        self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
         self.check(self.clip_range > 0, "clip_range", "above 0")
         self.check(self.ratio_cap >= 1, "ratio_cap", "at least 1")
         self.check(self.kl_coef >= 0, "kl_coef", "0 or more")

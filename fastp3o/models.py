@@ -132,8 +132,8 @@ def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
     """Log-probabilities of the scored tokens of a row, [N] fp32."""
 
     def logprobs(hidden: Tensor, head: Head) -> Tensor:
-        # The loss cuts its chunks between pairs; the same chunks give the same bits.
-        pairs = None if len(row.sequences) % 2 else row.cu_seqlens_on_host
+        # The loss cuts its chunks between prompts; the same chunks give the same bits.
+        K = row.responses_per_group or 1
         return linear_logprobs(
             hidden,
             head.weight,
@@ -141,7 +141,8 @@ def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
             bias=head.bias,
             softcap=head.softcap,
             temperature=head.temperature,
-            cu_seqlens=pairs,
+            cu_seqlens=row.cu_seqlens_on_host if K > 1 else None,
+            responses_per_prompt=K,
         )
 
     return model(row, row.scored_rows, logprobs)

@@ -73,6 +73,7 @@ class PackedRow(OnDevices):
     scored_lengths: tuple[int, ...]  # their lengths on the host
     last_rows: Tensor  # [S] int64, each response's last token in the row
     sequences: tuple[int, ...]  # which response each of the S is, counted over all groups
+    responses_per_group: int | None  # None where groups differ in it
 
     @property
     def tokens(self) -> int:
@@ -132,9 +133,9 @@ def by_prompt(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[list[Id
     return [group[0][0] for group in groups], [[response for _, response in group] for group in groups]
 
 
-def by_pairs(prompts: Sequence[Ids], responses: Sequence[Ids]) -> tuple[list[Ids], list[list[Ids]]]:
-    """Groups of two adjacent responses each."""
-    return list(prompts[::2]), [list(pair) for pair in zip(responses[::2], responses[1::2], strict=True)]
+def in_groups(prompts: Sequence[Ids], responses: Sequence[Ids], size: int) -> tuple[list[Ids], list[list[Ids]]]:
+    """Groups of `size` adjacent responses each."""
+    return list(prompts[::size]), [list(responses[s : s + size]) for s in range(0, len(responses), size)]
 
 
 def in_order(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
@@ -277,6 +278,7 @@ def lay_out(
         scored_lengths=tuple(scored_lengths),
         last_rows=torch.tensor(last_rows),
         sequences=tuple(sequences),
+        responses_per_group=len(responses[0]) if len(set(map(len, responses))) == 1 else None,
     )
 
 

@@ -19,7 +19,7 @@ from fastp3o.precision import precision_of
 from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.reference import SecondModel, WithoutAdapters
 from fastp3o.reporting import Phases, Reporter, peak_memory_gib
-from fastp3o.reward_scaling import RewardScaler
+from fastp3o.reward_scaling import RewardScaler, differences
 from fastp3o.rewards import load_reward, rewards_of
 from fastp3o.rollouts import Rollouts, sample
 from fastp3o.sampling import rows_of_step, seed_of, share_of_process, shuffled
@@ -35,7 +35,7 @@ def train(config: P3OConfig) -> None:
     """
     precision = precision_of(config.precision, automatic="fp16")
     accelerator = make_accelerator(config, precision)
-    pairs_of_process = share(accelerator, config.pairs_per_update, "pairs_per_update")
+    prompts_of_process = share(accelerator, config.pairs_per_update, "pairs_per_update")
     share(accelerator, config.pairs_per_minibatch, "pairs_per_minibatch")
     folder = prepare_output_dir(accelerator, config)
 
@@ -92,7 +92,7 @@ def train(config: P3OConfig) -> None:
                     tokenizer,
                     x["prompt"],
                     x["prompt_ids"],
-                    responses_per_prompt=2,
+                    responses_per_prompt=config.responses_per_prompt,
                     max_new_tokens=config.max_new_tokens,
                     batch_size=config.rollout_batch_size,
                     seed=seed_of(config.seed, update, accelerator.process_index),
@@ -102,7 +102,7 @@ def train(config: P3OConfig) -> None:
                     reward,
                     rollouts,
                     missing_eos_penalty=config.missing_eos_penalty,
-                ).view(pairs_of_process, 2)
+                ).view(prompts_of_process, config.responses_per_prompt)
                 require_finite(accelerator, "a reward", rewards)
                 scaled = scaler(rewards, seen=accelerator.gather(rewards.to(accelerator.device)).cpu())
             with phase("logprobs"):
@@ -159,9 +159,10 @@ def metrics_of_update(
 ) -> dict[str, float]:
     """Means over all processes: of the rollouts as they were sampled, and of the optimizer steps taken on them.
 
-    reward: unscaled, penalties included; reward_difference: mean |r1 - r2|; kl: mean log π_old(y|x) − log π_ref(y|x),
-    in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token; missing_eos: share of
-    responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, in nats per response.
+    reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; kl: mean log π_old(y|x) −
+    log π_ref(y|x), in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token;
+    missing_eos: share of responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, in nats
+    per response.
     """
     pairs = [pairs for minibatch in minibatches for pairs in minibatch]
     lengths = torch.tensor([len(ids) for ids in rollouts.response_ids], dtype=torch.float32)
@@ -169,7 +170,7 @@ def metrics_of_update(
     log_ratios = torch.cat([p.old_logprobs - p.ref_logprobs for p in pairs])
     means = {
         "reward": rewards.mean(),
-        "reward_difference": (rewards[:, 0] - rewards[:, 1]).abs().mean(),
+        "reward_difference": differences(rewards).abs().mean(),
         "kl": log_ratios.mean(),
         "entropy": -old_token_logprobs.mean(),
         "response_length": lengths.mean(),
@@ -186,9 +187,10 @@ def metrics_of_update(
 
 
 def show_samples(reporter: Reporter, update: int, rollouts: Rollouts, rewards: Tensor, prompts: int = 3) -> None:
+    K = rewards.shape[1]
     reporter.samples(
         update,
-        rollouts.prompts[: 2 * prompts : 2],
-        [rollouts.responses[2 * p : 2 * p + 2] for p in range(min(prompts, len(rewards)))],
+        rollouts.prompts[: K * prompts : K],
+        [rollouts.responses[K * p : K * p + K] for p in range(min(prompts, len(rewards)))],
         rewards[:prompts].tolist(),
     )

@@ -1,6 +1,7 @@
 """One update of the policy: rollouts -> minibatches with old and reference log-probs -> clipped steps.
 
-P pairs and N response tokens of a packed row; sequence 2p is response 1 of pair p, sequence 2p + 1 its response 2.
+P prompts with K responses each and N response tokens of a packed row; sequence K p + k is response k of prompt p. In
+the paper K is 2, and the responses to a prompt are a pair.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fastp3o.config import P3OConfig
 from fastp3o.models import Head, scored_logprobs
 from fastp3o.optimization import Optimization
-from fastp3o.packing import PackedRow, balanced, by_pairs, group_tokens, pack
+from fastp3o.packing import PackedRow, balanced, group_tokens, in_groups, pack
 from fastp3o.reference import Reference
 from fastp3o.rollouts import Rollouts
 from fastp3o_kernels import P3OLossOutput, linear_p3o_loss, sequence_logprobs
@@ -20,25 +21,26 @@ from fastp3o_kernels import P3OLossOutput, linear_p3o_loss, sequence_logprobs
 
 @dataclass
 class Pairs:
-    """A packed row of pairs as the loss takes it."""
+    """A packed row as the loss takes it."""
 
     row: PackedRow
-    rewards: Tensor  # [P, 2] fp32, scaled
+    rewards: Tensor  # [P, K] fp32, scaled
     old_token_logprobs: Tensor  # [N] fp32, of the policy that sampled
-    old_logprobs: Tensor  # [P, 2] fp32, their sums
-    ref_logprobs: Tensor  # [P, 2] fp32, of the reference
+    old_logprobs: Tensor  # [P, K] fp32, their sums
+    ref_logprobs: Tensor  # [P, K] fp32, of the reference
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
 
 
 def pack_minibatches(rollouts: Rollouts, minibatches: int, config: P3OConfig) -> list[list[PackedRow]]:
-    """The packed rows of each minibatch: equally many pairs, and about as many tokens.
+    """The packed rows of each minibatch: equally many prompts, and about as many tokens.
 
     They stay as they are for all inner epochs.
     """
-    prompts, responses = by_pairs(rollouts.prompt_ids, rollouts.response_ids)
+    K = config.responses_per_prompt
+    prompts, responses = in_groups(rollouts.prompt_ids, rollouts.response_ids, K)
     sizes = [
-        group_tokens(len(prompt), list(map(len, pair)), share_prompts=config.share_prompts)
-        for prompt, pair in zip(prompts, responses, strict=True)
+        group_tokens(len(prompt), list(map(len, group)), share_prompts=config.share_prompts)
+        for prompt, group in zip(prompts, responses, strict=True)
     ]
     return [
         pack(
@@ -46,7 +48,7 @@ def pack_minibatches(rollouts: Rollouts, minibatches: int, config: P3OConfig) ->
             [responses[p] for p in members],
             tokens_per_row=config.tokens_per_microbatch,
             share_prompts=config.share_prompts,
-            sequences=[s for p in members for s in (2 * p, 2 * p + 1)],
+            sequences=[s for p in members for s in range(K * p, K * p + K)],
         )
         for members in balanced(sizes, minibatches)
     ]
@@ -62,11 +64,12 @@ def with_logprobs(
     *,
     by_tokens: bool,
 ) -> list[list[Pairs]]:
-    """Minibatches as the loss takes them; `rewards` [P, 2] of all pairs, in the order they were sampled.
+    """Minibatches as the loss takes them; `rewards` [P, K] of all prompts, in the order they were sampled.
 
     The old log-probs come from the policy on the very rows that it is trained on: before the first step every ratio is
     exactly 1, which neither the sampler's log-probs nor another packing would give.
     """
+    K = rewards.shape[1]
     minibatches = [[row.to(accelerator.device) for row in rows] for rows in minibatches]
     every_row = [row for rows in minibatches for row in rows]
     with accelerator.autocast():
@@ -76,10 +79,10 @@ def with_logprobs(
     pairs = iter(
         Pairs(
             row=row,
-            rewards=rewards[[s // 2 for s in row.sequences[::2]]].to(accelerator.device),
+            rewards=rewards[[s // K for s in row.sequences[::K]]].to(accelerator.device),
             old_token_logprobs=old,
-            old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(-1, 2),
-            ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(-1, 2),
+            old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(-1, K),
+            ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(-1, K),
             weight=weight,
         )
         for row, old, ref, weight in zip(every_row, old_token_logprobs, ref_token_logprobs, weights, strict=True)
@@ -88,11 +91,11 @@ def with_logprobs(
 
 
 def loss_weights(accelerator: Accelerator, minibatches: list[list[PackedRow]], *, by_tokens: bool) -> list[list[float]]:
-    """Each row's share of its minibatch: of its pairs, or of its response tokens where the loss averages those.
+    """Each row's share of its minibatch: of its prompts, or of its response tokens where the loss averages those.
 
     Gradients are averaged over processes, so shares are relative to the mean over processes.
     """
-    sizes = [[len(row.labels) if by_tokens else len(row.sequences) / 2 for row in rows] for rows in minibatches]
+    sizes = [[len(row.labels) if by_tokens else len(row.sequences) for row in rows] for rows in minibatches]
     totals = torch.tensor([sum(of_rows) for of_rows in sizes], device=accelerator.device, dtype=torch.float32)
     totals = accelerator.reduce(totals, reduction="mean").tolist()
     return [[size / total for size in of_rows] for of_rows, total in zip(sizes, totals, strict=True)]

@@ -1,6 +1,6 @@
 """The border: what the operations accept. Every message names the argument, the index and what was expected.
 
-N tokens, V vocabulary, S sequences, P pairs (S = 2P).
+N tokens, V vocabulary, S sequences, P prompts with K responses (S = P K).
 
 Shapes and dtypes are always checked. Values are checked on the CPU, and on a GPU, where looking at them would make the
 host wait, only with FASTP3O_DEBUG=1 in the environment.
@@ -105,14 +105,15 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
             raise ValueError(f"labels[{row}] = {int(labels[row])} must be from 0 to {V - 1}{ignored}")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, *, pairs: bool) -> None:
+def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, *, responses_per_prompt: int = 1) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must have shape [S + 1] with at least one sequence, got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    if pairs and len(cu_seqlens) % 2 == 0:
+    if (len(cu_seqlens) - 1) % responses_per_prompt:
         raise ValueError(
-            f"cu_seqlens has {len(cu_seqlens)} entries, so {len(cu_seqlens) - 1} sequences; pairs need an even number"
+            f"cu_seqlens has {len(cu_seqlens)} entries, so {len(cu_seqlens) - 1} sequences; with "
+            f"{responses_per_prompt} responses to each prompt their number must be a multiple of it"
         )
     if look_at_values(cu_seqlens):
         offsets = cu_seqlens.tolist()
@@ -128,13 +129,23 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, *, pairs: bool) -> None:
             raise ValueError(f"cu_seqlens[{len(offsets) - 1}] = {offsets[-1]} must be the number of tokens, {tokens}")
 
 
-def check_pairs(pairs: int, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor) -> None:
+def check_responses(old_logprobs: Tensor) -> int:
+    """Returns K, the number of responses to a prompt."""
+    if old_logprobs.dim() != 2 or old_logprobs.shape[1] < 2:
+        raise ValueError(
+            "old_logprobs must have shape [P, K], with K of 2 or more for the responses to a prompt, got "
+            f"{list(old_logprobs.shape)}"
+        )
+    return old_logprobs.shape[1]
+
+
+def check_pairs(prompts: int, responses: int, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor) -> None:
     for name, tensor in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs), ("rewards", rewards)):
-        check_shape(name, tensor, (pairs, 2), "a row for each pair")
+        check_shape(name, tensor, (prompts, responses), "a row for each prompt")
         check_floating(name, tensor)
         if look_at_values(tensor) and (bad := tensor.isnan()).any():
             position = first(bad)
-            raise ValueError(f"{name}{index(position)} is NaN: response {position[1] + 1} of pair {position[0]}")
+            raise ValueError(f"{name}{index(position)} is NaN: response {position[1] + 1} of prompt {position[0]}")
 
 
 def check_objective(clipping: str, clip_range: float, ratio_cap: float, kl_coef: float, kl_reward: str) -> None:

@@ -1,6 +1,7 @@
 """All operations in plain PyTorch: the oracle of the tests, the CPU's path, the baseline of the benchmarks.
 
-N tokens, V vocabulary, S sequences, P pairs (S = 2P; sequence 2p is response 1 of pair p, 2p + 1 its response 2).
+N tokens, V vocabulary, P prompts with K responses each, S sequences (S = P K; K p + k is response k of prompt p), Q
+pairs of responses to the same prompt (Q = P K (K − 1) / 2).
 fp64 inputs are computed in fp64; narrower ones in fp32.
 """
 
@@ -43,8 +44,11 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
 def p3o_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, objective: Objective
 ) -> P3OLossOutput:
-    """[P, 2] each -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
-    logprobs, old_logprobs, ref_logprobs, rewards = map(at_least_fp32, (logprobs, old_logprobs, ref_logprobs, rewards))
+    """[P, K] each -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
+    prompts = len(logprobs)
+    logprobs, old_logprobs, ref_logprobs, rewards = (
+        pairs_of(at_least_fp32(tensor)) for tensor in (logprobs, old_logprobs, ref_logprobs, rewards)
+    )
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, objective)
     log_ratios = logprobs - old_logprobs
     epsilon = objective.clip_range
@@ -73,7 +77,14 @@ def p3o_loss(
             loss = torch.maximum(unclipped_losses, clipped_losses).mean() / 2
         else:
             loss = unclipped_losses.mean() / 2
-    return P3OLossOutput(loss, metrics_of(q, logprobs, log_ratios, ref_logprobs, outside, zero_pairs))
+    zero_prompts = zero_pairs.view(prompts, -1).all(dim=1)
+    return P3OLossOutput(loss, metrics_of(q, logprobs, log_ratios, ref_logprobs, outside, zero_prompts))
+
+
+def pairs_of(of_responses: Tensor) -> Tensor:
+    """[P, K] -> [Q, 2], all pairs of responses to each prompt."""
+    first, second = torch.triu_indices(*2 * of_responses.shape[1:], offset=1)
+    return torch.stack([of_responses[:, first], of_responses[:, second]], dim=2).flatten(0, 1)
 
 
 def token_loss(
@@ -90,7 +101,7 @@ def token_loss(
         return token_clipped_loss(
             token_logprobs, cu_seqlens, old_token_logprobs, old_logprobs, ref_logprobs, rewards, objective
         )
-    logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(-1, 2)
+    logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(rewards.shape)
     return p3o_loss(logprobs, old_logprobs, ref_logprobs, rewards, objective)
 
 
@@ -108,43 +119,57 @@ def token_clipped_loss(
     rewards: Tensor,
     objective: Objective,
 ) -> P3OLossOutput:
-    """The first author's later variant: every token is clipped for itself; the mean is over the N tokens."""
+    """The first author's later variant: every token is clipped for itself in each pair of its response; the mean is
+    over these N (K − 1) cases.
+    """
     token_logprobs, old_token_logprobs = at_least_fp32(token_logprobs), at_least_fp32(old_token_logprobs)
-    old_logprobs, ref_logprobs, rewards = map(at_least_fp32, (old_logprobs, ref_logprobs, rewards))
-    logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(-1, 2)
+    P, K = rewards.shape
+    of_responses = sequence_logprobs(token_logprobs, cu_seqlens).view(P, K)
+    logprobs, old_logprobs, ref_logprobs, rewards = (
+        pairs_of(at_least_fp32(tensor)) for tensor in (of_responses, old_logprobs, ref_logprobs, rewards)
+    )
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, objective)
     log_ratios = logprobs - old_logprobs
-    weighted_advantage = -q * joint_weight(log_ratios, objective)
+    weighted_advantage = (-q * joint_weight(log_ratios, objective)).view(P, -1)
 
-    of_responses = torch.stack([weighted_advantage, -weighted_advantage], dim=1).flatten()
-    weight = of_responses.repeat_interleave(cu_seqlens.long().diff(), output_size=len(token_logprobs))
+    # Of response i in its pair with j, [P, i, j].
+    first, second = torch.triu_indices(K, K, offset=1)
+    weights = weighted_advantage.new_zeros(P, K, K)
+    weights[:, first, second], weights[:, second, first] = weighted_advantage, -weighted_advantage
+    lengths = cu_seqlens.long().diff()
+    plus, minus = (
+        part.sum(dim=2).flatten().repeat_interleave(lengths, output_size=len(token_logprobs))
+        for part in (weights.clamp(min=0), weights.clamp(max=0))
+    )
     clipped = torch.clamp(
         token_logprobs, old_token_logprobs - objective.clip_range, old_token_logprobs + objective.clip_range
     )
-    loss = torch.maximum(weight * token_logprobs, weight * clipped).sum() / len(token_logprobs)
+    # max(w logprob, w clipped) is the larger of the two where w is positive, the smaller where it is negative.
+    losses = plus * torch.maximum(token_logprobs, clipped) + minus * torch.minimum(token_logprobs, clipped)
+    loss = losses.sum() / (len(token_logprobs) * (K - 1))
 
-    has_gradient = (weight != 0) & ~(weight * clipped > weight * token_logprobs)
-    zero_pairs = sequence_logprobs(has_gradient.to(logprobs.dtype), cu_seqlens).view(-1, 2).sum(dim=1) == 0
-    metrics = metrics_of(q, logprobs, log_ratios, ref_logprobs, clipped != token_logprobs, zero_pairs)
+    gradient = torch.where(token_logprobs > clipped, plus, torch.where(token_logprobs < clipped, minus, plus + minus))
+    has_gradient = sequence_logprobs((gradient != 0).to(logprobs.dtype), cu_seqlens).view(P, K).sum(dim=1) > 0
+    metrics = metrics_of(q, logprobs, log_ratios, ref_logprobs, clipped != token_logprobs, ~has_gradient)
     return P3OLossOutput(loss, metrics)
 
 
 def advantage_difference(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, rewards: Tensor, objective: Objective
 ) -> Tensor:
-    """q = sg((r1 − r2) − β ((log π/π_ref)(y1) − (log π/π_ref)(y2))), [P]; π is the current or the rollout policy."""
+    """q = sg((r1 − r2) − β ((log π/π_ref)(y1) − (log π/π_ref)(y2))), [Q]; π is the current or the rollout policy."""
     policy = logprobs if objective.kl_reward == "current" else old_logprobs
     return (rewards[:, 0] - rewards[:, 1] - objective.kl_coef * preference(policy, ref_logprobs)).detach()
 
 
 def preference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """How much more than the reference a policy prefers y1 to y2, [P]: u of the joint loss."""
+    """How much more than the reference a policy prefers y1 to y2, [Q]: u of the joint loss."""
     log_ratios = logprobs - ref_logprobs
     return log_ratios[:, 0] - log_ratios[:, 1]
 
 
 def joint_weight(log_ratios: Tensor, objective: Objective) -> Tensor:
-    """c = sg(clip(ρ1 ρ2, 1/C, C)), [P]."""
+    """c = sg(clip(ρ1 ρ2, 1/C, C)), [Q]."""
     return exp_limited(log_ratios.sum(dim=1)).clamp(1 / objective.ratio_cap, objective.ratio_cap).detach()
 
 
@@ -153,7 +178,7 @@ def exp_limited(log_ratios: Tensor) -> Tensor:
 
 
 def metrics_of(
-    q: Tensor, logprobs: Tensor, log_ratios: Tensor, ref_logprobs: Tensor, outside: Tensor, zero_pairs: Tensor
+    q: Tensor, logprobs: Tensor, log_ratios: Tensor, ref_logprobs: Tensor, outside: Tensor, zero_prompts: Tensor
 ) -> dict[str, Tensor]:
     ratios = exp_limited(log_ratios)
     values = (
@@ -161,7 +186,7 @@ def metrics_of(
         ratios.max(),
         outside.float().mean(),
         q.abs().mean(),
-        zero_pairs.float().mean(),
+        zero_prompts.float().mean(),
         (logprobs - ref_logprobs).mean(),
     )
     return {name: value.detach().float() for name, value in zip(METRICS, values, strict=True)}

@@ -66,6 +66,7 @@ def linear_logprobs(
     softcap: float | None = None,
     ignore_index: int = -100,
     cu_seqlens: Tensor | None = None,
+    responses_per_prompt: int = 2,
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -81,8 +82,9 @@ def linear_logprobs(
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
         bias: [V] of any floating dtype. softcap: Gemma's cap on logits, applied before the temperature.
         temperature: divides the logits. ignore_index: rows with this label give 0 and no gradient.
-        cu_seqlens: [2P + 1] offsets of pairs, on any device. Rows then go through the head in the chunks of
-            `linear_p3o_loss`; with the same budget the ratio of two evaluations of the same weights is exactly 1.
+        cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to each, on any device.
+            Rows then go through the head in the chunks of `linear_p3o_loss`; with the same budget the ratio of two
+            evaluations of the same weights is exactly 1.
         memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Beside it only
             the gradients take memory: the weight's is summed in fp32 over chunks. Logits that still lie in the budget's
             buffer are kept for the backward pass, the others computed again.
@@ -98,7 +100,7 @@ def linear_logprobs(
     """
     check_head(hidden, weight, labels, bias, temperature, softcap, ignore_index)
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, len(hidden), pairs=True)
+        check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
     products = Products(hidden)
     triton = use_triton(impl, hidden, weight, *([] if bias is None else [bias]))
     if impl == "eager" or len(hidden) == 0:
@@ -106,7 +108,7 @@ def linear_logprobs(
         return eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    bounds = [0, len(hidden)] if cu_seqlens is None else cu_seqlens[::2].tolist()
+    bounds = [0, len(hidden)] if cu_seqlens is None else cu_seqlens[::responses_per_prompt].tolist()
     return LinearLogprobs.apply(
         hidden,
         weight,

@@ -1,10 +1,11 @@
 """Hidden states and the head's weight -> P3O's loss, and back, never all logits at once.
 
-A coefficient dL/d log π depends only on the two responses of its own pair. So a chunk of whole pairs goes all the way,
+A coefficient dL/d log π depends only on the responses to its own prompt. So a chunk of whole pairs goes all the way,
 hidden states -> logits -> log-probs -> coefficients -> gradients, before the next: three matrix products in all, where
 a loss that needs every log-prob first computes the logits twice.
 
-N tokens, D hidden size, V vocabulary, P pairs, F = N V D; sequence 2p is response 1 of pair p, 2p + 1 its response 2.
+N tokens, D hidden size, V vocabulary, F = N V D; P prompts with K responses each: a pair in the paper, where K is 2.
+Sequence K p + k is response k of prompt p.
 """
 
 from bisect import bisect_left
@@ -33,7 +34,7 @@ FP16_SCALE = 64.0
 class HeadSettings(NamedTuple):
     softcap: float | None
     temperature: float
-    bounds: list[int]  # [P + 1], tokens where each pair begins
+    bounds: list[int]  # [P + 1], tokens where the responses to each prompt begin
     products: Products
     chunks: Chunks
     triton: bool
@@ -123,7 +124,9 @@ def gradient_scale(products: Products, tokens: int, pairs: PairInputs, objective
     """What the coefficients are multiplied by until backward: 1 unless they would be lost in fp16."""
     if products.scratch != torch.float16:
         return 1.0
-    return FP16_SCALE * (tokens if objective.clipping == "token" else 2 * pairs.averaged_pairs)
+    return FP16_SCALE * (
+        tokens if objective.clipping == "token" else pairs.responses_per_prompt * pairs.averaged_prompts
+    )
 
 
 def linear_p3o_loss(
@@ -148,7 +151,7 @@ def linear_p3o_loss(
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> P3OLossOutput:
-    """P3O's loss from the hidden states that predict the response tokens of P pairs.
+    """P3O's loss from the hidden states that predict the tokens of the responses to P prompts.
 
     Only the gradients that are needed are computed, in the forward pass: a frozen head costs 4 F operations, frozen
     hidden states 4 F, both 2 F. Tokens of clipped pairs and of pairs of equal advantage take no part in the gradients'
@@ -158,15 +161,16 @@ def linear_p3o_loss(
     Args:
         hidden: [N, D], the hidden states that predict the response tokens. weight: [V, D]. labels: [N], the response
             tokens, end-of-sequence included. bias, temperature, softcap: all as in `linear_logprobs`.
-        cu_seqlens: [2P + 1] int32 or int64, where each response begins in [N]. It is needed on the host: a tensor on
+        cu_seqlens: [P K + 1] int32 or int64, where each response begins in [N]. It is needed on the host: a tensor on
             the CPU spares waiting for the device.
-        old_logprobs, ref_logprobs, rewards: [P, 2].
+        old_logprobs, ref_logprobs, rewards: [P, K].
         old_token_logprobs: [N], for clipping="token" and only there.
         on_policy: old_logprobs are this very policy's (the first step after a rollout). Ratios are then 1 by
             definition; loss and metrics follow from old_logprobs without a look at the logits, and the backward pass
             computes logits and gradients in one go, none of it for tokens without a coefficient.
-        memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`. A pair whose logits it
-            does not hold is computed in two passes: what fits is kept, the rest computed twice, with the same result.
+        memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`. Responses to a prompt
+            whose logits it does not hold are computed in two passes: what fits is kept, the rest computed twice, with
+            the same result.
         impl: as in `linear_logprobs`.
         others: as in `p3o_loss`.
 
@@ -205,7 +209,7 @@ def linear_p3o_loss(
         )
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    bounds = on_host[::2].tolist()
+    bounds = on_host[:: rewards.shape[1]].tolist()
     chunks = chunks_for(bounds, len(weight), products, memory_budget)
     loss, results = (OnPolicyLinearP3OLoss if on_policy else LinearP3OLoss).apply(
         hidden,

@@ -1,6 +1,6 @@
 """Logits of pairs -> P3O's loss, and back to the gradient of the logits.
 
-N tokens, V vocabulary, P pairs; sequence 2p is response 1 of pair p, sequence 2p + 1 its response 2.
+N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is response k of prompt p.
 """
 
 import torch
@@ -94,15 +94,15 @@ def logits_p3o_loss(
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> P3OLossOutput:
-    """P3O's loss from the logits that predict the response tokens of P pairs.
+    """P3O's loss from the logits that predict the tokens of the responses to P prompts.
 
     Args:
         logits: [N, V] of any floating dtype. P3O exponentiates sums of log-probabilities: logits rounded to bf16 move
             the log-ratio of a 128-token response by about 0.1, half a clip range. Compute them in fp32, or give hidden
             states to `linear_p3o_loss`.
         labels: [N] int64 or int32, the response tokens, end-of-sequence included.
-        cu_seqlens: [2P + 1] int32 or int64, where each response begins in [N].
-        old_logprobs, ref_logprobs, rewards: [P, 2].
+        cu_seqlens: [P K + 1] int32 or int64, where each response begins in [N].
+        old_logprobs, ref_logprobs, rewards: [P, K].
         old_token_logprobs: [N], for clipping="token" and only there: the first author's variant, which clips every
             token's log-probability at the old one ± ε and averages over tokens.
         on_policy: old_logprobs are this very policy's (the first step after a rollout). Ratios are then 1 by

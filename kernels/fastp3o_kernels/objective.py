@@ -32,11 +32,11 @@ class P3OLossOutput(NamedTuple):
 
     loss: 0-d, differentiable.
     metrics: detached 0-d tensors, never read by the host inside an operation:
-        ratio_mean, ratio_max: of π/π_old over the 2P responses;
+        ratio_mean, ratio_max: of π/π_old over the responses;
         clip_fraction: share outside the clip range: of pairs (joint; also reported by none, which clips nothing), of
             responses (separate) or of tokens (token);
         advantage_mean_abs: mean |q| over pairs;
-        zero_gradient_fraction: share of pairs none of whose tokens has a gradient;
+        zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient;
         kl: mean over responses of log π − log π_ref, in nats.
     """
 

@@ -1,6 +1,7 @@
 """Token log-probs of pairs -> sequence sums, ratios, clipped loss, metrics and the gradient of every token.
 
-N tokens, P pairs; sequence 2p is response 1 of pair p, sequence 2p + 1 its response 2.
+N tokens, P prompts with K responses each: sequence K p + k is response k of prompt p. K is 2 in the paper, where a
+prompt's responses are one pair; more give K (K − 1) / 2 pairs, which count alike.
 """
 
 from typing import NamedTuple
@@ -17,17 +18,25 @@ from fastp3o_kernels.checks import (
     check_objective,
     check_old_token_logprobs,
     check_pairs,
+    check_responses,
     check_same_device,
     check_shape,
 )
 from fastp3o_kernels.dispatch import use_triton
 from fastp3o_kernels.objective import LOG_RATIO_LIMIT, METRICS, Objective, P3OLossOutput
 
-# One program does all pairs, a tile of them at a time: a mean over programs would need atomics, whose order varies, or
-# a second launch. Tokens number at most a million or so (4 MB), little for one processor beside the head's products.
-BLOCK_P = 4
+# One program does all prompts, a tile of them at a time: a mean over programs would need atomics, whose order varies,
+# or a second launch. Tokens number at most a million or so (4 MB), little for one processor beside the head's products.
+BLOCK_P = 2
 BLOCK_T = 256
-WARPS = 8
+WARPS = 16
+# Of a tile; a prompt with more pairs than that in a square has a tile to itself.
+LARGEST_TILE = 256
+
+
+def block_sizes(K: int) -> dict[str, int]:
+    block_k = triton.next_power_of_2(K)
+    return {"BLOCK_P": max(1, min(BLOCK_P, LARGEST_TILE // block_k**2)), "BLOCK_K": block_k, "BLOCK_T": BLOCK_T}
 
 
 @triton.jit
@@ -84,17 +93,19 @@ def clip_tokens(
     logprobs_ptr,
     old_ptr,
     coefficients_ptr,
-    weight,
+    plus,  # sums of the positive and of the negative weights of a response in its pairs
+    minus,
     begin,
     end,
     clip_range,
-    N,
+    averaged,
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     losses = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
     outside = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
     with_gradient = tl.zeros([BLOCK_P, BLOCK_T], dtype=tl.float32)
+    plus, minus = plus[:, None], minus[:, None]
     longest = tl.max(end - begin, axis=0)
     done = longest * 0
     while done < longest:
@@ -103,39 +114,47 @@ def clip_tokens(
         logprob = tl.load(logprobs_ptr + tokens, mask=mask, other=0.0)
         old = tl.load(old_ptr + tokens, mask=mask, other=0.0)
         clipped = clip(logprob, old - clip_range, old + clip_range)
-        unclipped_loss = weight[:, None] * logprob
-        clipped_loss = weight[:, None] * clipped
-        coefficient = tl.where(clipped_loss > unclipped_loss, 0.0, weight[:, None] / N)
+        # max(w logprob, w clipped): the larger of the two where w is positive, the smaller where it is negative.
+        coefficient = tl.where(logprob > clipped, plus, tl.where(logprob < clipped, minus, plus + minus)) / averaged
         tl.store(coefficients_ptr + tokens, coefficient, mask=mask)
-        losses += larger(unclipped_loss, clipped_loss)
+        losses += plus * larger(logprob, clipped) - minus * larger(-logprob, -clipped)
         outside += tl.where(mask & (clipped != logprob), 1.0, 0.0)
         with_gradient += tl.where(mask & (coefficient != 0.0), 1.0, 0.0)
         done += BLOCK_T
     return tl.sum(losses, axis=1), tl.sum(outside, axis=1), tl.sum(with_gradient, axis=1)
 
 
-@triton.jit(do_not_specialize=["P", "N", "PAIRS"])
+@triton.jit
+def of_responses(of_first, of_second):
+    """[prompts, i, j] of a pair's two responses -> the sum over the pairs of each response, [prompts, K]."""
+    return tl.sum(of_first, axis=2) + tl.sum(of_second, axis=1)
+
+
+@triton.jit(do_not_specialize=["P", "N", "PROMPTS"])
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
-    cu_seqlens_ptr,  # [2P + 1]
-    old_logprobs_ptr,  # [P, 2] fp32
-    ref_logprobs_ptr,  # [P, 2] fp32
-    rewards_ptr,  # [P, 2] fp32
+    cu_seqlens_ptr,  # [P K + 1]
+    old_logprobs_ptr,  # [P, K] fp32
+    ref_logprobs_ptr,  # [P, K] fp32
+    rewards_ptr,  # [P, K] fp32
     old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"
-    sums_ptr,  # [P, 2] fp32, out: log π(y|x)
-    response_coefficients_ptr,  # [P, 2] fp32, out: dL/d log π(y|x); unless CLIPPING is "token"
+    sums_ptr,  # [P, K] fp32, out: log π(y|x)
+    plus_ptr,  # [P, K] fp32, out: dL/d log π(y|x); where CLIPPING is "token" the sum of its positive weights
+    minus_ptr,  # [P, K] fp32, out, where CLIPPING is "token": the sum of its negative weights
     coefficients_ptr,  # [N] fp32, out: dL/d log π of each token
     results_ptr,  # [7] fp32, out: loss and metrics
     P,
     N,  # tokens that the loss averages over where CLIPPING is "token"
-    PAIRS,  # pairs that it averages over elsewhere: P, or more where this launch sees a part of them
+    PROMPTS,  # prompts that it averages over elsewhere: P, or more where this launch sees a part of them
     clip_range,
     ratio_cap,
     kl_coef,
     CLIPPING: tl.constexpr,
     KL_REWARD: tl.constexpr,
     LIMIT: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     losses = tl.zeros([BLOCK_P], dtype=tl.float32)
@@ -145,128 +164,148 @@ def pair_kernel(
     advantages = tl.zeros([BLOCK_P], dtype=tl.float32)
     without_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
     kl = tl.zeros([BLOCK_P], dtype=tl.float32)
+    OF_PROMPT: tl.constexpr = K * (K - 1) // 2
+    pairs_averaged = PROMPTS * OF_PROMPT
 
+    responses = tl.arange(0, BLOCK_K)
     first = P * 0
     while first < P:
-        pair = first + tl.arange(0, BLOCK_P)
-        valid = pair < P
-        begin = tl.load(cu_seqlens_ptr + 2 * pair, mask=valid, other=0).to(tl.int64)
-        middle = tl.load(cu_seqlens_ptr + 2 * pair + 1, mask=valid, other=0).to(tl.int64)
-        end = tl.load(cu_seqlens_ptr + 2 * pair + 2, mask=valid, other=0).to(tl.int64)
-        logprob_1 = sequence_sums(logprobs_ptr, begin, middle, BLOCK_P, BLOCK_T)
-        logprob_2 = sequence_sums(logprobs_ptr, middle, end, BLOCK_P, BLOCK_T)
-        tl.store(sums_ptr + 2 * pair, logprob_1, mask=valid)
-        tl.store(sums_ptr + 2 * pair + 1, logprob_2, mask=valid)
-        old_1 = tl.load(old_logprobs_ptr + 2 * pair, mask=valid, other=0.0)
-        old_2 = tl.load(old_logprobs_ptr + 2 * pair + 1, mask=valid, other=0.0)
-        ref_1 = tl.load(ref_logprobs_ptr + 2 * pair, mask=valid, other=0.0)
-        ref_2 = tl.load(ref_logprobs_ptr + 2 * pair + 1, mask=valid, other=0.0)
-        reward_1 = tl.load(rewards_ptr + 2 * pair, mask=valid, other=0.0)
-        reward_2 = tl.load(rewards_ptr + 2 * pair + 1, mask=valid, other=0.0)
+        prompt = first + tl.arange(0, BLOCK_P)
+        valid = prompt < P
+        for k in range(K):
+            begin = tl.load(cu_seqlens_ptr + prompt * K + k, mask=valid, other=0).to(tl.int64)
+            end = tl.load(cu_seqlens_ptr + prompt * K + k + 1, mask=valid, other=0).to(tl.int64)
+            tl.store(sums_ptr + prompt * K + k, sequence_sums(logprobs_ptr, begin, end, BLOCK_P, BLOCK_T), mask=valid)
+        # What one thread has stored, others load.
+        tl.debug_barrier()
 
+        of_prompt = valid[:, None] & (responses < K)[None, :]
+        here = prompt[:, None] * K + responses[None, :]
+        logprob = tl.load(sums_ptr + here, mask=of_prompt, other=0.0)
+        old = tl.load(old_logprobs_ptr + here, mask=of_prompt, other=0.0)
+        ref = tl.load(ref_logprobs_ptr + here, mask=of_prompt, other=0.0)
+        reward = tl.load(rewards_ptr + here, mask=of_prompt, other=0.0)
+        ratio = tl.exp(clip(logprob - old, -LIMIT, LIMIT))
+
+        # All pairs of responses i < j to a prompt, [BLOCK_P, i, j].
+        is_pair = (responses[:, None] < responses[None, :]) & (responses < K)[None, :]
+        is_pair = valid[:, None, None] & is_pair[None, :, :]
+        logprob_1, logprob_2 = logprob[:, :, None], logprob[:, None, :]
+        old_1, old_2 = old[:, :, None], old[:, None, :]
+        ref_1, ref_2 = ref[:, :, None], ref[:, None, :]
+        ratio_1, ratio_2 = ratio[:, :, None], ratio[:, None, :]
         # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
         u = (logprob_1 - ref_1) - (logprob_2 - ref_2)
         u_old = (old_1 - ref_1) - (old_2 - ref_2)
-        q = (reward_1 - reward_2) - kl_coef * (u if KL_REWARD == "current" else u_old)
-        ratio_1 = tl.exp(clip(logprob_1 - old_1, -LIMIT, LIMIT))
-        ratio_2 = tl.exp(clip(logprob_2 - old_2, -LIMIT, LIMIT))
+        q = (reward[:, :, None] - reward[:, None, :]) - kl_coef * (u if KL_REWARD == "current" else u_old)
         u_clipped = clip(u, u_old - clip_range, u_old + clip_range)
 
         if CLIPPING == "separate":
             weight_1 = -q * clip(ratio_2, 1 / ratio_cap, ratio_cap)
             weight_2 = q * clip(ratio_1, 1 / ratio_cap, ratio_cap)
-            clipped_1 = clip(ratio_1, 1 - clip_range, 1 + clip_range)
-            clipped_2 = clip(ratio_2, 1 - clip_range, 1 + clip_range)
+            clipped = clip(ratio, 1 - clip_range, 1 + clip_range)
+            clipped_1, clipped_2 = clipped[:, :, None], clipped[:, None, :]
             loss = larger(weight_1 * ratio_1, weight_1 * clipped_1) + larger(weight_2 * ratio_2, weight_2 * clipped_2)
-            out = tl.where(clipped_1 != ratio_1, 0.5, 0.0) + tl.where(clipped_2 != ratio_2, 0.5, 0.0)
             # Where the ratio is limited it is constant.
             moves_1 = (tl.abs(logprob_1 - old_1) > LIMIT) | (weight_1 * clipped_1 > weight_1 * ratio_1)
             moves_2 = (tl.abs(logprob_2 - old_2) > LIMIT) | (weight_2 * clipped_2 > weight_2 * ratio_2)
-            coefficient_1 = tl.where(moves_1, 0.0, weight_1 * ratio_1 / (2 * PAIRS))
-            coefficient_2 = tl.where(moves_2, 0.0, weight_2 * ratio_2 / (2 * PAIRS))
+            coefficient_1 = tl.where(moves_1, 0.0, weight_1 * ratio_1 / (2 * pairs_averaged))
+            coefficient_2 = tl.where(moves_2, 0.0, weight_2 * ratio_2 / (2 * pairs_averaged))
+            outside += tl.sum(tl.where(of_prompt & (clipped != ratio), OF_PROMPT / K, 0.0), axis=1)
         else:
             joint_ratio = tl.exp(clip((logprob_1 - old_1) + (logprob_2 - old_2), -LIMIT, LIMIT))
             weight = -q * clip(joint_ratio, 1 / ratio_cap, ratio_cap)
             loss = weight * u
-            out = tl.where(u_clipped != u, 1.0, 0.0)
-            coefficient_1 = weight / (2 * PAIRS)
+            coefficient_1 = weight / (2 * pairs_averaged)
             if CLIPPING == "joint":
                 coefficient_1 = tl.where(weight * u_clipped > weight * u, 0.0, coefficient_1)
                 loss = larger(loss, weight * u_clipped)
             coefficient_2 = -coefficient_1
+            if CLIPPING != "token":
+                out = tl.where(is_pair & (u_clipped != u), 1.0, 0.0)
+                outside += tl.sum(tl.sum(out, axis=2), axis=1)
 
         if CLIPPING == "token":
-            loss_1, out_1, count_1 = clip_tokens(
-                logprobs_ptr,
-                old_token_logprobs_ptr,
-                coefficients_ptr,
-                weight,
-                begin,
-                middle,
-                clip_range,
-                N,
-                BLOCK_P,
-                BLOCK_T,
-            )
-            loss_2, out_2, count_2 = clip_tokens(
-                logprobs_ptr,
-                old_token_logprobs_ptr,
-                coefficients_ptr,
-                -weight,
-                middle,
-                end,
-                clip_range,
-                N,
-                BLOCK_P,
-                BLOCK_T,
-            )
-            loss = loss_1 + loss_2
-            out = out_1 + out_2
-            no_gradient = count_1 + count_2 == 0.0
+            weight = tl.where(is_pair, weight, 0.0)
+            plus = of_responses(larger(weight, 0.0), larger(-weight, 0.0))
+            minus = -of_responses(larger(-weight, 0.0), larger(weight, 0.0))
+            tl.store(plus_ptr + here, plus, mask=of_prompt)
+            tl.store(minus_ptr + here, minus, mask=of_prompt)
         else:
-            tl.store(response_coefficients_ptr + 2 * pair, coefficient_1, mask=valid)
-            tl.store(response_coefficients_ptr + 2 * pair + 1, coefficient_2, mask=valid)
-            store_coefficients(coefficients_ptr, coefficient_1, begin, middle, BLOCK_P, BLOCK_T)
-            store_coefficients(coefficients_ptr, coefficient_2, middle, end, BLOCK_P, BLOCK_T)
-            no_gradient = (coefficient_1 == 0.0) & (coefficient_2 == 0.0)
+            coefficient_1 = tl.where(is_pair, coefficient_1, 0.0)
+            coefficient_2 = tl.where(is_pair, coefficient_2, 0.0)
+            tl.store(plus_ptr + here, of_responses(coefficient_1, coefficient_2), mask=of_prompt)
+            losses += tl.sum(tl.sum(tl.where(is_pair, loss, 0.0), axis=2), axis=1)
+        tl.debug_barrier()
 
-        losses += tl.where(valid, loss, 0.0)
-        ratios += tl.where(valid, ratio_1 + ratio_2, 0.0)
-        ratio_max = larger(ratio_max, tl.where(valid, larger(ratio_1, ratio_2), 0.0))
-        outside += tl.where(valid, out, 0.0)
-        advantages += tl.where(valid, tl.abs(q), 0.0)
-        without_gradient += tl.where(valid & no_gradient, 1.0, 0.0)
-        kl += tl.where(valid, (logprob_1 - ref_1) + (logprob_2 - ref_2), 0.0)
+        tokens_with_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
+        for k in range(K):
+            begin = tl.load(cu_seqlens_ptr + prompt * K + k, mask=valid, other=0).to(tl.int64)
+            end = tl.load(cu_seqlens_ptr + prompt * K + k + 1, mask=valid, other=0).to(tl.int64)
+            plus_k = tl.load(plus_ptr + prompt * K + k, mask=valid, other=0.0)
+            if CLIPPING == "token":
+                minus_k = tl.load(minus_ptr + prompt * K + k, mask=valid, other=0.0)
+                loss_k, out_k, count_k = clip_tokens(
+                    logprobs_ptr,
+                    old_token_logprobs_ptr,
+                    coefficients_ptr,
+                    plus_k,
+                    minus_k,
+                    begin,
+                    end,
+                    clip_range,
+                    N * (K - 1),
+                    BLOCK_P,
+                    BLOCK_T,
+                )
+                losses += loss_k
+                outside += out_k
+                tokens_with_gradient += count_k
+            else:
+                store_coefficients(coefficients_ptr, plus_k, begin, end, BLOCK_P, BLOCK_T)
+                tokens_with_gradient += tl.where(plus_k != 0.0, 1.0, 0.0)
+
+        ratio = tl.where(of_prompt, ratio, 0.0)
+        ratios += tl.sum(ratio, axis=1)
+        ratio_max = larger(ratio_max, tl.reduce(ratio, 1, larger))
+        advantages += tl.sum(tl.sum(tl.where(is_pair, tl.abs(q), 0.0), axis=2), axis=1)
+        without_gradient += tl.where(valid & (tokens_with_gradient == 0.0), 1.0, 0.0)
+        kl += tl.sum(tl.where(of_prompt, logprob - ref, 0.0), axis=1)
         first += BLOCK_P
 
     # In the order of METRICS.
     if CLIPPING == "token":
-        tl.store(results_ptr, tl.sum(losses, axis=0) / N)
+        tl.store(results_ptr, tl.sum(losses, axis=0) / (N * (K - 1)))
         tl.store(results_ptr + 3, tl.sum(outside, axis=0) / N)
     else:
-        tl.store(results_ptr, tl.sum(losses, axis=0) / (2 * PAIRS))
-        tl.store(results_ptr + 3, tl.sum(outside, axis=0) / PAIRS)
-    tl.store(results_ptr + 1, tl.sum(ratios, axis=0) / (2 * PAIRS))
-    tl.store(results_ptr + 2, tl.max(ratio_max, axis=0))
-    tl.store(results_ptr + 4, tl.sum(advantages, axis=0) / PAIRS)
-    tl.store(results_ptr + 5, tl.sum(without_gradient, axis=0) / PAIRS)
-    tl.store(results_ptr + 6, tl.sum(kl, axis=0) / (2 * PAIRS))
+        tl.store(results_ptr, tl.sum(losses, axis=0) / (2 * pairs_averaged))
+        tl.store(results_ptr + 3, tl.sum(outside, axis=0) / pairs_averaged)
+    tl.store(results_ptr + 1, tl.sum(ratios, axis=0) / (PROMPTS * K))
+    tl.store(results_ptr + 2, tl.reduce(ratio_max, 0, larger))
+    tl.store(results_ptr + 4, tl.sum(advantages, axis=0) / pairs_averaged)
+    tl.store(results_ptr + 5, tl.sum(without_gradient, axis=0) / PROMPTS)
+    tl.store(results_ptr + 6, tl.sum(kl, axis=0) / (PROMPTS * K))
 
 
 class PairInputs(NamedTuple):
-    """What is known of P pairs beside the policy's log-probs, on one device."""
+    """What is known of the responses to P prompts beside the policy's log-probs, on one device."""
 
-    cu_seqlens: Tensor  # [2P + 1], into [N]
-    old_logprobs: Tensor  # [P, 2]
-    ref_logprobs: Tensor  # [P, 2]
-    rewards: Tensor  # [P, 2]
+    cu_seqlens: Tensor  # [P K + 1], into [N]
+    old_logprobs: Tensor  # [P, K]
+    ref_logprobs: Tensor  # [P, K]
+    rewards: Tensor  # [P, K]
     old_token_logprobs: Tensor | None  # [N], where single tokens are clipped
-    averaged_pairs: int  # that the loss is a mean over: P, or more for a part of them
+    averaged_prompts: int  # that the loss is a mean over: P, or more for a part of them
+
+    @property
+    def responses_per_prompt(self) -> int:
+        return self.rewards.shape[1]
 
     def part(self, first: int, last: int) -> "PairInputs":
-        """Pairs first to last - 1; offsets stay those in [N]."""
+        """Prompts first to last - 1; offsets stay those in [N]."""
+        K = self.responses_per_prompt
         return self._replace(
-            cu_seqlens=self.cu_seqlens[2 * first : 2 * last + 1],
+            cu_seqlens=self.cu_seqlens[K * first : K * last + 1],
             old_logprobs=self.old_logprobs[first:last],
             ref_logprobs=self.ref_logprobs[first:last],
             rewards=self.rewards[first:last],
@@ -275,8 +314,8 @@ class PairInputs(NamedTuple):
 
 def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Loss and metrics [7], and dL/d log π of each token of the pairs [N]; one launch."""
-    N, P = len(token_logprobs), len(pairs.rewards)
-    sums, response_coefficients = torch.empty(2, P, 2, dtype=torch.float32, device=token_logprobs.device)
+    N, (P, K) = len(token_logprobs), pairs.rewards.shape
+    sums, plus, minus = torch.empty(3, P, K, dtype=torch.float32, device=token_logprobs.device)
     coefficients = torch.empty_like(token_logprobs)
     results = torch.empty(1 + len(METRICS), dtype=torch.float32, device=token_logprobs.device)
     old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
@@ -289,20 +328,21 @@ def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, objective: Objective
             pairs.rewards.float().contiguous(),
             old_token_logprobs.float().contiguous(),
             sums,
-            response_coefficients,
+            plus,
+            minus,
             coefficients,
             results,
             P,
             N,
-            pairs.averaged_pairs,
+            pairs.averaged_prompts,
             objective.clip_range,
             objective.ratio_cap,
             objective.kl_coef,
             CLIPPING=objective.clipping,
             KL_REWARD=objective.kl_reward,
             LIMIT=LOG_RATIO_LIMIT,
-            BLOCK_P=BLOCK_P,
-            BLOCK_T=BLOCK_T,
+            K=K,
+            **block_sizes(K),
             num_warps=WARPS,
         )
     return results, coefficients
@@ -326,9 +366,9 @@ def pair_loss(
             pairs.rewards,
             objective,
         )
-        # A mean over these pairs or tokens becomes their share of the mean over all.
-        mean_over_tokens = len(of_pairs) / len(token_logprobs), len(pairs.rewards) / pairs.averaged_pairs
-        loss = loss * mean_over_tokens[objective.clipping != "token"]
+        # A mean over these prompts or tokens becomes their share of the mean over all.
+        shares = len(of_pairs) / len(token_logprobs), len(pairs.rewards) / pairs.averaged_prompts
+        loss = loss * shares[objective.clipping != "token"]
         (gradient,) = torch.autograd.grad(loss, of_pairs)
     coefficients = torch.zeros_like(token_logprobs)
     coefficients[tokens] = gradient
@@ -397,7 +437,7 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor, *, impl: str |
             FASTP3O_DEBUG=1).
     """
     check_floating("token_logprobs", token_logprobs)
-    check_cu_seqlens(cu_seqlens, len(token_logprobs), pairs=False)
+    check_cu_seqlens(cu_seqlens, len(token_logprobs))
     check_same_device(token_logprobs=token_logprobs, cu_seqlens=cu_seqlens)
     if use_triton(impl, token_logprobs):
         return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
@@ -423,7 +463,7 @@ def token_p3o_loss(
 
     Args:
         token_logprobs: [N] log π of every response token, the end-of-sequence included.
-        cu_seqlens: [2P + 1] where each response begins.
+        cu_seqlens: [P K + 1] where each response begins.
         old_token_logprobs: [N] log π_old of the same tokens, for clipping="token" and only there.
         others: as in `p3o_loss`.
 
@@ -470,8 +510,9 @@ def check_token_pairs(
     *,
     on_policy: bool = False,
 ) -> None:
-    check_cu_seqlens(cu_seqlens, tokens, pairs=True)
-    check_pairs((len(cu_seqlens) - 1) // 2, old_logprobs, ref_logprobs, rewards)
+    K = check_responses(old_logprobs)
+    check_cu_seqlens(cu_seqlens, tokens, responses_per_prompt=K)
+    check_pairs((len(cu_seqlens) - 1) // K, K, old_logprobs, ref_logprobs, rewards)
     # On-policy every token is where it was: none is clipped, and nothing needs to be known of it.
     if not (on_policy and old_token_logprobs is None):
         check_old_token_logprobs(clipping, old_token_logprobs, tokens)
@@ -490,19 +531,21 @@ def p3o_loss(
     kl_reward: str = "current",
     impl: str | None = None,
 ) -> P3OLossOutput:
-    """Pairwise Proximal Policy Optimization (arXiv 2310.00212) from the log-probabilities of P pairs of responses.
+    """Pairwise Proximal Policy Optimization (arXiv 2310.00212) from log-probabilities of the responses to P prompts.
 
     With q = sg((r1 − r2) − β (u of the policy in the KL)), u = log π/π_ref(y1) − log π/π_ref(y2), ρ = π/π_old:
         joint (P3O-V2): mean of max(−q c u, −q c clip(u, u_old ± ε)) / 2, c = sg(clip(ρ1 ρ2, 1/C, C));
         separate (P3O-V1): mean of [max(−q c2 ρ1, −q c2 clip(ρ1, 1 ± ε)) + max(q c1 ρ2, q c1 clip(ρ2, 1 ± ε))] / 2;
         none: the joint loss without its clipped branch.
-    Adding any number to both rewards of a pair changes nothing.
+    The mean is over all pairs of responses to the same prompt: one in the paper, K (K − 1) / 2 for K responses (beyond
+    it). Adding any number to all rewards of a prompt changes nothing.
 
     Args:
-        logprobs: [P, 2] log π(y|x), differentiable; column 0 is response 1. Sums over response tokens, in nats.
-        old_logprobs: [P, 2] of the policy that sampled, as this model computes them.
-        ref_logprobs: [P, 2] of the frozen reference.
-        rewards: [P, 2].
+        logprobs: [P, K] log π(y|x), differentiable; column 0 is response 1. Sums over response tokens, in nats. K is 2
+            or more.
+        old_logprobs: [P, K] of the policy that sampled, as this model computes them.
+        ref_logprobs: [P, K] of the frozen reference.
+        rewards: [P, K].
         clipping: "joint", "separate" or "none"; for "token" see `token_p3o_loss`.
         clip_range: ε. ratio_cap: C. kl_coef: β.
         kl_reward: policy in q's KL part: "current" (first author's code) or "rollout" (the paper's algorithm box).
@@ -517,12 +560,14 @@ def p3o_loss(
     """
     if clipping == "token":
         raise ValueError('clipping="token" clips tokens; call token_p3o_loss or logits_p3o_loss')
-    if logprobs.dim() != 2 or logprobs.shape[1] != 2 or len(logprobs) == 0:
-        raise ValueError(f"logprobs must have shape [P, 2] with P of at least 1, got {list(logprobs.shape)}")
+    if logprobs.dim() != 2 or logprobs.shape[1] < 2 or len(logprobs) == 0:
+        raise ValueError(
+            f"logprobs must have shape [P, K] with P of at least 1 and K of at least 2, got {list(logprobs.shape)}"
+        )
     check_floating("logprobs", logprobs)
     check_shape("old_logprobs", old_logprobs, tuple(logprobs.shape), "as logprobs")
     # To the kernel a response whose sum is known is a response of one token.
-    one_token_each = torch.arange(2 * len(logprobs) + 1, dtype=torch.int32, device=logprobs.device)
+    one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
     return token_p3o_loss(
         logprobs.flatten(),
         one_token_each,

@@ -1,6 +1,7 @@
 """Random ragged pairs, and P3O written a second time from the paper, in fp64 and one pair at a time."""
 
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import pytest
 import torch
@@ -15,6 +16,16 @@ EXAMPLES = 12 if CUDA else 25
 
 def vocabularies(least: int, most: int) -> st.SearchStrategy[int]:
     return st.sampled_from([least, 33, most]) if CUDA else st.integers(least, most)
+
+
+def ragged_groups() -> st.SearchStrategy[tuple[int, list[int]]]:
+    """K and the lengths of the responses to 1 to 4 prompts; half the time K is 2."""
+
+    def of(K: int) -> st.SearchStrategy[tuple[int, list[int]]]:
+        group = st.lists(st.integers(1, 12), min_size=K, max_size=K)
+        return st.tuples(st.just(K), st.lists(group, min_size=1, max_size=4).map(lambda groups: list(chain(*groups))))
+
+    return st.sampled_from([2, 2, 3, 4]).flatmap(of)
 
 
 @dataclass
@@ -48,26 +59,28 @@ class Pairs:
 
 
 def random_pairs(
-    lengths: list[int], vocabulary: int, device: torch.device, *, scale=2.0, moved=0.3, seed=0, logits=None
+    lengths: list[int], vocabulary: int, device: torch.device, *, K=2, scale=2.0, moved=0.3, seed=0, logits=None
 ) -> Pairs:
-    """Pairs whose policy, of these logits or random ones, moved by about `moved` nats a response since the rollout."""
+    """K responses to each prompt, of a policy with these logits or random ones that moved by about `moved` nats each
+    since the rollout.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):
         return torch.randn(*shape, generator=generator)
 
-    N, P = sum(lengths), len(lengths) // 2
+    N, P = sum(lengths), len(lengths) // K
     logits = scale * randn(N, vocabulary) if logits is None else logits.detach().float().cpu()
     labels = torch.randint(vocabulary, (N,), generator=generator)
     token_logprobs = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)]).view(P, 2)
+    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)]).view(P, K)
     pairs = Pairs(
         logits=logits,
         labels=labels,
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
-        old_logprobs=sums + moved * randn(P, 2),
-        ref_logprobs=sums + randn(P, 2),
-        rewards=randn(P, 2),
+        old_logprobs=sums + moved * randn(P, K),
+        ref_logprobs=sums + randn(P, K),
+        rewards=randn(P, K),
         old_token_logprobs=token_logprobs + moved * randn(N),
     )
     return Pairs(**{name: tensor.to(device) for name, tensor in vars(pairs).items()})
@@ -131,15 +144,20 @@ def random_head(
 def oracle(
     pairs: Pairs, logits: Tensor, clipping: str, kl_reward="current", epsilon=0.2, cap=10.0, beta=0.05
 ) -> Tensor:
-    """The loss by the formulas of arXiv 2310.00212, pair by pair; autograd gives its gradient."""
+    """The loss by the formulas of arXiv 2310.00212, one pair after the other; autograd gives its gradient."""
     bounds = pairs.cu_seqlens.tolist()
     logprobs = logits.log_softmax(-1)
+    P, K = pairs.rewards.shape
     losses = []
-    for p in range(len(bounds) // 2):
-        tokens = [range(bounds[2 * p + i], bounds[2 * p + i + 1]) for i in (0, 1)]
+    for p, *responses in ((p, i, j) for p in range(P) for i in range(K) for j in range(i + 1, K)):
+        tokens = [range(bounds[K * p + i], bounds[K * p + i + 1]) for i in responses]
         of_tokens = [[logprobs[t, pairs.labels[t]] for t in part] for part in tokens]
         pi = [torch.stack(part).sum() for part in of_tokens]
-        old, ref, reward = pairs.old_logprobs[p], pairs.ref_logprobs[p], pairs.rewards[p]
+        old, ref, reward = (
+            pairs.old_logprobs[p][responses],
+            pairs.ref_logprobs[p][responses],
+            pairs.rewards[p][responses],
+        )
         u = (pi[0] - ref[0]) - (pi[1] - ref[1])
         u_old = (old[0] - ref[0]) - (old[1] - ref[1])
         q = (reward[0] - reward[1] - beta * (u if kl_reward == "current" else u_old)).detach()
@@ -162,7 +180,7 @@ def oracle(
             losses.append(torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon)) / 2)
         else:
             losses.append(w * u / 2)
-    mean_over = len(logits) if clipping == "token" else len(bounds) // 2
+    mean_over = len(logits) * (K - 1) if clipping == "token" else P * K * (K - 1) // 2
     return torch.stack(losses).sum() / mean_over
 
 

@@ -33,9 +33,9 @@ def arguments(**changes):
         ({"cu_seqlens": torch.tensor([0, 2, 2, 5, 6])}, "sequence 1 is empty"),
         ({"cu_seqlens": torch.tensor([0, 3, 2, 5, 6])}, "cu_seqlens[2] = 2 must exceed cu_seqlens[1] = 3"),
         ({"cu_seqlens": torch.tensor([0, 2, 3, 5, 7])}, "cu_seqlens[4] = 7 must be the number of tokens, 6"),
-        ({"cu_seqlens": torch.tensor([0, 2, 3, 6])}, "pairs need an even number"),
+        ({"cu_seqlens": torch.tensor([0, 2, 3, 6])}, "with 2 responses to each prompt their number must be a multiple"),
         ({"cu_seqlens": torch.tensor([0.0, 2, 3, 5, 6])}, "cu_seqlens must be int32 or int64"),
-        ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of pair 1"),
+        ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of prompt 1"),
         ({"old_logprobs": torch.tensor([[NAN, 0.0], [0.0, 0.0]])}, "old_logprobs[0, 0] is NaN"),
         ({"ref_logprobs": torch.zeros(3, 2)}, "ref_logprobs must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
@@ -61,7 +61,7 @@ def test_the_other_operations_check_too():
         token_logprobs(torch.randn(1, 5), torch.tensor([9]))
     with pytest.raises(ValueError, match="must be the number of tokens, 4"):
         sequence_logprobs(torch.zeros(4), torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match=r"logprobs must have shape \[P, 2\]"):
+    with pytest.raises(ValueError, match=r"logprobs must have shape \[P, K\]"):
         p3o_loss(torch.zeros(4), torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2))
     with pytest.raises(ValueError, match=r"token_logprobs must have shape \[N\]"):
         token_p3o_loss(torch.zeros(2, 2), torch.tensor([0, 1, 2]), *[torch.zeros(1, 2)] * 3)

@@ -215,7 +215,7 @@ def test_tied_weights():
         ({"softcap": 0.0}, "softcap must be above 0, or None for no cap, got 0.0"),
         ({"temperature": -1.0}, "temperature must be above 0"),
         ({"memory_budget": 100}, "memory_budget of 100 bytes is less than one row"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, "pairs need an even number"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "with 2 responses to each prompt their number must be a multiple"),
         ({"impl": "cuda"}, 'impl must be None, "triton" or "eager"'),
     ],
 )

@@ -9,7 +9,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastp3o_kernels import linear_logprobs, linear_p3o_loss, sequence_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
 from fastp3o_kernels.torch_rows import ROWS
-from tests.kernels.conftest import CLIPPINGS, EXAMPLES, oracle, random_head, random_pairs, relative_error, vocabularies
+from tests.kernels.conftest import (
+    CLIPPINGS,
+    EXAMPLES,
+    oracle,
+    ragged_groups,
+    random_head,
+    random_pairs,
+    relative_error,
+    vocabularies,
+)
 from tests.kernels.interpreted import counted_launches
 from tests.kernels.memory import PeakMemory
 from tests.kernels.test_linear_logprobs import CHUNKED, budget_for, policy_of_performance_measurements
@@ -19,10 +28,10 @@ LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 V, D, N = 50, 8, sum(LENGTHS)
 
 
-def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, **settings):
+def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, K=2, **settings):
     head = random_head(sum(lengths), vocabulary, D, DEVICE, dtype, seed=seed, **settings)
     logits = head.to(torch.float64).logits()
-    return head, random_pairs(lengths, vocabulary, DEVICE, seed=seed, moved=moved, logits=logits)
+    return head, random_pairs(lengths, vocabulary, DEVICE, K=K, seed=seed, moved=moved, logits=logits)
 
 
 def loss_of(head, pairs, clipping="joint", impl=None, **given):
@@ -43,15 +52,21 @@ def run(head, pairs, clipping="joint", impl=None, incoming=1.0, **given):
 def on_policy(head, pairs):
     """The same pairs, sampled by this very policy."""
     logprobs = linear_logprobs(
-        head.hidden, head.weight, pairs.labels, bias=head.bias, **head.settings, cu_seqlens=pairs.cu_seqlens
+        head.hidden,
+        head.weight,
+        pairs.labels,
+        bias=head.bias,
+        **head.settings,
+        cu_seqlens=pairs.cu_seqlens,
+        responses_per_prompt=pairs.rewards.shape[1],
     )
-    sums = sequence_logprobs(logprobs, pairs.cu_seqlens, impl="eager").view(-1, 2)
+    sums = sequence_logprobs(logprobs, pairs.cu_seqlens, impl="eager").view(pairs.rewards.shape)
     return replace(pairs, old_logprobs=sums, old_token_logprobs=logprobs)
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(lambda half: half + half[::-1]),
+    groups=ragged_groups(),
     vocabulary=st.integers(2, 40),
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
@@ -59,8 +74,9 @@ def on_policy(head, pairs):
     impl=st.sampled_from(["eager", None]),
     seed=st.integers(0, 10**6),
 )
-def test_it_is_the_paper_in_fp64(lengths, vocabulary, clipping, kl_reward, rows, impl, seed):
-    head, pairs = problem(lengths, vocabulary, torch.float64, seed, bias=True, softcap=6.0, temperature=1.3)
+def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, rows, impl, seed):
+    K, lengths = groups
+    head, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, bias=True, softcap=6.0, temperature=1.3)
     pairs = pairs.to(torch.float64)
     budget = 2 * budget_for(rows, vocabulary)
     output, gradients = run(head, pairs, clipping, impl, kl_reward=kl_reward, memory_budget=budget)
@@ -74,7 +90,7 @@ def test_it_is_the_paper_in_fp64(lengths, vocabulary, clipping, kl_reward, rows,
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(lambda half: half + half[::-1]),
+    groups=ragged_groups(),
     vocabulary=vocabularies(2, 90),
     clipping=st.sampled_from(CLIPPINGS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -84,8 +100,9 @@ def test_it_is_the_paper_in_fp64(lengths, vocabulary, clipping, kl_reward, rows,
     softcap=st.sampled_from([None, 5.0]),
     seed=st.integers(0, 10**6),
 )
-def test_as_exact_as_eager_at_every_budget(lengths, vocabulary, clipping, dtype, impl, rows, bias, softcap, seed):
-    head, pairs = problem(lengths, vocabulary, dtype, seed, bias=bias, softcap=softcap)
+def test_as_exact_as_eager_at_every_budget(groups, vocabulary, clipping, dtype, impl, rows, bias, softcap, seed):
+    K, lengths = groups
+    head, pairs = problem(lengths, vocabulary, dtype, seed, K=K, bias=bias, softcap=softcap)
     expected, expected_gradients = run(head.to(torch.float64), pairs.to(torch.float64), clipping, "eager")
     eager, eager_gradients = run(head, pairs, clipping, "eager")
     chunked, gradients = run(head, pairs, clipping, impl, memory_budget=budget_for(rows, vocabulary))

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from fastp3o_kernels import logits_p3o_loss, sequence_logprobs, token_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
-from tests.kernels.conftest import CLIPPINGS, EXAMPLES, oracle, random_pairs, relative_error, vocabularies
+from tests.kernels.conftest import (
+    CLIPPINGS,
+    EXAMPLES,
+    oracle,
+    ragged_groups,
+    random_pairs,
+    relative_error,
+    vocabularies,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -21,14 +29,15 @@ def run(pairs, clipping, impl, **settings):
 
 @settings(max_examples=20, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(lambda half: half + half[::-1]),
+    groups=ragged_groups(),
     V=st.integers(2, 40),
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
     seed=st.integers(0, 10**6),
 )
-def test_eager_is_the_paper_in_fp64(lengths, V, clipping, kl_reward, seed):
-    pairs = random_pairs(lengths, V, DEVICE, seed=seed).to(torch.float64)
+def test_eager_is_the_paper_in_fp64(groups, V, clipping, kl_reward, seed):
+    K, lengths = groups
+    pairs = random_pairs(lengths, V, DEVICE, K=K, seed=seed).to(torch.float64)
     output, gradient = run(pairs, clipping, "eager", kl_reward=kl_reward)
     logits = pairs.logits.detach().requires_grad_()
     expected = oracle(pairs, logits, clipping, kl_reward)
@@ -39,15 +48,16 @@ def test_eager_is_the_paper_in_fp64(lengths, V, clipping, kl_reward, seed):
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4).map(lambda half: half + half[::-1]),
+    groups=ragged_groups(),
     V=vocabularies(2, 300),
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 10**6),
 )
-def test_triton_is_as_exact_as_eager(lengths, V, clipping, kl_reward, dtype, seed):
-    pairs = random_pairs(lengths, V, DEVICE, seed=seed)
+def test_triton_is_as_exact_as_eager(groups, V, clipping, kl_reward, dtype, seed):
+    K, lengths = groups
+    pairs = random_pairs(lengths, V, DEVICE, K=K, seed=seed)
     pairs.logits = pairs.logits.to(dtype)
     expected, expected_gradient = run(pairs.to(torch.float64), clipping, "eager", kl_reward=kl_reward)
     eager, eager_gradient = run(pairs, clipping, "eager", kl_reward=kl_reward)

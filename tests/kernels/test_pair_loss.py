@@ -142,3 +142,63 @@ def test_sums_and_losses_add_in_the_same_order(length, impl):
     sums = sequence_logprobs(logprobs, cu_seqlens, impl=impl).view(-1, 2)
     metrics = token_p3o_loss(logprobs, cu_seqlens, sums, sums, torch.zeros_like(sums), impl=impl).metrics
     assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
+@pytest.mark.parametrize("K", [3, 5])
+def test_more_responses_are_all_their_pairs(clipping, K, impl):
+    """The mean over a prompt's pairs is the loss of these pairs apart, and so are its gradients."""
+    torch.manual_seed(K)
+    sums, old, ref, rewards = (torch.randn(7, K, device=DEVICE) for _ in range(4))
+    old, ref = sums + 0.3 * old, sums + ref
+    output, gradient = run(sums, old, ref, rewards, clipping=clipping, impl=impl)
+    pairs = [(i, j) for i in range(K) for j in range(i + 1, K)]
+    losses, expected = [], torch.zeros_like(sums)
+    for pair in map(list, pairs):
+        of_pair, gradient_of_pair = run(*(t[:, pair] for t in (sums, old, ref, rewards)), clipping=clipping, impl=impl)
+        losses.append(of_pair.loss.detach())
+        expected[:, pair] += gradient_of_pair / len(pairs)
+    torch.testing.assert_close(output.loss.detach(), torch.stack(losses).mean(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(output.metrics["ratio_max"], (sums - old).exp().max())
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+def test_a_shift_per_prompt_changes_nothing_for_more_responses(clipping, impl):
+    K, P = 4, 5
+    torch.manual_seed(0)
+    cu_seqlens = torch.arange(0, 2 * K * P + 1, 2, dtype=torch.int32, device=DEVICE)
+    logprobs = -torch.rand(2 * K * P, device=DEVICE)
+    sums = sequence_logprobs(logprobs, cu_seqlens, impl=impl).view(P, K)
+    rewards = torch.randint(-8, 8, (P, K), device=DEVICE) / 8
+    shift = torch.randint(-64, 64, (P, 1), device=DEVICE).float()
+    old = {"old_token_logprobs": logprobs - 0.1} if clipping == "token" else {}
+    plain, shifted = (
+        token_p3o_loss(logprobs, cu_seqlens, sums + 0.1, sums, r, clipping=clipping, impl=impl, **old).loss
+        for r in (rewards, rewards + shift)
+    )
+    assert torch.equal(plain, shifted)
+
+
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("K", [16, 20])
+def test_many_responses(clipping, K):
+    torch.manual_seed(K)
+    lengths = torch.randint(1, 5, (2 * K,))
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).int().to(DEVICE)
+    logprobs = -torch.rand(int(lengths.sum()), device=DEVICE)
+    sums = sequence_logprobs(logprobs, cu_seqlens, impl="eager").view(2, K)
+    rest = sums + 0.3 * torch.randn_like(sums), sums + torch.randn_like(sums), torch.randn_like(sums)
+    old = {"old_token_logprobs": logprobs + 0.3 * torch.randn_like(logprobs)} if clipping == "token" else {}
+    gradients = []
+    for impl in ("eager", "triton"):
+        leaf = logprobs.clone().requires_grad_()
+        token_p3o_loss(leaf, cu_seqlens, *rest, clipping=clipping, impl=impl, **old).loss.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_one_response_is_no_pair():
+    sums = torch.zeros(3, 1)
+    with pytest.raises(ValueError, match="K of at least 2"):
+        p3o_loss(sums, sums, sums, sums)

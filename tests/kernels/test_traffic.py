@@ -97,9 +97,14 @@ def test_pairs(monkeypatch, pairs, clipping):
     objective = Objective(clipping, 0.2, 10.0, 0.05, "current")
     with counted_traffic(monkeypatch) as traffic:
         launch_pairs(pairs.old_token_logprobs, PairInputs(*given, old_token_logprobs, 2), objective)
-    pairs_read, pairs_written, results = 3 * 4 + 3 * 2 * 4, 2 * 4, 7 * 4
+    # Two responses to two prompts. Their offsets are read for the sums and again for the coefficients, which pass from
+    # one step to the other by way of memory, as the sums do.
+    responses, results = 4, 7 * 4
+    offsets, of_response = 2 * 2 * 4, 4 * 4
     if clipping == "token":
         # Each log-prob is summed first, and clipped against the old one when the sums are known.
-        assert (traffic.loaded, traffic.stored) == (3 * 4 * N + 2 * pairs_read, 4 * N + 2 * pairs_written + results)
+        read, written = offsets + of_response + 2 * 4, 3 * 4
+        assert (traffic.loaded, traffic.stored) == (3 * 4 * N + responses * read, 4 * N + responses * written + results)
     else:
-        assert (traffic.loaded, traffic.stored) == (4 * N + 2 * pairs_read, 4 * N + 2 * 2 * pairs_written + results)
+        read, written = offsets + of_response + 4, 2 * 4
+        assert (traffic.loaded, traffic.stored) == (4 * N + responses * read, 4 * N + responses * written + results)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from fastp3o.packing import (
     balanced,
-    by_pairs,
     by_prompt,
     efficiency,
     first_fit_decreasing,
     group_tokens,
+    in_groups,
     in_order,
     pack,
 )
@@ -207,7 +207,7 @@ def test_lists_that_do_not_match_are_refused():
 def test_groups_are_found_in_flat_lists():
     prompts, responses = [[1], [1], [1], [2], [1]], [[3], [4], [5], [6], [7]]
     assert by_prompt(prompts, responses) == ([[1], [2], [1]], [[[3], [4], [5]], [[6]], [[7]]])
-    assert by_pairs(prompts[:4], responses[:4]) == ([[1], [1]], [[[3], [4]], [[5], [6]]])
+    assert in_groups(prompts[:4], responses[:4], 2) == ([[1], [1]], [[[3], [4]], [[5], [6]]])
 
 
 def test_every_tensor_of_a_row_moves_to_a_device():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fastp3o.reward_scaling import RewardScaler
+from fastp3o.reward_scaling import RewardScaler, differences
 
 
 def on_grid(*shape):
@@ -9,10 +9,11 @@ def on_grid(*shape):
 
 
 @pytest.mark.parametrize("mode", ["difference", "none"])
-def test_a_shift_per_prompt_changes_nothing(mode):
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_a_shift_per_prompt_changes_nothing(mode, K):
     plain, shifted = RewardScaler(mode, 2.0), RewardScaler(mode, 2.0)
     for _ in range(3):
-        rewards = on_grid(8, 2)
+        rewards = on_grid(8, K)
         assert torch.equal(plain(rewards), shifted(rewards + 1024 * on_grid(8, 1)))
 
 
@@ -21,6 +22,14 @@ def test_absolute_scaling_is_not_invariant():
     plain = RewardScaler("absolute", 10.0)(rewards)
     shifted = RewardScaler("absolute", 10.0)(rewards + 16 * on_grid(8, 1))
     assert not torch.allclose(plain[:, 0] - plain[:, 1], shifted[:, 0] - shifted[:, 1], atol=1e-3)
+
+
+def test_no_difference_of_many_responses_exceeds_the_bound():
+    rewards = torch.randn(64, 5)
+    scaled = RewardScaler("difference", 1.0)(rewards)
+    assert differences(scaled).abs().max() <= 1
+    loose = RewardScaler("difference", 100.0)(rewards)
+    torch.testing.assert_close(differences(loose), differences(rewards) / differences(rewards).square().mean().sqrt())
 
 
 def test_differences_have_unit_deviation_and_are_bounded():

@@ -94,11 +94,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model):
     assert_equal(weights("whole"), weights("resumed"))
 
 
+@pytest.mark.parametrize("K", [2, 4])
 @pytest.mark.parametrize("clipping", ["joint", "separate", "none", "token"])
-def test_a_shift_of_the_reward_per_prompt_leaves_the_whole_run_bit_equal(workplace, tiny_model, clipping):
-    train(config(tiny_model, "plain", clipping=clipping))
-    train(config(tiny_model, "shifted", clipping=clipping, reward="rewards_for_tests:shifted"))
+def test_a_shift_of_the_reward_per_prompt_leaves_the_whole_run_bit_equal(workplace, tiny_model, clipping, K):
+    settings = {"clipping": clipping, "responses_per_prompt": K}
+    train(config(tiny_model, "plain", **settings))
+    train(config(tiny_model, "shifted", reward="rewards_for_tests:shifted", **settings))
     assert_equal(weights("plain"), weights("shifted"))
+
+
+def test_more_responses_raise_the_reward_too(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=20, responses_per_prompt=4, pairs_per_minibatch=8, samples_every=20))
+    steps = metrics("run")
+    assert steps[0]["ratio_mean"] != 1
+    assert sum(s["reward"] for s in steps[-5:]) > sum(s["reward"] for s in steps[:5])
+    train(config(tiny_model, "first", updates=1, responses_per_prompt=3, inner_epochs=1, pairs_per_minibatch=8))
+    assert metrics("first")[0]["ratio_max"] == 1
 
 
 def test_scaling_absolute_rewards_breaks_that(workplace, tiny_model):
