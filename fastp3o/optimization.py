@@ -17,6 +17,8 @@ from fastp3o.precision import Precision
 class Optimization:
     """A model that trains, its optimizer, the schedule of the learning rate, and what the precision needs besides.
 
+    Brings the model to the device.
+
     model: the model to call, in a distributed wrapper where there is one.
     """
 
@@ -111,12 +113,16 @@ class HalfWeights:
 
     def __init__(self, accelerator: Accelerator, model: PackedModel, dtype: torch.dtype):
         self.accelerator = accelerator
-        self.model = model.to(accelerator.device)
+        device = accelerator.device
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.parameters = [nn.Parameter(parameter.detach().float().clone()) for parameter in self.trained]
-        # Buffers stay as they are: rounded rotary frequencies would move every position.
+        self.parameters = [
+            nn.Parameter(parameter.detach().to(device, torch.float32, copy=True)) for parameter in self.trained
+        ]
+        # Rounded first: the fp32 weights of what is frozen need not fit the device. Buffers stay as they are: rounded
+        # rotary frequencies would move every position.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
+        self.model = model.to(device)
         for parameter, master in zip(self.trained, self.parameters, strict=True):
             parameter.register_post_accumulate_grad_hook(lambda trained, master=master: add_gradient(trained, master))
 

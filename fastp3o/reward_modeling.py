@@ -30,7 +30,7 @@ def train(config: RewardModelConfig) -> None:
         max_response_tokens=config.max_response_tokens,
     )
 
-    model = load_reward_model(config.model, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    model = load_reward_model(config.model, trust_remote_code=config.trust_remote_code)
     model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
 
     def pack_rows(rows: Rows) -> list[PackedRow]:

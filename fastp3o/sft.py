@@ -30,7 +30,7 @@ def train(config: SFTConfig) -> None:
         max_response_tokens=config.max_response_tokens,
     )
 
-    model = load_policy(config.model, device=accelerator.device, trust_remote_code=config.trust_remote_code)
+    model = load_policy(config.model, trust_remote_code=config.trust_remote_code)
     model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     choose_trainable(model, config)
 

@@ -42,7 +42,7 @@ def train(config: P3OConfig) -> None:
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     prompts, eval_prompts = load_data(accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config)
     device, trust = accelerator.device, config.trust_remote_code
-    model = load_policy(config.model, device=device, trust_remote_code=trust).train()
+    model = load_policy(config.model, trust_remote_code=trust).train()
     model.check_reach(config.max_prompt_tokens + config.max_new_tokens)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
