@@ -11,6 +11,8 @@ T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 """
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -138,8 +140,14 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
     )
 
 
+@cache
+def has_grouped_heads(function: Callable) -> bool:
+    """torch's kernel, from 2.13 on. Asked in every layer, so looked up once."""
+    return "enable_gqa" in inspect.signature(function).parameters
+
+
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    if has_grouped_heads(varlen_attn):
         options = {"enable_gqa": True}
     else:
         options = {}

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
+from fastp3o.packing import group_tokens
 from fastp3o.precision import Precision
 from fastp3o_kernels.chunks import MEMORY_BUDGET
 
@@ -42,7 +43,7 @@ class Lengths(NamedTuple):
         cls, tokens_per_row: int, *, prompt: int, response: int, responses: int = 2, share_prompts: bool = True
     ) -> "Lengths":
         """A row as full as whole groups of these mean lengths make it, but one at least."""
-        group = prompt * (1 if share_prompts else responses) + responses * response
+        group = group_tokens(prompt, [response] * responses, share_prompts=share_prompts)
         groups = max(1, tokens_per_row // group)
         sequences = groups * responses
         return cls(groups * group, sequences * (prompt + response), sequences * response, sequences)
@@ -122,7 +123,6 @@ def update_memory(
     memory_budget: int = MEMORY_BUDGET,
 ) -> Memory:
     """What an update of the policy needs on one device."""
-    half = precision.weights.itemsize == 2
     norms, item = bytes_of(precision)
     of_layer = lengths.tokens * (norms * model.hidden + item * (4 * model.intermediate + 3 * model.queries))
     of_layer += lengths.keys * 2 * item * model.keys
@@ -132,7 +132,7 @@ def update_memory(
     head_gradient = 4 * model.vocabulary * model.hidden if model.head_trains else 0
     return Memory(
         weights=weights(model, precision, one_layer_at_a_time=checkpointing),
-        masters=4 * model.trained if half else 0,
+        masters=4 * model.trained if precision.half else 0,
         gradients=4 * model.trained,
         optimizer=8 * model.trained,
         activations=model.trained_layers * (of_input if checkpointing else of_layer),
@@ -160,7 +160,7 @@ def frozen_memory(
 
 def bytes_of(precision: Precision) -> tuple[int, int]:
     """Of the two norms of a layer, for each hidden element of a token; and of an element of a product."""
-    if precision.weights.itemsize == 2:
+    if precision.half:
         return 16, 2
     return (24, 4) if precision.autocast is None else (26, 2)
 

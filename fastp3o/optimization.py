@@ -25,9 +25,10 @@ class Optimization:
     def __init__(
         self, accelerator: Accelerator, model: PackedModel, precision: Precision, config: StageConfig, steps: int
     ):
-        half = precision.weights != torch.float32
         self.accelerator, self.max_grad_norm = accelerator, config.max_grad_norm
-        self.weights = HalfWeights(accelerator, model, precision.weights) if half else FullWeights(accelerator, model)
+        self.weights = (
+            HalfWeights(accelerator, model, precision.weights) if precision.half else FullWeights(accelerator, model)
+        )
         self.model = self.weights.model
         self.optimizer = torch.optim.AdamW(
             self.weights.parameters,
@@ -44,7 +45,7 @@ class Optimization:
         fp16 = precision.weights == torch.float16
         self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**12, enabled=fp16)
         accelerator.prepare(self.optimizer)
-        accelerator.register_for_checkpointing(self.schedule, self.scaler, *([self.weights] if half else []))
+        accelerator.register_for_checkpointing(self.schedule, self.scaler, *([self.weights] if precision.half else []))
 
     @contextmanager
     def row(self, *, last: bool) -> Iterator[None]:

@@ -23,6 +23,11 @@ class Precision(NamedTuple):
     weights: torch.dtype
     autocast: torch.dtype | None
 
+    @property
+    def half(self) -> bool:
+        """Whether the weights themselves are in half precision."""
+        return self.weights.itemsize == 2
+
 
 def precision_of(name: str, automatic: str) -> Precision:
     """`automatic` is what "auto" means on a GPU; without one it means fp32."""

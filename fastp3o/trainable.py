@@ -32,8 +32,9 @@ def freeze_below(model: PackedModel, layers: int) -> None:
     model.requires_grad_(False)
     for layer in stack[len(stack) - layers :]:
         layer.requires_grad_(True)
+    inside_layers = set(stack.modules())
     for module in body.modules():
-        if "Norm" in type(module).__name__ and not any(module is inner for layer in stack for inner in layer.modules()):
+        if "Norm" in type(module).__name__ and module not in inside_layers:
             module.requires_grad_(True)
 
 

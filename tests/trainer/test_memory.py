@@ -1,3 +1,7 @@
+import copy
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -119,3 +123,63 @@ def test_lengths_of_a_full_row():
     plain = Lengths.of_groups(1000, prompt=100, response=50, share_prompts=False)
     assert plain == Lengths(tokens=900, keys=900, scored=300, responses=6)
     assert Lengths.of_groups(10, prompt=100, response=50).tokens == 200
+
+
+LLAMAS = {
+    "0.5 B": LlamaConfig(
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
+    "1.2 B": LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+    ),
+    "8 B": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+}
+TRAINS = {
+    "all": (TrainableConfig(), False),
+    "all, checkpointed": (TrainableConfig(), True),
+    "top two layers": (TrainableConfig(trainable_layers=2), False),
+    "LoRA of rank 16, checkpointed": (TrainableConfig(lora_rank=16), True),
+}
+
+
+def test_readmes_table_is_what_the_formula_gives():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    precision = precision_of("fp16", "fp16")
+    for size, trains in product(LLAMAS, TRAINS):
+        trainable, checkpointing = TRAINS[trains]
+        with torch.device("meta"):
+            model = PackedModel(LlamaForCausalLM(copy.deepcopy(LLAMAS[size])))
+            choose_trainable(model, trainable)
+        sizes = Model.of(
+            model.model.config,
+            model.model.num_parameters(),
+            sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            trained_layers=trainable.trainable_layers,
+            head_trains=model.head().weight.requires_grad,
+        )
+        cells = []
+        for tokens, prompt, response in ((1, 350, 40), (1, 1024, 256), (8192, 350, 40)):
+            lengths = Lengths.of_groups(tokens, prompt=prompt, response=response)
+            reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, precision).weights
+            update = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
+            cells.append(f"{(update.peak + reference) / 1e9:.1f}")
+        assert f"| {size} | {trains} | {' | '.join(cells)} |" in readme
