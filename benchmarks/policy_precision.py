@@ -23,11 +23,12 @@ from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
 from fastp3o.models import Head, PackedModel, scored_logprobs
 from fastp3o.noise import ratio_noise
+from fastp3o.p3o import pairs_loss
 from fastp3o.packing import PackedRow, in_groups, pack
 from fastp3o.precision import PRECISIONS, Precision, precision_of
 from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.rollouts import Rollouts, sampling_mode
-from fastp3o.update import Pairs, pairs_loss
+from fastp3o.update import Pairs
 from fastp3o_kernels import sequence_logprobs
 
 FOLDER = Path(__file__).parent
@@ -99,7 +100,7 @@ def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
     row = row.to(policy.model.device)
     old = sums(policy, row).view(-1, 2)
     rewards = torch.randn(old.shape, generator=torch.Generator().manual_seed(0)).to(old.device)
-    pairs = Pairs(row, rewards, old, old, old, 1.0)
+    pairs = Pairs(row, rewards, old, old, old, old, 1.0)
     exact = sums(copy.deepcopy(policy).double(), row)
     moved = {rate: after_a_step(policy, row, pairs, rate) for rate in LEARNING_RATES}
     truth = {rate: sums(copy.deepcopy(model).double(), row) - exact for rate, model in moved.items()}
@@ -119,7 +120,7 @@ def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
 
 
 def pairs_with(pairs: Pairs, logprobs: Tensor) -> Pairs:
-    return Pairs(pairs.row, pairs.rewards, logprobs, logprobs.view(-1, 2), logprobs.view(-1, 2), 1.0)
+    return Pairs(pairs.row, pairs.rewards, logprobs, logprobs, logprobs.view(-1, 2), logprobs.view(-1, 2), 1.0)
 
 
 def main() -> None:

@@ -23,8 +23,9 @@ from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.config import P3OConfig
 from fastp3o.models import Head, PackedModel, scored_logprobs, scores
+from fastp3o.p3o import pairs_loss
 from fastp3o.packing import Ids, PackedRow, pack
-from fastp3o.update import Pairs, pairs_loss
+from fastp3o.update import Pairs
 from fastp3o_kernels import p3o_loss, sequence_logprobs
 from tests.kernels.memory import PeakMemory
 
@@ -75,7 +76,7 @@ def packed_update(
             logprobs = scored_logprobs(policy, row)
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
         old, ref, rewards = given_of(sums, [s // 2 for s in row.sequences[::2]], all_pairs)
-        pairs = Pairs(row, rewards, logprobs, old, ref, weight=len(sums) / all_pairs)
+        pairs = Pairs(row, rewards, logprobs, logprobs, old, ref, weight=len(sums) / all_pairs)
         return lambda: pairs.weight * pairs_loss(policy, pairs, DEFAULTS).loss
 
     return Update(sum(row.tokens for row in rows), [loss_of(row) for row in rows])

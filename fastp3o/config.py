@@ -134,12 +134,15 @@ class RewardModelConfig(SupervisedConfig):
 
 
 @dataclass(kw_only=True)
-class P3OConfig(TrainableConfig, StageConfig):
-    """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
+class OnlineConfig(TrainableConfig, StageConfig):
+    """What P3O and the algorithms it is compared with have in common: rollouts, rewards, evaluations."""
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
     reward: str = required("What is maximised: a reward model (folder or hub name) or a function, as module:function.")
+    gold_reward: str | None = option(
+        None, "A second reward, read in evaluations only: what the first one stands for, where that is known."
+    )
     reference: str | None = option(
         None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
     )
@@ -159,6 +162,39 @@ class P3OConfig(TrainableConfig, StageConfig):
     max_new_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
     missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
     rollout_batch_size: int = option(64, "Prompts generated at once on one device.")
+
+    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
+    eval_samples: int = option(1, "Responses per prompt in an evaluation.")
+    eval_at: str = option(
+        "", "Evaluate after these updates too, separated by commas; early ones show where a frontier bends."
+    )
+    samples_every: int = option(20, "Print a table of sample responses every this many updates; 0 never.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_trainable()
+        positive = ("updates", "pairs_per_update", "pairs_per_minibatch", "inner_epochs")
+        for name in (*positive, "max_new_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
+            self.check(getattr(self, name) >= 1, name, "at least 1")
+        self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
+        self.check(all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at), "eval_at", COUNTS)
+        if self.pairs_per_update % self.pairs_per_minibatch:
+            raise ValueError(
+                f"--pairs_per_update ({self.pairs_per_update}) must be a multiple of "
+                f"--pairs_per_minibatch ({self.pairs_per_minibatch}), so that every step averages over as many pairs"
+            )
+
+    def evaluates_after(self, update: int) -> bool:
+        at = {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
+        return update in at or update == self.updates or bool(self.eval_every and update % self.eval_every == 0)
+
+
+COUNTS = "whole numbers separated by commas"
+
+
+@dataclass(kw_only=True)
+class P3OConfig(OnlineConfig):
+    """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
 
     clipping: str = field(
         default="joint",
@@ -191,26 +227,12 @@ class P3OConfig(TrainableConfig, StageConfig):
         "0 for none.",
     )
 
-    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
-    eval_samples: int = option(1, "Responses per prompt in an evaluation.")
-    samples_every: int = option(20, "Print a table of sample responses every this many updates; 0 never.")
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_trainable()
-        positive = ("updates", "pairs_per_update", "pairs_per_minibatch", "inner_epochs")
-        for name in (*positive, "max_new_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
-            self.check(getattr(self, name) >= 1, name, "at least 1")
-        self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
         self.check(self.clip_range > 0, "clip_range", "above 0")
         self.check(self.ratio_cap >= 1, "ratio_cap", "at least 1")
         self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
         self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
-        if self.pairs_per_update % self.pairs_per_minibatch:
-            raise ValueError(
-                f"--pairs_per_update ({self.pairs_per_update}) must be a multiple of "
-                f"--pairs_per_minibatch ({self.pairs_per_minibatch}), so that every step averages over as many pairs"
-            )
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:

@@ -7,7 +7,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import P3OConfig
+from fastp3o.config import OnlineConfig
 from fastp3o.models import scored_logprobs, unwrap
 from fastp3o.packing import by_prompt, in_order, pack
 from fastp3o.reference import Reference
@@ -23,13 +23,15 @@ def evaluate(
     reference: Reference,
     tokenizer: PreTrainedTokenizerBase,
     reward: Reward,
+    gold: Reward | None,
     prompts: Dataset,
-    config: P3OConfig,
+    config: OnlineConfig,
 ) -> dict[str, float]:
     """Samples `eval_samples` responses to every prompt, always with the same seed.
 
-    Means over prompts of: reward (no penalties), KL to the reference in nats per sequence (log π − log π_ref of the
-    samples), response length in tokens, share without end-of-sequence. `_std` is the standard deviation over prompts.
+    Means over prompts of: reward (no penalties), the gold reward where there is one, KL to the reference in nats per
+    sequence (log π − log π_ref of the samples), response length in tokens, share without end-of-sequence. `_std` is the
+    standard deviation over prompts.
     """
     rows = share_of_process(list(range(len(prompts))), accelerator)
     mine = prompts[rows]
@@ -45,9 +47,11 @@ def evaluate(
     )
     with accelerator.autocast():
         rewards = rewards_of(reward, rollouts)
+        golds = {} if gold is None else {"gold": rewards_of(gold, rollouts)}
         kl = sequence_log_ratios(accelerator, policy, reference, rollouts, config)
     values = {
         "reward": rewards,
+        **golds,
         "kl": kl.cpu(),
         "response_length": torch.tensor([len(ids) for ids in rollouts.response_ids]).float(),
         "missing_eos": 1 - torch.tensor(rollouts.finished).float(),
@@ -57,7 +61,7 @@ def evaluate(
         of_prompts = of_responses.view(-1, config.eval_samples).mean(dim=1)
         everywhere = torch.tensor(gather_object(of_prompts.tolist()))
         metrics[name] = everywhere.mean().item()
-        if name in ("reward", "kl"):
+        if name in ("reward", "gold", "kl"):
             metrics[f"{name}_std"] = everywhere.std().item() if len(everywhere) > 1 else 0.0
     return {**metrics, "prompts": len(prompts)}
 
@@ -68,7 +72,7 @@ EVALUATION = 2**32 - 1
 
 @torch.no_grad()
 def sequence_log_ratios(
-    accelerator: Accelerator, policy: nn.Module, reference: Reference, rollouts: Rollouts, config: P3OConfig
+    accelerator: Accelerator, policy: nn.Module, reference: Reference, rollouts: Rollouts, config: OnlineConfig
 ) -> Tensor:
     """log π(y|x) − log π_ref(y|x) of each response, [S] fp32."""
     rows = pack(

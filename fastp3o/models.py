@@ -129,30 +129,32 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
-    """Log-probabilities of the scored tokens of a row, [N] fp32."""
+    """Log-probabilities of the scored tokens of a row, [N] fp32; differentiable."""
+    return model(row, row.scored_rows, lambda hidden, head: label_logprobs(hidden, head, row))
 
-    def logprobs(hidden: Tensor, head: Head) -> Tensor:
-        # The loss cuts its chunks between prompts; the same chunks give the same bits.
-        K = row.responses_per_group or 1
-        return linear_logprobs(
-            hidden,
-            head.weight,
-            row.labels,
-            bias=head.bias,
-            softcap=head.softcap,
-            temperature=head.temperature,
-            cu_seqlens=row.cu_seqlens_on_host if K > 1 else None,
-            responses_per_prompt=K,
-        )
 
-    return model(row, row.scored_rows, logprobs)
+def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
+    """The same from the hidden states [N, D] that predict them."""
+    # The loss cuts its chunks between prompts; the same chunks give the same bits.
+    K = row.responses_per_group or 1
+    return linear_logprobs(
+        hidden,
+        head.weight,
+        row.labels,
+        bias=head.bias,
+        softcap=head.softcap,
+        temperature=head.temperature,
+        cu_seqlens=row.cu_seqlens_on_host if K > 1 else None,
+        responses_per_prompt=K,
+    )
 
 
 def scores(model: nn.Module, row: PackedRow) -> Tensor:
     """A reward model's score of each response of a row, read at its last token, [S] fp32."""
+    return model(row, row.last_rows, lambda hidden, head: scalars(hidden, head.weight))
 
-    def score(hidden: Tensor, head: Head) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), head.weight.float()).squeeze(1)
 
-    return model(row, row.last_rows, score)
+def scalars(hidden: Tensor, weight: Tensor) -> Tensor:
+    """One number for each hidden state, in fp32 whatever the precision: [N, D], [1, D] -> [N]."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.float(), weight.float()).squeeze(1)

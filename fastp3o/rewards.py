@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import P3OConfig
 from fastp3o.models import PackedModel, scores
 from fastp3o.packing import by_prompt, in_order, pack
 from fastp3o.pretrained import load_reward_model, load_tokenizer
@@ -88,20 +87,27 @@ class FunctionReward:
 
 
 def load_reward(
-    config: P3OConfig, policy_tokenizer: PreTrainedTokenizerBase, *, device: torch.device, dtype: torch.dtype
+    name: str,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    tokens_per_row: int = 8192,
+    share_prompts: bool = True,
+    offload: bool = False,
+    trust_remote_code: bool = False,
 ) -> Reward:
     """`module:function` is a Python function; anything else a reward model's folder or hub name."""
-    name, trust = config.reward, config.trust_remote_code
     if ":" in name and not os.path.exists(name):
         return FunctionReward(name)
     return ModelReward(
-        load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust),
-        load_tokenizer(name, trust_remote_code=trust),
+        load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
+        load_tokenizer(name, trust_remote_code=trust_remote_code),
         policy_tokenizer,
         device=device,
-        tokens_per_row=config.tokens_per_microbatch,
-        share_prompts=config.share_prompts,
-        offload=config.offload,
+        tokens_per_row=tokens_per_row,
+        share_prompts=share_prompts,
+        offload=offload,
     )
 
 

@@ -1,4 +1,7 @@
-"""Stage 3, Pairwise Proximal Policy Optimization: the algorithm box of arXiv 2310.00212, from top to bottom."""
+"""Stage 3, Pairwise Proximal Policy Optimization: the algorithm box of arXiv 2310.00212, from top to bottom.
+
+Other algorithms of the same kind go through the same loop with an update of their own (`fastp3o.baselines`).
+"""
 
 from pathlib import Path
 
@@ -6,21 +9,23 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from fastp3o.algorithm import Algorithm
 from fastp3o.checkpoints import FINISHED_MODEL, STATE, load_state, prepare_output_dir, save_model, save_state
-from fastp3o.config import P3OConfig
+from fastp3o.config import OnlineConfig
 from fastp3o.data import load_prompts
 from fastp3o.evaluation import evaluate
 from fastp3o.finite import NotFiniteError, require_finite
 from fastp3o.models import unwrap
 from fastp3o.noise import TOLERATED, noise_warning, ratio_noise
 from fastp3o.optimization import Optimization
+from fastp3o.p3o import P3O
 from fastp3o.packing import efficiency
 from fastp3o.precision import precision_of
 from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.reference import SecondModel, WithoutAdapters
 from fastp3o.reporting import Phases, Reporter, peak_memory_gib
-from fastp3o.reward_scaling import RewardScaler, differences
-from fastp3o.rewards import load_reward, rewards_of
+from fastp3o.reward_scaling import differences
+from fastp3o.rewards import Reward, load_reward, rewards_of
 from fastp3o.rollouts import Rollouts, sample
 from fastp3o.sampling import rows_of_step, seed_of, share_of_process, shuffled
 from fastp3o.stage import load_data, make_accelerator, share, start_trackers
@@ -28,8 +33,17 @@ from fastp3o.trainable import choose_trainable
 from fastp3o.update import Pairs, optimizer_step, pack_minibatches, with_logprobs
 
 
-def train(config: P3OConfig) -> None:
-    """Trains a policy with P3O and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
+def train(
+    config: OnlineConfig,
+    algorithm: type[Algorithm] = P3O,
+    *,
+    reward: Reward | None = None,
+    gold: Reward | None = None,
+) -> None:
+    """Trains a policy and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
+
+    algorithm: P3O with a P3OConfig, or a baseline with its own configuration. reward, gold: functions of rollouts in
+    place of what config.reward and config.gold_reward name.
 
     Raises NotFiniteError, after saving model and state, when a reward, a loss or a gradient is not finite.
     """
@@ -42,13 +56,28 @@ def train(config: P3OConfig) -> None:
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     prompts, eval_prompts = load_data(accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config)
     device, trust = accelerator.device, config.trust_remote_code
+    method = algorithm(config)
     model = load_policy(config.model, trust_remote_code=trust).train()
     model.check_reach(config.max_prompt_tokens + config.max_new_tokens)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
         model.recompute_activations()
-    reward = load_reward(config, tokenizer, device=device, dtype=precision.weights)
-    scaler = RewardScaler(config.reward_scaling, config.reward_clip)
+    method.add_to(model)
+
+    def reward_of(name: str) -> Reward:
+        return load_reward(
+            name,
+            tokenizer,
+            device=device,
+            dtype=precision.weights,
+            tokens_per_row=config.tokens_per_microbatch,
+            share_prompts=config.share_prompts,
+            offload=config.offload,
+            trust_remote_code=trust,
+        )
+
+    reward = reward or reward_of(config.reward)
+    gold = gold or (reward_of(config.gold_reward) if config.gold_reward else None)
 
     minibatches_per_update = config.pairs_per_update // config.pairs_per_minibatch
     steps = config.updates * config.inner_epochs * minibatches_per_update
@@ -60,17 +89,17 @@ def train(config: P3OConfig) -> None:
         name = config.reference or config.model
         frozen = load_policy(name, device=device, dtype=precision.weights, trust_remote_code=trust)
         reference = SecondModel(frozen, device, offload=config.offload)
-    accelerator.register_for_checkpointing(scaler)
+    accelerator.register_for_checkpointing(method.scaler)
     done = load_state(accelerator, folder / STATE) if config.resume else 0
 
     start_trackers(accelerator, config)
-    reporter = Reporter(accelerator, folder, stage="P3O", first_step=done, steps=config.updates)
+    reporter = Reporter(accelerator, folder, stage=algorithm.__name__, first_step=done, steps=config.updates)
     phase = Phases()
     warned = False
 
     def evaluate_after(update: int) -> None:
         if eval_prompts is not None:
-            metrics = evaluate(accelerator, policy, reference, tokenizer, reward, eval_prompts, config)
+            metrics = evaluate(accelerator, policy, reference, tokenizer, reward, gold, eval_prompts, config)
             reporter.evaluation(update, metrics)
 
     def save_after(update: int, model: Path, state: Path = folder / STATE) -> None:
@@ -104,18 +133,19 @@ def train(config: P3OConfig) -> None:
                     missing_eos_penalty=config.missing_eos_penalty,
                 ).view(prompts_of_process, config.responses_per_prompt)
                 require_finite(accelerator, "a reward", rewards)
-                scaled = scaler(rewards, seen=accelerator.gather(rewards.to(accelerator.device)).cpu())
+                scaled = method.scaler(rewards, seen=accelerator.gather(rewards.to(accelerator.device)).cpu())
             with phase("logprobs"):
                 packed = pack_minibatches(rollouts, minibatches_per_update, config)
                 minibatches = with_logprobs(
-                    accelerator, policy, reference, packed, scaled, by_tokens=config.clipping == "token"
+                    accelerator, policy, reference, packed, scaled, by_tokens=method.averages_tokens
                 )
+                minibatches = method.prepare(accelerator, policy, minibatches)
                 with accelerator.autocast():
                     noise = ratio_noise(policy, rollouts, minibatches[0][0])
             with phase("update"):
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
-                        of_steps.append(optimizer_step(optimization, minibatches[index], config))
+                        of_steps.append(optimizer_step(optimization, minibatches[index], method.loss))
         except NotFiniteError as error:
             stopped = folder / f"stopped-in-{update:06}"
             # Between steps of an update there is no state that --resume could continue exactly: it is kept apart.
@@ -126,8 +156,8 @@ def train(config: P3OConfig) -> None:
         metrics = metrics_of_update(accelerator, rollouts, rewards, minibatches, of_steps, noise)
         every_row = [row for rows in packed for row in rows]
         metrics["packing_efficiency"] = efficiency(every_row, config.tokens_per_microbatch)
-        if metrics["ratio/noise"] > TOLERATED * config.clip_range and not warned:
-            reporter.print(noise_warning(metrics["ratio/noise"], config.clip_range, precision.name))
+        if method.clip_range and metrics["ratio/noise"] > TOLERATED * method.clip_range and not warned:
+            reporter.print(noise_warning(metrics["ratio/noise"], method.clip_range, precision.name))
             warned = True
         seconds = phase.read()
         reporter.step(
@@ -136,12 +166,12 @@ def train(config: P3OConfig) -> None:
             | {"learning_rate": optimization.learning_rate, "peak_memory_gib": peak_memory_gib()}
             | {"tokens_per_second": metrics["response_tokens"] / sum(seconds.values())}
             | {f"seconds_{name}": value for name, value in seconds.items()},
-            shown=("reward", "kl", "clip_fraction"),
+            shown=("reward", "kl", "response_length"),
         )
         last = update == config.updates
         if config.samples_every and (last or update % config.samples_every == 0):
             show_samples(reporter, update, rollouts, rewards)
-        if last or (config.eval_every and update % config.eval_every == 0):
+        if config.evaluates_after(update):
             evaluate_after(update)
         if config.save_every and update % config.save_every == 0:
             save_after(update, folder / f"checkpoint-{update:06}")
@@ -178,12 +208,13 @@ def metrics_of_update(
         "response_tokens": lengths.sum() * accelerator.num_processes,
         "ratio/noise": noise,
     }
-    for name in of_steps[0].keys() - {"ratio_max", "kl"}:
+    largest = sorted(name for name in of_steps[0] if name.endswith("_max"))
+    for name in of_steps[0].keys() - {*largest, "kl"}:
         means[name] = torch.stack([step[name] for step in of_steps]).mean()
     names = sorted(means)
     values = accelerator.reduce(torch.stack([means[name].to(accelerator.device) for name in names]), reduction="mean")
-    ratio_max = accelerator.gather(torch.stack([step["ratio_max"] for step in of_steps])).max()
-    return dict(zip(names, values.tolist(), strict=True)) | {"ratio_max": ratio_max.item()}
+    maxima = {name: accelerator.gather(torch.stack([step[name] for step in of_steps])).max().item() for name in largest}
+    return dict(zip(names, values.tolist(), strict=True)) | maxima
 
 
 def show_samples(reporter: Reporter, update: int, rollouts: Rollouts, rewards: Tensor, prompts: int = 3) -> None:

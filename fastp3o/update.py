@@ -1,22 +1,23 @@
-"""One update of the policy: rollouts -> minibatches with old and reference log-probs -> clipped steps.
+"""One update of the policy: rollouts -> minibatches with old and reference log-probs -> optimizer steps.
 
 P prompts with K responses each and N response tokens of a packed row; sequence K p + k is response k of prompt p. In
 the paper K is 2, and the responses to a prompt are a pair.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from fastp3o.config import P3OConfig
-from fastp3o.models import Head, scored_logprobs
+from fastp3o.config import OnlineConfig
+from fastp3o.models import scored_logprobs
 from fastp3o.optimization import Optimization
 from fastp3o.packing import PackedRow, balanced, group_tokens, in_groups, pack
 from fastp3o.reference import Reference
 from fastp3o.rollouts import Rollouts
-from fastp3o_kernels import P3OLossOutput, linear_p3o_loss, sequence_logprobs
+from fastp3o_kernels import sequence_logprobs
 
 
 @dataclass
@@ -26,12 +27,17 @@ class Pairs:
     row: PackedRow
     rewards: Tensor  # [P, K] fp32, scaled
     old_token_logprobs: Tensor  # [N] fp32, of the policy that sampled
-    old_logprobs: Tensor  # [P, K] fp32, their sums
-    ref_logprobs: Tensor  # [P, K] fp32, of the reference
+    ref_token_logprobs: Tensor  # [N] fp32, of the reference
+    old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
+    ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
 
 
-def pack_minibatches(rollouts: Rollouts, minibatches: int, config: P3OConfig) -> list[list[PackedRow]]:
+# A packed row's loss, 0-d, and metrics of it, 0-d and detached.
+LossOf = Callable[[nn.Module, Pairs], tuple[Tensor, dict[str, Tensor]]]
+
+
+def pack_minibatches(rollouts: Rollouts, minibatches: int, config: OnlineConfig) -> list[list[PackedRow]]:
     """The packed rows of each minibatch: equally many prompts, and about as many tokens.
 
     They stay as they are for all inner epochs.
@@ -81,6 +87,7 @@ def with_logprobs(
             row=row,
             rewards=rewards[[s // K for s in row.sequences[::K]]].to(accelerator.device),
             old_token_logprobs=old,
+            ref_token_logprobs=ref,
             old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(-1, K),
             ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(-1, K),
             weight=weight,
@@ -101,44 +108,19 @@ def loss_weights(accelerator: Accelerator, minibatches: list[list[PackedRow]], *
     return [[size / total for size in of_rows] for of_rows, total in zip(sizes, totals, strict=True)]
 
 
-def pairs_loss(policy: nn.Module, pairs: Pairs, config: P3OConfig) -> P3OLossOutput:
-    """P3O's loss of one packed row."""
-
-    def loss(hidden: Tensor, head: Head) -> P3OLossOutput:
-        return linear_p3o_loss(
-            hidden,
-            head.weight,
-            pairs.row.labels,
-            pairs.row.cu_seqlens_on_host,
-            pairs.old_logprobs,
-            pairs.ref_logprobs,
-            pairs.rewards,
-            bias=head.bias,
-            softcap=head.softcap,
-            temperature=head.temperature,
-            clipping=config.clipping,
-            clip_range=config.clip_range,
-            ratio_cap=config.ratio_cap,
-            kl_coef=config.kl_coef,
-            kl_reward=config.kl_reward,
-            old_token_logprobs=pairs.old_token_logprobs if config.clipping == "token" else None,
-        )
-
-    return policy(pairs.row, pairs.row.scored_rows, loss)
-
-
-def optimizer_step(optimization: Optimization, minibatch: list[Pairs], config: P3OConfig) -> dict[str, Tensor]:
-    """Backward passes over a minibatch and one step. Returns its metrics as 0-d tensors, `ratio_max` the largest.
+def optimizer_step(optimization: Optimization, minibatch: list[Pairs], loss_of: LossOf) -> dict[str, Tensor]:
+    """Backward passes over a minibatch and one step. Returns its metrics as 0-d tensors: means, or the largest where
+    a name ends in `_max`.
 
     Raises NotFiniteError before the step when the loss or the gradient is not finite.
     """
     metrics: dict[str, Tensor] = {}
     for number, pairs in enumerate(minibatch, 1):
         with optimization.row(last=number == len(minibatch)):
-            loss, of_pairs = pairs_loss(optimization.model, pairs, config)
+            loss, of_pairs = loss_of(optimization.model, pairs)
             optimization.backward(loss * pairs.weight)
         for name, value in {"loss": loss.detach(), **of_pairs}.items():
-            if name == "ratio_max":
+            if name.endswith("_max"):
                 metrics[name] = torch.maximum(metrics[name], value) if name in metrics else value
             else:
                 metrics[name] = metrics.get(name, 0.0) + pairs.weight * value

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o.config import P3OConfig
 from fastp3o.models import PackedModel, scored_logprobs
+from fastp3o.p3o import pairs_loss
 from fastp3o.packing import Ids, PackedRow, pack
-from fastp3o.update import Pairs, pairs_loss
+from fastp3o.update import Pairs
 from fastp3o_kernels import p3o_loss, token_p3o_loss
 
 VOCABULARY = 48
@@ -168,6 +169,7 @@ def packed(model: PackedModel, row: PackedRow, rollout: Rollout, clipping: str =
         row=row,
         rewards=rollout.rewards[[s // 2 for s in row.sequences[::2]]],
         old_token_logprobs=torch.cat(old),
+        ref_token_logprobs=torch.cat(ref),
         old_logprobs=sums(old),
         ref_logprobs=sums(ref),
         weight=1.0,

@@ -9,10 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fastp3o.config import P3OConfig, TrainableConfig
 from fastp3o.memory import Lengths, Model, frozen_memory, update_memory
 from fastp3o.models import PackedModel, scored_logprobs
+from fastp3o.p3o import pairs_loss
 from fastp3o.packing import pack
 from fastp3o.precision import precision_of
 from fastp3o.trainable import choose_trainable
-from fastp3o.update import Pairs, pairs_loss
+from fastp3o.update import Pairs
 from tests.kernels.memory import PeakMemory
 
 OBJECTIVE = P3OConfig(model="", output_dir="", prompts="", reward="")
@@ -75,7 +76,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
         model.recompute_activations()
     P = of_row[0]
     old = torch.full((P, 2), -of_row[2] * torch.tensor(float(of_model[4])).log())
-    pairs = Pairs(row, torch.randn(P, 2), old, old, old, 1.0)
+    pairs = Pairs(row, torch.randn(P, 2), old, old, old, old, 1.0)
 
     def update():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast is not None):

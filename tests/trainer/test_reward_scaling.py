@@ -1,17 +1,17 @@
 import pytest
 import torch
 
-from fastp3o.reward_scaling import RewardScaler, differences
+from fastp3o.reward_scaling import AbsoluteScaler, DifferenceScaler, differences
 
 
 def on_grid(*shape):
     return torch.randint(-64, 64, shape) / 16
 
 
-@pytest.mark.parametrize("mode", ["difference", "none"])
+@pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("K", [2, 3, 4])
-def test_a_shift_per_prompt_changes_nothing(mode, K):
-    plain, shifted = RewardScaler(mode, 2.0), RewardScaler(mode, 2.0)
+def test_a_shift_per_prompt_changes_nothing(scale, K):
+    plain, shifted = DifferenceScaler(2.0, scale=scale), DifferenceScaler(2.0, scale=scale)
     for _ in range(3):
         rewards = on_grid(8, K)
         assert torch.equal(plain(rewards), shifted(rewards + 1024 * on_grid(8, 1)))
@@ -19,22 +19,22 @@ def test_a_shift_per_prompt_changes_nothing(mode, K):
 
 def test_absolute_scaling_is_not_invariant():
     rewards = on_grid(8, 2)
-    plain = RewardScaler("absolute", 10.0)(rewards)
-    shifted = RewardScaler("absolute", 10.0)(rewards + 16 * on_grid(8, 1))
+    plain = AbsoluteScaler(10.0)(rewards)
+    shifted = AbsoluteScaler(10.0)(rewards + 16 * on_grid(8, 1))
     assert not torch.allclose(plain[:, 0] - plain[:, 1], shifted[:, 0] - shifted[:, 1], atol=1e-3)
 
 
 def test_no_difference_of_many_responses_exceeds_the_bound():
     rewards = torch.randn(64, 5)
-    scaled = RewardScaler("difference", 1.0)(rewards)
+    scaled = DifferenceScaler(1.0)(rewards)
     assert differences(scaled).abs().max() <= 1
-    loose = RewardScaler("difference", 100.0)(rewards)
+    loose = DifferenceScaler(100.0)(rewards)
     torch.testing.assert_close(differences(loose), differences(rewards) / differences(rewards).square().mean().sqrt())
 
 
 def test_differences_have_unit_deviation_and_are_bounded():
     rewards = torch.randn(4096, 2) * 7
-    scaled = RewardScaler("difference", 1.5)(rewards)
+    scaled = DifferenceScaler(1.5)(rewards)
     difference = scaled[:, 0] - scaled[:, 1]
     assert difference.abs().max() <= 1.5
     inside = difference.abs() < 1.5
@@ -43,9 +43,9 @@ def test_differences_have_unit_deviation_and_are_bounded():
 
 
 def test_statistics_run_over_calls_and_are_saved():
-    scaler = RewardScaler("difference", 0.0)
+    scaler = DifferenceScaler(0.0)
     scaler(torch.tensor([[3.0, 0.0]]))
-    restored = RewardScaler("difference", 0.0)
+    restored = DifferenceScaler(0.0)
     restored.load_state_dict(scaler.state_dict())
     rewards = torch.tensor([[4.0, 0.0]])
     assert torch.equal(scaler(rewards), restored(rewards))
@@ -53,4 +53,11 @@ def test_statistics_run_over_calls_and_are_saved():
 
 
 def test_equal_rewards_stay_zero():
-    assert torch.equal(RewardScaler("difference", 10.0)(torch.ones(3, 2)), torch.zeros(3, 2))
+    assert torch.equal(DifferenceScaler(10.0)(torch.ones(3, 2)), torch.zeros(3, 2))
+
+
+def test_unscaled_rewards_are_only_bounded():
+    rewards = torch.tensor([[3.0, 30.0]])
+    assert AbsoluteScaler(10.0, scale=False)(rewards).tolist() == [[3, 10]]
+    assert AbsoluteScaler(0.0, scale=False)(rewards).tolist() == [[3, 30]]
+    assert DifferenceScaler(10.0, scale=False)(rewards).tolist() == [[-5, 5]]

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from fastp3o.config import P3OConfig
 from fastp3o.pretrained import load_reward_model
 from fastp3o.rewards import ModelReward, load_reward, rewards_of
 from fastp3o.rollouts import Rollouts
@@ -23,8 +22,7 @@ def rollouts(tokenizer) -> Rollouts:
 
 
 def load(name, tokenizer):
-    config = P3OConfig(model="", output_dir="", prompts="", reward=name)
-    return load_reward(config, tokenizer, device=CPU, dtype=torch.float32)
+    return load_reward(name, tokenizer, device=CPU, dtype=torch.float32)
 
 
 def test_a_function_sees_texts_and_a_missing_end_costs_the_penalty(workplace, tokenizer, rollouts):
