@@ -38,6 +38,7 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path, capsys, text, message):
     ("flags", "message"),
     [
         (["--kl_coef", "-1"], "--kl_coef must be 0 or more"),
+        (["--eval_at", "1,two"], "--eval_at must be whole numbers separated by commas"),
         (["--clip_range", "0"], "--clip_range must be above 0"),
         (["--clipping", "both"], "clipping"),
         (["--pairs_per_update", "10", "--pairs_per_minibatch", "4"], "multiple of"),
@@ -54,3 +55,8 @@ def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parse(P3OConfig, ["--help"])
     assert "Beta, the weight of the KL" in capsys.readouterr().out
+
+
+def test_evaluations_come_regularly_at_given_updates_and_last():
+    config = parse(P3OConfig, [*P3O, "--eval_at", "1, 3", "--eval_every", "4", "--updates", "10"])
+    assert [update for update in range(1, 11) if config.evaluates_after(update)] == [1, 3, 4, 8, 10]
