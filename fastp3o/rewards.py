@@ -1,8 +1,6 @@
 """What is maximised: a reward model's score, or a Python function of texts."""
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 
 import torch
@@ -10,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models import PackedModel, scores
+from fastp3o.named_function import imported
 from fastp3o.packing import by_prompt, in_order, pack
 from fastp3o.pretrained import load_reward_model, load_tokenizer
 from fastp3o.reference import on_device
@@ -70,14 +69,7 @@ class FunctionReward:
 
     def __init__(self, name: str):
         self.name = name
-        module, _, function = name.partition(":")
-        sys.path.insert(0, os.getcwd())
-        try:
-            self.function = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"cannot load the reward function {name!r}: {error}") from error
-        finally:
-            sys.path.pop(0)
+        self.function = imported(name, "reward function")
 
     def __call__(self, rollouts: Rollouts) -> list[float]:
         rewards = [float(reward) for reward in self.function(rollouts.prompts, rollouts.responses)]

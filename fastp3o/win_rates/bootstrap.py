@@ -1,0 +1,41 @@
+"""Intervals by resampling: the percentile bootstrap (Efron 1979) of a ratio of sums."""
+
+import numpy as np
+
+
+def percentile_interval(
+    numerators: np.ndarray,
+    denominators: np.ndarray,
+    *,
+    seed: int,
+    resamples: int = 10_000,
+    confidence: float = 0.95,
+) -> tuple[float, float]:
+    """Interval of sum(numerators) / sum(denominators) over units that are drawn again with replacement.
+
+    Args:
+        numerators, denominators: [n], one entry a unit; all that depends on each other must be in one unit.
+            Denominators are above 0 (ones give the interval of a mean).
+        seed: equal seeds give equal intervals.
+        confidence: share of the resampled ratios within the interval.
+
+    Returns:
+        Low and high end. Units with equal ratios give an interval of no width, however few they are.
+
+    Raises:
+        ValueError: no units, differing shapes, or a denominator that is not above 0.
+    """
+    if numerators.ndim != 1 or numerators.shape != denominators.shape or not len(numerators):
+        raise ValueError(
+            f"expected numerators and denominators [n] with n ≥ 1, got {numerators.shape} and {denominators.shape}"
+        )
+    if not (denominators > 0).all():
+        raise ValueError("expected denominators above 0")
+    random = np.random.default_rng(seed)
+    units = len(numerators)
+    ratios = np.empty(resamples)
+    for resample in range(resamples):
+        drawn = random.integers(units, size=units)
+        ratios[resample] = numerators[drawn].sum() / denominators[drawn].sum()
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

@@ -1,0 +1,175 @@
+"""Single questions to an OpenAI-compatible chat-completions endpoint, and patience with one that is busy or away."""
+
+import itertools
+import json
+import os
+import random
+import threading
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPResponse, IncompleteRead
+from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import HTTPErrorProcessor, Request, build_opener
+
+LONGEST_BODY = 2**24  # bytes; no answer to a question comes near it
+EXCERPT = 300  # characters
+
+
+class EndpointError(RuntimeError):
+    """The endpoint refuses, or does not answer in spite of retries. The message names URL, status and answer."""
+
+
+class StoppedError(Exception):
+    """The caller no longer wants the answer."""
+
+
+class Answer(NamedTuple):
+    """text: empty where the model said nothing. finished: False where it was cut at a length."""
+
+    text: str
+    finished: bool
+
+
+class AttemptError(Exception):
+    """One attempt that did not succeed but might the next time. wait: seconds that the endpoint asks for."""
+
+    def __init__(self, what: str, wait: float = 0.0):
+        super().__init__(what)
+        self.wait = wait
+
+
+class EveryStatus(HTTPErrorProcessor):
+    """Takes a response of any status as it is. Redirects are not followed either: they would take the key along."""
+
+    def http_response(self, request: Request, response: HTTPResponse) -> HTTPResponse:
+        return response
+
+    https_response = http_response
+
+
+class ChatEndpoint:
+    """An endpoint and its patience.
+
+    Args:
+        url: up to and without /chat/completions, as OpenAI's clients take it: http://localhost:8000/v1.
+        timeout: seconds that one attempt may take.
+        retries: attempts after the first, where the endpoint is busy (408, 429), broken (5xx, no chat completion),
+            too slow or away. Any other status but 200 stops at once.
+        backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
+        longest_wait: seconds; an endpoint whose Retry-After asks for more is taken to be away.
+
+    The key in the environment variable OPENAI_API_KEY, if there is one, goes into the Authorization header and nowhere
+    else.
+
+    Raises ValueError on a URL or a key that cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        timeout: float = 120.0,
+        retries: int = 6,
+        backoff: float = 1.0,
+        longest_wait: float = 120.0,
+    ):
+        self.url = checked(url).rstrip("/") + "/chat/completions"
+        self.model = model
+        self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
+        self.key = os.environ.get("OPENAI_API_KEY", "").strip()
+        if not (self.key.isascii() and self.key.isprintable()):
+            # http.client would complain too, but quote the key.
+            raise ValueError("the environment variable OPENAI_API_KEY holds characters that no HTTP header can")
+        self.opener = build_opener(EveryStatus)
+
+    def ask(self, question: str, stopped: threading.Event) -> Answer:
+        """The model's answer at temperature 0.
+
+        Raises EndpointError as the class says; StoppedError in place of a retry once `stopped` is set.
+        """
+        for attempt in itertools.count(1):
+            try:
+                return self.attempt(question)
+            except AttemptError as failure:
+                if attempt > self.retries or failure.wait > self.longest_wait:
+                    asked = f", and asks to wait {failure.wait:.0f} s" if failure.wait else ""
+                    raise EndpointError(f"{self.url} {failure} (attempts: {attempt}{asked})") from failure
+                wait = max(self.backoff * 2 ** (attempt - 1) * random.uniform(1, 1.5), failure.wait)
+            if stopped.wait(wait):
+                raise StoppedError
+
+    def attempt(self, question: str) -> Answer:
+        try:
+            with self.opener.open(self.request(question), timeout=self.timeout) as response:
+                status, retry_after = response.status, response.headers.get("Retry-After")
+                body = read_within(response, self.timeout)
+        except (OSError, HTTPException) as error:
+            raise AttemptError(f"does not answer: {type(error).__name__}: {error}") from error
+        what = f"answered with status {status}: {self.excerpt(body)}"
+        if status in (408, 429) or status >= 500:
+            raise AttemptError(what, seconds(retry_after))
+        if status != 200:
+            raise EndpointError(f"{self.url} {what}")
+        try:
+            choice = json.loads(body)["choices"][0]
+            text, finished = choice["message"].get("content"), choice.get("finish_reason") != "length"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise AttemptError(f"{what} — which is not a chat completion") from error
+        return Answer(text if isinstance(text, str) else "", finished)
+
+    def request(self, question: str) -> Request:
+        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": question}]}
+        authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        headers = {"Content-Type": "application/json", **authorization}
+        return Request(self.url, data=json.dumps(body).encode(), headers=headers, method="POST")
+
+    def excerpt(self, body: bytearray) -> str:
+        """The beginning of an answer on one line, without control characters and without the key."""
+        text = body.decode(errors="replace")
+        text = text.replace(self.key, "***") if self.key else text
+        text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * EXCERPT]).split())
+        return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
+
+
+def checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        usable = usable and "@" not in parts.netloc and not parts.query and not parts.fragment
+    except ValueError:
+        usable = False
+    if not usable or not url.isascii() or not url.isprintable() or " " in url:
+        shown = url.rpartition("@")[2]  # without a password
+        raise ValueError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
+    return url
+
+
+def read_within(response: HTTPResponse, limit: float) -> bytearray:
+    """The whole body. Raises TimeoutError after `limit` seconds: a body in drops never ends by a socket's timeout."""
+    end = time.monotonic() + limit
+    body = bytearray()
+    while part := response.read1(2**16):
+        body += part
+        if time.monotonic() > end:
+            raise TimeoutError(f"no end of the answer within {limit:g} s")
+        if len(body) > LONGEST_BODY:
+            raise HTTPException(f"the answer is longer than {LONGEST_BODY} bytes")
+    if response.length:
+        raise IncompleteRead(bytes(body), response.length)
+    return body
+
+
+def seconds(retry_after: str | None) -> float:
+    """A Retry-After header, seconds or a date (RFC 9110, 10.2.3); 0 where there is none or it says nothing."""
+    if retry_after is None:
+        return 0.0
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
+    try:
+        date = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

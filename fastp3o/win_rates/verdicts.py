@@ -1,0 +1,63 @@
+"""What a comparison of two responses can end with, and a file that keeps such ends."""
+
+import json
+import os
+import threading
+from enum import StrEnum
+from pathlib import Path
+
+
+class Verdict(StrEnum):
+    """FIRST, SECOND: that response is better. NONE: the judge gave no usable answer."""
+
+    FIRST = "first"
+    SECOND = "second"
+    TIE = "tie"
+    NONE = "none"
+
+    @property
+    def swapped(self) -> "Verdict":
+        """The same verdict on the same responses in the other order."""
+        return {Verdict.FIRST: Verdict.SECOND, Verdict.SECOND: Verdict.FIRST}.get(self, self)
+
+
+BEGINNING = b'{"key": "'  # of every line, by which an unfinished one is known from the end of some other file
+
+
+class VerdictFile:
+    """Verdicts by key, each a JSON line from the moment it is known; without a path they are in memory alone.
+
+    Raises ValueError naming file and line where the file holds anything else. An unfinished last line, of a process
+    that was stopped while writing, is cut off: that comparison has no verdict yet.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.lock = threading.Lock()
+        self.verdicts: dict[str, Verdict] = {}
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        *lines, unfinished = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                self.verdicts[record["key"]] = Verdict(record["verdict"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ValueError(
+                    f"{path} line {number}: expected a JSON object with 'key' and 'verdict', as a judge writes them "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+        if not unfinished.startswith(BEGINNING[: len(unfinished)]):
+            raise ValueError(f"{path} line {len(lines) + 1}: expected a line as a judge writes them, with its end")
+        os.truncate(path, path.stat().st_size - len(unfinished))
+
+    def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
+        """answers: the judge's own words, which the file keeps for its readers."""
+        line = json.dumps({"key": key, "verdict": verdict, "answers": answers}) + "\n"
+        with self.lock:
+            if self.path is not None:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(line)
+            self.verdicts[key] = verdict

@@ -1,0 +1,58 @@
+"""How often one checkpoint's responses beat another's. `python scripts/win_rate.py --help` explains every option.
+
+python scripts/win_rate.py --first runs/p3o/model --second runs/ppo/model --prompts data.jsonl --reward runs/rm/model
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
+
+from fastp3o.config import parse
+from fastp3o.win_rates.chat_endpoint import EndpointError
+from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, win_rates
+from fastp3o.win_rates.rates import WinRate
+
+
+def main(config: WinRateConfig) -> None:
+    disable_progress_bar()  # of loading weights, which would break up what is printed
+    try:
+        rates, responses = win_rates(config)
+    except EndpointError as error:
+        raise SystemExit(
+            f"{error}\nNo win rate. --verdicts FILE keeps the verdicts until then for the next try."
+        ) from error
+    print_table(config, rates, responses)
+    if config.output:
+        write(config, rates, responses)
+
+
+def print_table(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Responses, Responses]) -> None:
+    table = Table(title=f"{config.first} against {config.second}", caption="ties count half; interval over prompts")
+    for column in ("by", "win rate", "95% interval", "wins", "ties", "losses", "no verdict", "prompts"):
+        table.add_column(column, justify="left" if column == "by" else "right")
+    for name, rate in rates.items():
+        counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
+        table.add_row(name, f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", *map(str, counts))
+    Console(width=110).print(table, markup=False)
+    first, second = (side.mean_tokens for side in responses)
+    print(f"tokens per response: {first:.1f} of the first, {second:.1f} of the second")
+
+
+def write(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Responses, Responses]) -> None:
+    result = {
+        "config": asdict(config),
+        "win_rates": {name: asdict(rate) for name, rate in rates.items()},
+        "tokens_per_response": dict(zip(("first", "second"), (side.mean_tokens for side in responses), strict=True)),
+    }
+    output = Path(config.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"result: {output}")
+
+
+if __name__ == "__main__":
+    main(parse(WinRateConfig))
