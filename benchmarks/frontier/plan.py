@@ -1,0 +1,130 @@
+"""Every run of the comparison, by the question it answers.
+
+Two languages of the same kind stand for the synthetic task, so that seeds do not share one accident of its tables.
+Arms of a comparison share task and seed: prompts, order and sampling noise are the same.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ALGORITHMS = ("joint", "separate", "none", "ppo", "dpo")
+LANGUAGES = ("language-0", "language-1")
+DOCSTRINGS = "docstrings"
+GROUPS = ("languages", DOCSTRINGS)
+
+# Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
+LEARNING_RATES = {"languages": (1e-4, 2e-4, 4e-4), DOCSTRINGS: (1e-4, 2e-4, 4e-4)}
+SELECTION_SEEDS = {"languages": (100, 101, 102, 103), DOCSTRINGS: (100,)}
+SEEDS = tuple(range(8))
+HIGH_LEARNING_RATE = 1e-3
+OFFSET_SD = 10.0
+
+# Of P3O and PPO the weight of the KL penalty, in standard deviations of the reward a nat; of DPO its own beta.
+KL_COEFS = dict.fromkeys(ALGORITHMS, (0.03, 0.1, 0.3)) | {"dpo": (0.1, 0.3, 1.0)}
+
+SETTINGS = Path(__file__).parent / "settings.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run; equal runs give equal weights on the same machine."""
+
+    task: str
+    algorithm: str  # P3O's clipping, ppo or dpo; joint-absolute: joint with the deviation of absolute rewards
+    learning_rate: float
+    kl_coef: float
+    seed: int
+    offset: str = "none"  # none, learnable or unlearnable
+    offset_sd: float = 0.0  # standard deviation over prompts, in standard deviations of the reward
+    responses_per_prompt: int = 2
+    prompts_per_update: int = 64
+
+    @property
+    def name(self) -> str:
+        return "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in asdict(self).values())
+
+
+def group_of(task: str) -> str:
+    return "languages" if task in LANGUAGES else task
+
+
+def task_of(group: str, seed: int) -> str:
+    """Half of the seeds run on each language."""
+    return LANGUAGES[seed // (len(SEEDS) // 2) % 2] if group == "languages" else group
+
+
+def settings() -> dict[str, dict[str, float]]:
+    """The chosen learning rates: group -> algorithm -> rate. Raises FileNotFoundError before they are chosen."""
+    return json.loads(SETTINGS.read_text())
+
+
+def rates(group: str) -> Iterator[Run]:
+    """Three learning rates of every algorithm on the selection seeds."""
+    for number, seed in enumerate(SELECTION_SEEDS[group]):
+        task = LANGUAGES[number % 2] if group == "languages" else group
+        for algorithm in ALGORITHMS:
+            for rate in LEARNING_RATES[group]:
+                yield Run(task, algorithm, rate, KL_COEFS[algorithm][0], seed)
+
+
+def main(group: str) -> Iterator[Run]:
+    """Every algorithm at its chosen rate."""
+    for seed in SEEDS:
+        for algorithm in ALGORITHMS:
+            rate = settings()[group][algorithm]
+            yield Run(task_of(group, seed), algorithm, rate, KL_COEFS[algorithm][0], seed)
+
+
+def offsets(group: str) -> Iterator[Run]:
+    """An offset that depends on the prompt: both kinds for PPO, one for joint clipping, and for the others one on one
+    seed a task, to see that nothing changes.
+    """
+    for run in main(group):
+        kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
+        if run.seed % (len(SEEDS) // 2) == 0:
+            kinds = kinds or ("unlearnable",)
+        for kind in kinds:
+            yield replace(run, offset=kind, offset_sd=OFFSET_SD)
+
+
+def scaling(group: str) -> Iterator[Run]:
+    """Joint clipping with rewards divided by the deviation of absolute scores, under an offset and without."""
+    for run in main(group):
+        if run.algorithm == "joint":
+            yield replace(run, algorithm="joint-absolute")
+            yield replace(run, algorithm="joint-absolute", offset="unlearnable", offset_sd=OFFSET_SD)
+
+
+def clipping(group: str) -> Iterator[Run]:
+    """P3O's three clippings at a high learning rate."""
+    for run in main(group):
+        if run.algorithm in ("joint", "separate", "none"):
+            yield replace(run, learning_rate=HIGH_LEARNING_RATE)
+
+
+def responses(group: str) -> Iterator[Run]:
+    """Four responses to half as many prompts: equally many generated tokens."""
+    for run in main(group):
+        if run.algorithm == "joint":
+            yield replace(run, responses_per_prompt=4, prompts_per_update=32)
+
+
+def sweep(group: str) -> Iterator[Run]:
+    """Every algorithm with the other KL coefficients."""
+    for run in main(group):
+        for kl_coef in KL_COEFS[run.algorithm][1:]:
+            yield replace(run, kl_coef=kl_coef)
+
+
+def other_rates(group: str) -> Iterator[Run]:
+    """Every algorithm at the learning rates that were not chosen, on the seeds of the results."""
+    for run in main(group):
+        for rate in LEARNING_RATES[group]:
+            if rate != run.learning_rate:
+                yield replace(run, learning_rate=rate)
+
+
+# In the order they run: each later part needs the rates that the first one chooses.
+PARTS = {part.__name__: part for part in (rates, main, offsets, clipping, responses, scaling, sweep, other_rates)}

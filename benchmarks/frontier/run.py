@@ -1,0 +1,124 @@
+"""The whole comparison in one command; runs that are in runs.jsonl already are not run again.
+
+python benchmarks/frontier/run.py                                        everything
+python benchmarks/frontier/run.py --parts offsets --groups languages     some questions (plan.py), on one group
+python benchmarks/frontier/run.py --only language-0-ppo --results again  some runs again, by how their names begin
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.frontier.finals import win_rates
+from benchmarks.frontier.optimum import optimum
+from benchmarks.frontier.plan import (
+    ALGORITHMS,
+    DOCSTRINGS,
+    GROUPS,
+    LANGUAGES,
+    LEARNING_RATES,
+    PARTS,
+    SETTINGS,
+    Run,
+)
+from benchmarks.frontier.records import RESULTS, name_of
+from benchmarks.frontier.runs import record_of
+from benchmarks.frontier.tasks import Task, make
+from fastp3o.matched_kl import gain_at_kl
+
+# Where learning rates are compared, in nats per response.
+SELECTION_KL = {"languages": 2.0, DOCSTRINGS: 1.0}
+
+
+def main() -> None:
+    arguments = parse()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    records = arguments.results / "runs.jsonl"
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(
+        arguments.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        for group in arguments.groups:
+            names = LANGUAGES if group == "languages" else (group,)
+            tasks = dict(zip(names, pool.map(partial(make, folder=arguments.runs), names), strict=True))
+            for part in arguments.parts:
+                runs = [run for run in PARTS[part](group) if run.name.startswith(arguments.only)]
+                execute(pool, f"{group}: {part}", runs, tasks, arguments.runs / "trained", records)
+                if part == "rates" and not arguments.only:
+                    choose_rates(group, read(records))
+            write_optima(pool, tasks, arguments.results / "optimum.json")
+            if "main" in arguments.parts and not arguments.only:
+                write_win_rates(group, tasks, arguments.runs / "trained", arguments.results / "win_rates.json")
+
+
+def execute(
+    pool: ProcessPoolExecutor, title: str, runs: list[Run], tasks: dict[str, Task], folder: Path, records: Path
+) -> None:
+    """Adds a line to `records` for each run that has none there."""
+    done = {name_of(record) for record in read(records)}
+    waiting = list(dict.fromkeys(run for run in runs if run.name not in done))
+    futures = [pool.submit(record_of, run, tasks[run.task], folder) for run in waiting]
+    for future in tqdm(as_completed(futures), title, total=len(runs), initial=len(runs) - len(waiting), unit="run"):
+        with records.open("a") as file:
+            file.write(json.dumps(future.result()) + "\n")
+
+
+def read(records: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in records.read_text().splitlines()] if records.exists() else []
+
+
+def choose_rates(group: str, records: list[dict[str, Any]]) -> None:
+    """Writes each algorithm's learning rate with the highest mean gain at the selection KL, over its selection runs.
+
+    A rate with which a run does not reach that KL, or passes it before the first evaluation, is not chosen.
+    """
+    selection = {run.name for run in PARTS["rates"](group)}
+    chosen = {}
+    for algorithm in ALGORITHMS:
+        gains: dict[float, list[float | None]] = {rate: [] for rate in LEARNING_RATES[group]}
+        for record in records:
+            if record["algorithm"] == algorithm and name_of(record) in selection:
+                gains[record["learning_rate"]].append(gain_at_kl(record["evaluations"], SELECTION_KL[group]))
+        means = {rate: sum(values) / len(values) for rate, values in gains.items() if values and None not in values}
+        if not means:
+            raise RuntimeError(f"{group}: no rate of {algorithm} reaches KL {SELECTION_KL[group]} in all its runs")
+        chosen[algorithm] = max(means, key=means.get)
+    settings = json.loads(SETTINGS.read_text()) if SETTINGS.exists() else {}
+    SETTINGS.write_text(json.dumps(settings | {group: chosen}, indent=2) + "\n")
+    print(f"{group}: learning rates {chosen}")
+
+
+def write_optima(pool: ProcessPoolExecutor, tasks: dict[str, Task], path: Path) -> None:
+    curves = json.loads(path.read_text()) if path.exists() else {}
+    missing = {name: pool.submit(optimum, task) for name, task in tasks.items() if name not in curves}
+    path.write_text(json.dumps(curves | {name: future.result() for name, future in missing.items()}) + "\n")
+
+
+def write_win_rates(group: str, tasks: dict[str, Task], folder: Path, path: Path) -> None:
+    others = [rate for rate in (json.loads(path.read_text()) if path.exists() else []) if rate["task"] != group]
+    path.write_text(json.dumps(others + win_rates(group, tasks, folder), indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="Tasks.")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="Questions, see plan.py.")
+    parser.add_argument("--only", default="", help="Only runs whose name begins so.")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of runs.jsonl.")
+    parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="Folder of models and logs.")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="Runs at a time, one thread each.")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

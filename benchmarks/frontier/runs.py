@@ -1,0 +1,89 @@
+"""One run of the plan -> one line of runs.jsonl."""
+
+import hashlib
+import json
+import shutil
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+
+from benchmarks.frontier.offsets import OFFSETS, OffsetReward
+from benchmarks.frontier.plan import Run, group_of
+from benchmarks.frontier.tasks import ROLLOUTS, Task
+from fastp3o.baselines.config import OnlineDPOConfig, PPOConfig
+from fastp3o.baselines.dpo import OnlineDPO
+from fastp3o.baselines.ppo import PPO
+from fastp3o.config import OnlineConfig, P3OConfig
+from fastp3o.p3o import P3O
+from fastp3o.pretrained import load_tokenizer
+from fastp3o.reporting import EVALUATIONS
+from fastp3o.rewards import load_reward
+from fastp3o.trainer import train
+
+
+def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
+    """Trains in `folder`/run.name, where the finished model stays, and returns the run with what came out."""
+    output = folder / run.name
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    tokenizer = load_tokenizer(task.policy)
+    reward = OffsetReward(
+        load_reward(task.reward_model, tokenizer),
+        mean=task.reward_mean,
+        std=task.reward_std,
+        offset=OFFSETS[run.offset],
+        sd=run.offset_sd,
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    started = time.perf_counter()
+    with (output / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+        train(*config_and_algorithm(run, task, output), reward=reward, gold=task.gold_reward())
+    shutil.rmtree(output / "state")
+    return asdict(run) | {
+        "seconds": round(time.perf_counter() - started, 1),
+        "threads": torch.get_num_threads(),
+        "sha256": hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest(),
+        "evaluations": evaluations_of(output),
+    }
+
+
+def config_and_algorithm(run: Run, task: Task, output: Path) -> tuple[OnlineConfig, type]:
+    settings = ROLLOUTS[group_of(run.task)] | {
+        "model": task.policy,
+        "reward": task.reward_model,
+        "prompts": task.prompts,
+        "eval_prompts": task.eval_prompts,
+        "output_dir": str(output),
+        "learning_rate": run.learning_rate,
+        "kl_coef": run.kl_coef,
+        "seed": run.seed,
+        "responses_per_prompt": run.responses_per_prompt,
+        "pairs_per_update": run.prompts_per_update,
+        "precision": "fp32",
+        "report_to": "none",
+        "samples_every": 0,
+    }
+    # As many optimizer steps, whatever the number of prompts.
+    settings["pairs_per_minibatch"] = settings["pairs_per_minibatch"] * run.prompts_per_update // 64
+    if run.algorithm == "ppo":
+        return PPOConfig(**settings, **PPO_SETTINGS), PPO
+    if run.algorithm == "dpo":
+        return OnlineDPOConfig(**settings), OnlineDPO
+    clipping, _, scaling = run.algorithm.partition("-")
+    return P3OConfig(**settings, clipping=clipping, reward_scaling=scaling or "none"), P3O
+
+
+# Rewards have unit deviation already; the running deviation would divide PPO's by that of the offset. And values must
+# be free to reach an offset of tens.
+PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0}
+
+
+def evaluations_of(folder: Path) -> list[dict[str, float]]:
+    """The run's evaluations, to six significant digits, which is beyond their standard errors."""
+    lines = (folder / EVALUATIONS).read_text().splitlines()
+    return [{name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines]

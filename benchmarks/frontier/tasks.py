@@ -1,0 +1,165 @@
+"""What all runs of a task start from: a fine-tuned policy, a reward model and prompts, made once."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.frontier import synthetic
+from benchmarks.frontier.language import Language
+from benchmarks.frontier.plan import DOCSTRINGS, LANGUAGES
+from fastp3o import reward_modeling, sft
+from fastp3o.config import RewardModelConfig, SFTConfig
+from fastp3o.data import load_prompts
+from fastp3o.pretrained import load_policy, load_tokenizer
+from fastp3o.rewards import Reward, load_reward
+from fastp3o.rollouts import sample
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Of every run of a task, whatever its algorithm.
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "languages": {
+        "updates": 40,
+        "pairs_per_minibatch": 16,
+        "inner_epochs": 4,
+        "max_prompt_tokens": 16,
+        "max_new_tokens": 32,
+        "tokens_per_microbatch": 2048,
+        "eval_at": "1,2,3,5,7,10,14,20,28",
+        "eval_samples": 4,
+        "eval_batch_size": 128,
+    },
+    DOCSTRINGS: {
+        "updates": 12,
+        "pairs_per_minibatch": 16,
+        "inner_epochs": 4,
+        "max_prompt_tokens": 96,
+        "max_new_tokens": 32,
+        "tokens_per_microbatch": 2048,
+        "missing_eos_penalty": 1.0,
+        "eval_at": "1,2,3,5,8",
+        "eval_samples": 1,
+        "eval_limit": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Folders of what is given, and the reward's mean and standard deviation over samples of the fine-tuned policy."""
+
+    name: str
+    policy: str
+    reward_model: str
+    prompts: str
+    eval_prompts: str
+    reward_mean: float
+    reward_std: float
+    gold: Callable[[list[str], list[str]], list[float]] | None  # the utility behind the reward, where it is known
+
+    def gold_reward(self) -> Reward | None:
+        return None if self.gold is None else lambda rollouts: self.gold(rollouts.prompts, rollouts.responses)
+
+
+def make(name: str, folder: Path) -> Task:
+    """The task, from `folder` where it has been made already."""
+    made = folder / name / "task.json"
+    if not made.exists():
+        if name in LANGUAGES:
+            given = make_language(folder / name, LANGUAGES.index(name))
+        else:
+            given = make_docstrings(folder / name)
+        deviation, mean = torch.std_mean(torch.tensor(sampled_rewards(given)))
+        made.write_text(json.dumps(given | {"reward_mean": mean.item(), "reward_std": deviation.item()}, indent=2))
+    gold = Language(LANGUAGES.index(name)).utility if name in LANGUAGES else None
+    return Task(name=name, gold=gold, **json.loads(made.read_text()))
+
+
+def make_language(folder: Path, seed: int) -> dict[str, str]:
+    synthetic.make_data(folder, seed)
+    common = {"report_to": "none", "precision": "fp32", "seed": seed}
+    policy, reward_model = folder / "sft", folder / "reward_model"
+    for stage in (policy, reward_model):
+        shutil.rmtree(stage, ignore_errors=True)
+    sft.train(
+        SFTConfig(
+            model=str(folder / "init"),
+            output_dir=str(policy),
+            train_data=str(folder / "sft.jsonl"),
+            **common,
+            **synthetic.SFT,
+        )
+    )
+    reward_modeling.train(
+        RewardModelConfig(
+            model=str(policy / "model"),
+            output_dir=str(reward_model),
+            train_data=str(folder / "preferences.train.jsonl"),
+            eval_data=str(folder / "preferences.eval.jsonl"),
+            **common,
+            **synthetic.REWARD_MODEL,
+        )
+    )
+    return {
+        "policy": str(policy / "model"),
+        "reward_model": str(reward_model / "model"),
+        "prompts": str(folder / "prompts.train.jsonl"),
+        "eval_prompts": str(folder / "prompts.eval.jsonl"),
+    }
+
+
+def make_docstrings(folder: Path) -> dict[str, str]:
+    """The quickstart's data and models, and a second pass of fine-tuning on responses alone, to learn to end them."""
+    subprocess.run(
+        ["bash", str(REPOSITORY / "scripts" / "quickstart.sh")],
+        env=os.environ | {"FASTP3O_RUN": str(folder.absolute())},
+        check=True,
+    )
+    policy = folder / "sft_on_responses"
+    shutil.rmtree(policy, ignore_errors=True)
+    sft.train(
+        SFTConfig(
+            model=str(folder / "sft" / "model"),
+            output_dir=str(policy),
+            train_data=str(folder / "data" / "sft.train.jsonl"),
+            max_prompt_tokens=192,
+            max_response_tokens=32,
+            tokens_per_microbatch=2048,
+            batch_size=64,
+            learning_rate=1e-3,
+            lr_schedule="cosine",
+            warmup_steps=5,
+            report_to="none",
+            precision="fp32",
+        )
+    )
+    return {
+        "policy": str(policy / "model"),
+        "reward_model": str(folder / "reward_model" / "model"),
+        "prompts": str(folder / "data" / "prompts.train.jsonl"),
+        "eval_prompts": str(folder / "data" / "prompts.eval.jsonl"),
+    }
+
+
+def sampled_rewards(given: dict[str, str], prompts: int = 256) -> list[float]:
+    """Scores of the reward model on two responses of the fine-tuned policy to each of some training prompts."""
+    tokenizer = load_tokenizer(given["policy"])
+    rows, _ = load_prompts(given["prompts"], tokenizer, limit=prompts, max_prompt_tokens=192)
+    rollouts = sample(
+        load_policy(given["policy"]),
+        tokenizer,
+        rows["prompt"],
+        rows["prompt_ids"],
+        responses_per_prompt=2,
+        max_new_tokens=32,
+        batch_size=64,
+        seed=0,
+    )
+    return load_reward(given["reward_model"], tokenizer)(rollouts)
