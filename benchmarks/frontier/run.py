@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.frontier import figures, tables
 from benchmarks.frontier.finals import win_rates
 from benchmarks.frontier.optimum import optimum
 from benchmarks.frontier.plan import (
@@ -59,6 +60,9 @@ def main() -> None:
             write_optima(pool, tasks, arguments.results / "optimum.json")
             if "main" in arguments.parts and not arguments.only:
                 write_win_rates(group, tasks, arguments.runs / "trained", arguments.results / "win_rates.json")
+    if arguments.results == RESULTS:
+        tables.write()
+        figures.main()
 
 
 def execute(

@@ -26,13 +26,13 @@ REPOSITORY = Path(__file__).parents[2]
 # Of every run of a task, whatever its algorithm.
 ROLLOUTS: dict[str, dict[str, Any]] = {
     "languages": {
-        "updates": 40,
+        "updates": 30,
         "pairs_per_minibatch": 16,
         "inner_epochs": 4,
         "max_prompt_tokens": 16,
         "max_new_tokens": 32,
         "tokens_per_microbatch": 2048,
-        "eval_at": "1,2,3,5,7,10,14,20,28",
+        "eval_at": "1,2,3,5,7,10,14,20",
         "eval_samples": 4,
         "eval_batch_size": 128,
     },
