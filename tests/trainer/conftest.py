@@ -20,6 +20,18 @@ def vowels(prompts, responses):
 def shifted(prompts, responses):
     return [r + len(prompt) * 8 for r, prompt in zip(vowels(prompts, responses), prompts)]
 
+def varied(prompts, responses):
+    return [sum(map(ord, response)) % 64 / 16 for response in responses]
+
+def varied_and_shifted(prompts, responses):
+    return [r + len(prompt) * 8 for r, prompt in zip(varied(prompts, responses), prompts)]
+
+def irregular(prompts, responses):
+    return [0.7310585786 * r for r in varied(prompts, responses)]
+
+def irregular_and_shifted(prompts, responses):
+    return [r + 70 / len(prompt) for r, prompt in zip(irregular(prompts, responses), prompts)]
+
 def fails_on_fifth_call(prompts, responses):
     global CALLS
     CALLS += 1

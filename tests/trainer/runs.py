@@ -44,3 +44,7 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
 
 def assert_equal(first: dict, second: dict) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def weights_of_start(tiny_model: str) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())
