@@ -6,8 +6,8 @@ from typing import Any
 
 from benchmarks.frontier.plan import Run, group_of, main
 from benchmarks.frontier.tasks import ROLLOUTS, Task
-from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, head_to_head
 from fastp3o.matched_kl import interval
+from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, head_to_head
 from fastp3o.win_rates.rates import win_rate
 
 FIRST = "joint"

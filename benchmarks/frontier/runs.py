@@ -31,18 +31,11 @@ def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     output = folder / run.name
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    tokenizer = load_tokenizer(task.policy)
-    reward = OffsetReward(
-        load_reward(task.reward_model, tokenizer),
-        mean=task.reward_mean,
-        std=task.reward_std,
-        offset=OFFSETS[run.offset],
-        sd=run.offset_sd,
-    )
+    # Runs of one process must not share what accelerate keeps.
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with (output / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(*config_and_algorithm(run, task, output), reward=reward, gold=task.gold_reward())
+        train(*config_and_algorithm(run, task, output), reward=reward_of(run, task), gold=task.gold_reward())
     shutil.rmtree(output / "state")
     return asdict(run) | {
         "seconds": round(time.perf_counter() - started, 1),
@@ -50,6 +43,11 @@ def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
         "sha256": hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest(),
         "evaluations": evaluations_of(output),
     }
+
+
+def reward_of(run: Run, task: Task) -> OffsetReward:
+    reward = load_reward(task.reward_model, load_tokenizer(task.policy))
+    return OffsetReward(reward, task.reward_mean, task.reward_std, OFFSETS[run.offset], run.offset_sd)
 
 
 def config_and_algorithm(run: Run, task: Task, output: Path) -> tuple[OnlineConfig, type]:
