@@ -24,15 +24,16 @@ def table(study: Study, group: str) -> list[list[str]]:
     kls = matched_kls(study, group)
     header = ["algorithm", "learning rate", "seeds of the", "seeds", "first KL", "final KL"]
     rows = [header + [f"gain at KL {kl:g}" for kl in kls]]
-    for algorithm in ALGORITHMS:
+    arms = [(algorithm, "none", seeds) for algorithm in ALGORITHMS for seeds in ("selection", "results")]
+    for algorithm, offset, seeds in [*arms, ("ppo", "unlearnable", "results")]:
+        label = algorithm if offset == "none" else f"{algorithm}, {offset} offset"
         for rate in tried(study, group, algorithm):
             text = cells.rate(rate)
             chosen = f"**{text}**" if rate == study.rate(group, algorithm) else text
-            for seeds in ("selection", "results"):
-                runs = study.runs_of(group, Arm(algorithm, learning_rate=rate), selection=seeds == "selection")
-                final = cells.level({seed: run["evaluations"][-1]["kl"] for seed, run in by_seed(runs).items()})
-                gains = [cells.level(gains_at(runs, kl, "reward")) for kl in kls]
-                rows.append([algorithm, chosen, seeds, str(len(runs)), cells.first_kl(runs), final, *gains])
+            runs = study.runs_of(group, Arm(algorithm, offset, rate), selection=seeds == "selection")
+            final = cells.level({seed: run["evaluations"][-1]["kl"] for seed, run in by_seed(runs).items()})
+            gains = [cells.level(gains_at(runs, kl, "reward")) for kl in kls]
+            rows.append([label, chosen, seeds, str(len(runs)), cells.first_kl(runs), final, *gains])
     return rows
 
 

@@ -15,14 +15,16 @@ DOCSTRINGS = "docstrings"
 GROUPS = ("languages", DOCSTRINGS)
 
 # Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
-LEARNING_RATES = {"languages": (1.5e-4, 3e-4, 6e-4), DOCSTRINGS: (1e-4, 2e-4, 4e-4)}
+LEARNING_RATES = {"languages": (7.5e-5, 1.5e-4, 3e-4, 6e-4, 1.2e-3), DOCSTRINGS: (1.5e-4, 3e-4, 6e-4)}
 SELECTION_SEEDS = {"languages": (100, 101), DOCSTRINGS: (100,)}
 SEEDS = tuple(range(8))
-HIGH_LEARNING_RATE = 1e-3
+HIGH_LEARNING_RATE = 1.2e-3
 OFFSET_SD = 10.0
 
 # Of P3O and PPO the weight of the KL penalty, in standard deviations of the reward a nat; of DPO its own beta.
 KL_COEFS = dict.fromkeys(ALGORITHMS, (0.03, 0.1, 0.3)) | {"dpo": (0.1, 0.3, 1.0)}
+
+PROMPTS_PER_UPDATE = {"languages": 64, DOCSTRINGS: 32}
 
 SETTINGS = Path(__file__).parent / "settings.json"
 
@@ -61,25 +63,30 @@ def settings() -> dict[str, dict[str, float]]:
 
 
 def rates(group: str) -> Iterator[Run]:
-    """Three learning rates of every algorithm on the selection seeds."""
+    """All learning rates of every algorithm on the selection seeds."""
     for number, seed in enumerate(SELECTION_SEEDS[group]):
         task = LANGUAGES[number % 2] if group == "languages" else group
         for algorithm in ALGORITHMS:
             for rate in LEARNING_RATES[group]:
-                yield Run(task, algorithm, rate, KL_COEFS[algorithm][0], seed)
+                yield start(group, task, algorithm, rate, seed)
+
+
+def start(group: str, task: str, algorithm: str, rate: float, seed: int) -> Run:
+    """The run that all others vary."""
+    prompts = PROMPTS_PER_UPDATE[group]
+    return Run(task, algorithm, rate, KL_COEFS[algorithm][0], seed, prompts_per_update=prompts)
 
 
 def main(group: str) -> Iterator[Run]:
     """Every algorithm at its chosen rate."""
     for seed in SEEDS:
         for algorithm in ALGORITHMS:
-            rate = settings()[group][algorithm]
-            yield Run(task_of(group, seed), algorithm, rate, KL_COEFS[algorithm][0], seed)
+            yield start(group, task_of(group, seed), algorithm, settings()[group][algorithm], seed)
 
 
 def offsets(group: str) -> Iterator[Run]:
-    """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at all its rates, as another could
-    suit it better there; one for joint clipping; for the others one on one seed a task, to see that nothing changes.
+    """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at neighbouring rates too, as one
+    of them could suit it better there; one for joint clipping; for the others one on one seed a task, as a proof.
     """
     for run in main(group):
         kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
@@ -87,8 +94,8 @@ def offsets(group: str) -> Iterator[Run]:
             kinds = kinds or ("unlearnable",)
         for kind in kinds:
             yield replace(run, offset=kind, offset_sd=OFFSET_SD)
-        if run.algorithm == "ppo" and group == "languages":
-            for rate in LEARNING_RATES[group]:
+        if run.algorithm == "ppo":
+            for rate in neighbours(group, run.learning_rate):
                 yield replace(run, learning_rate=rate, offset="unlearnable", offset_sd=OFFSET_SD)
 
 
@@ -111,7 +118,7 @@ def responses(group: str) -> Iterator[Run]:
     """Four responses to half as many prompts: equally many generated tokens."""
     for run in main(group):
         if run.algorithm == "joint":
-            yield replace(run, responses_per_prompt=4, prompts_per_update=32)
+            yield replace(run, responses_per_prompt=4, prompts_per_update=run.prompts_per_update // 2)
 
 
 def sweep(group: str) -> Iterator[Run]:
@@ -122,11 +129,17 @@ def sweep(group: str) -> Iterator[Run]:
 
 
 def other_rates(group: str) -> Iterator[Run]:
-    """Every algorithm at the learning rates that were not chosen, on the seeds of the results."""
+    """Every algorithm at the rates on either side of the chosen one, on the seeds of the results."""
     for run in main(group):
-        for rate in LEARNING_RATES[group]:
-            if rate != run.learning_rate:
-                yield replace(run, learning_rate=rate)
+        for rate in neighbours(group, run.learning_rate):
+            yield replace(run, learning_rate=rate)
+
+
+def neighbours(group: str, rate: float) -> list[float]:
+    """The next lower and the next higher trial rate, where there is one."""
+    trials = LEARNING_RATES[group]
+    place = trials.index(rate)
+    return [*trials[max(place - 1, 0) : place], *trials[place + 1 : place + 2]]
 
 
 # In the order they run: each later part needs the rates that the first one chooses.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -25,11 +26,14 @@ from fastp3o.reporting import EVALUATIONS
 from fastp3o.rewards import load_reward
 from fastp3o.trainer import train
 
+# Optimizer steps of an inner epoch.
+MINIBATCHES = 4
+
 
 def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     """Trains in `folder`/run.name, where the finished model stays, and returns the run with what came out."""
-    output = folder / run.name
-    shutil.rmtree(output, ignore_errors=True)
+    # Workers outlive a command that was stopped: its runs must not write where those of the next one do.
+    output = folder / f"{run.name}.{os.getpid()}"
     output.mkdir(parents=True)
     # Runs of one process must not share what accelerate keeps.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -37,11 +41,14 @@ def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     with (output / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
         train(*config_and_algorithm(run, task, output), reward=reward_of(run, task), gold=task.gold_reward())
     shutil.rmtree(output / "state")
+    finished = folder / run.name
+    shutil.rmtree(finished, ignore_errors=True)
+    output.rename(finished)
     return asdict(run) | {
         "seconds": round(time.perf_counter() - started, 1),
         "threads": torch.get_num_threads(),
-        "sha256": hashlib.sha256((output / "model" / "model.safetensors").read_bytes()).hexdigest(),
-        "evaluations": evaluations_of(output),
+        "sha256": hashlib.sha256((finished / "model" / "model.safetensors").read_bytes()).hexdigest(),
+        "evaluations": evaluations_of(finished),
     }
 
 
@@ -67,7 +74,7 @@ def config_and_algorithm(run: Run, task: Task, output: Path) -> tuple[OnlineConf
         "samples_every": 0,
     }
     # As many optimizer steps, whatever the number of prompts.
-    settings["pairs_per_minibatch"] = settings["pairs_per_minibatch"] * run.prompts_per_update // 64
+    settings["pairs_per_minibatch"] = run.prompts_per_update // MINIBATCHES
     if run.algorithm == "ppo":
         return PPOConfig(**settings, **PPO_SETTINGS), PPO
     if run.algorithm == "dpo":

@@ -27,7 +27,6 @@ REPOSITORY = Path(__file__).parents[2]
 ROLLOUTS: dict[str, dict[str, Any]] = {
     "languages": {
         "updates": 30,
-        "pairs_per_minibatch": 16,
         "inner_epochs": 4,
         "max_prompt_tokens": 16,
         "max_new_tokens": 32,
@@ -37,15 +36,15 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
         "eval_batch_size": 128,
     },
     DOCSTRINGS: {
-        "updates": 12,
-        "pairs_per_minibatch": 16,
+        "updates": 10,
         "inner_epochs": 4,
-        "max_prompt_tokens": 96,
+        "max_prompt_tokens": 64,
         "max_new_tokens": 32,
         "tokens_per_microbatch": 2048,
         "missing_eos_penalty": 1.0,
-        "eval_at": "1,2,3,5,8",
+        "eval_at": "1,2,3,5,7",
         "eval_samples": 1,
+        "eval_batch_size": 128,
         "eval_limit": 128,
     },
 }

@@ -23,7 +23,7 @@ from benchmarks.frontier import (
 from benchmarks.frontier.plan import Run
 from benchmarks.frontier.records import Arm, Study
 
-RATES = {name: {"joint": 2e-4, "separate": 2e-4, "none": 2e-4, "ppo": 1e-4, "dpo": 4e-4} for name in plan.GROUPS}
+RATES = {name: {"joint": 3e-4, "separate": 3e-4, "none": 3e-4, "ppo": 1.5e-4, "dpo": 6e-4} for name in plan.GROUPS}
 UPDATES = (0, 1, 2, 3, 5, 7, 10, 14, 20, 28, 40)
 
 
@@ -35,10 +35,10 @@ def record(run: Run) -> dict:
     """A made-up run: clippings alike, PPO much worse under an unlearnable offset, KL by learning rate and algorithm."""
     of_seed = np.random.default_rng([run.seed, 7])
     noise = np.random.default_rng(int(hashlib.sha256(run.name.encode()).hexdigest()[:8], 16))
-    speed = 5 * (run.learning_rate / 2e-4) ** 0.8 * (0.03 / run.kl_coef) ** 0.25 * of_seed.uniform(0.9, 1.15)
+    speed = 5 * (run.learning_rate / 3e-4) ** 0.8 * (0.03 / run.kl_coef) ** 0.25 * of_seed.uniform(0.9, 1.15)
     speed *= {"none": 1.6, "ppo": 1.5, "dpo": 1.2}.get(run.algorithm, 1.0)
     speed *= 0.35 if run.algorithm == "joint-absolute" and run.offset != "none" else 1.0
-    efficiency = of_seed.normal(0.75, 0.02) - 0.06 * math.log(run.learning_rate / 1e-4)
+    efficiency = of_seed.normal(0.75, 0.02) - 0.04 * math.log(run.learning_rate / 1.5e-4)
     offset_harm = {"none": 0.0, "learnable": 0.05, "unlearnable": 0.5}[run.offset] if run.algorithm == "ppo" else 0.0
     seen = plan.replace(run, offset="none", offset_sd=0.0) if run.algorithm in endpoints.CLIPPINGS else run
     evaluations = []
@@ -107,8 +107,8 @@ def test_seeds_that_chose_the_learning_rate_are_in_no_arm_of_the_results(study):
             assert {run["seed"] for run in study.runs_of(group, arm)} <= set(plan.SEEDS)
     chosen = study.runs_of("languages", Arm("ppo"))
     assert len(chosen) == len(plan.SEEDS)
-    assert {(run["learning_rate"], run["offset"], run["kl_coef"]) for run in chosen} == {(1e-4, "none", 0.03)}
-    tried = study.runs_of("languages", Arm("ppo", learning_rate=4e-4), selection=True)
+    assert {(run["learning_rate"], run["offset"], run["kl_coef"]) for run in chosen} == {(1.5e-4, "none", 0.03)}
+    tried = study.runs_of("languages", Arm("ppo", learning_rate=6e-4), selection=True)
     assert {run["seed"] for run in tried} == set(plan.SELECTION_SEEDS["languages"])
 
 
@@ -117,7 +117,7 @@ def test_every_arm_of_the_plan_is_in_a_table_with_its_gains(study):
     assert rows[0][-3:] == ["at KL 1", "at KL 2", "at KL 4"]
     assert len(rows) == 1 + 2 * len(comparisons.MAIN)
     assert not any(cells.NOT_MEASURED in row for row in rows)
-    joint = next(row for row in rows if row[:3] == ["joint", "2e-4", "none"] and row[5] == "proxy")
+    joint = next(row for row in rows if row[:3] == ["joint", "3e-4", "none"] and row[5] == "proxy")
     assert joint[-1].endswith("(8)")
     assert float(joint[-1][:4]) == pytest.approx(0.71 * best(4), abs=0.1)
 
@@ -140,8 +140,8 @@ def test_docstrings_are_compared_only_where_most_seeds_of_every_algorithm_are(st
 
 def test_learning_rates_tell_selection_from_results(study):
     rows = learning_rates.table(study, "languages")
-    assert [row[1] for row in rows if row[0] == "ppo"] == ["**1e-4**"] * 2 + ["2e-4"] * 2 + ["4e-4"] * 2
-    assert {row[2]: row[3] for row in rows if row[:2] == ["ppo", "2e-4"]} == {"selection": "4", "results": "8"}
+    assert [row[1] for row in rows if row[0] == "ppo"] == ["**1.5e-4**", "3e-4", "6e-4"] * 2
+    assert {row[2]: row[3] for row in rows if row[:2] == ["ppo", "3e-4"]} == {"selection": "2", "results": "8"}
     spreads = learning_rates.spreads(study, "languages")
     assert spreads[0] == ["KL", *plan.ALGORITHMS, "algorithms"]
     assert all(float(cell) > 0 for cell in spreads[1][1:])
