@@ -4,6 +4,7 @@ python scripts/compare_frontiers.py --first runs/joint-seed* --second runs/ppo-s
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import yaml
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from fastp3o.checkpoints import CONFIG
 from fastp3o.frontier import Evaluations, read_run
-from fastp3o.matched_kl import Estimate, Seed, gain_at_kl, interval, line, paired_difference
+from fastp3o.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
 
 
 def main() -> None:
@@ -58,8 +59,7 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
         means = [interval_of(of_side) for of_side in gains]
         table.add_row(f"{kl:g}", *map(shown, (*means, paired_difference(*gains, comparisons=len(kls)))))
     slopes = [line(list(side.values())) for side in sides]
-    shown_slopes = [f"{fit.slope:.3f} [{fit.low:.3f}, {fit.high:.3f}]" if fit else "–" for fit in slopes]
-    table.add_row("gain per nat", *shown_slopes, "")
+    table.add_row("gain per nat", *(f"{fit.slope:.3f}{within(fit)}" if fit else "–" for fit in slopes), "")
     Console(width=110).print(table)
     print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
 
@@ -75,7 +75,12 @@ def interval_of(gains: dict[Seed, float | None]) -> Estimate | None:
 def shown(estimate: Estimate | None) -> str:
     if estimate is None:
         return "not reached"
-    return f"{estimate.mean:.3f} [{estimate.low:.3f}, {estimate.high:.3f}] ({estimate.count})"
+    return f"{estimate.mean:.3f}{within(estimate)} ({estimate.count})"
+
+
+def within(found: Estimate | Line) -> str:
+    """Four seeds or fewer have no 95% interval."""
+    return f" [{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.low) else ""
 
 
 if __name__ == "__main__":
