@@ -3,13 +3,12 @@
 from operator import itemgetter
 
 from benchmarks.frontier import cells
-from benchmarks.frontier.records import Record, final_gain
+from benchmarks.frontier.records import Record, final_gain, name_of
 
 
 def table(runs: list[Record]) -> list[list[str]]:
     """Header first."""
-    about = ["task", "seed", "algorithm", "learning rate", "KL coefficient", "offset", "K"]
-    rows = [[*about, "first KL", "final KL", "final gain, proxy", "gold", "missing EOS", "weights", "s"]]
+    rows = [["run", "first KL", "final KL", "final gain, proxy", "gold", "missing EOS", "weights", "s"]]
     return rows + [row(run) for run in sorted(runs, key=itemgetter(*ORDER))]
 
 
@@ -19,13 +18,7 @@ ORDER = ("task", "algorithm", "offset", "responses_per_prompt", "learning_rate",
 def row(run: Record) -> list[str]:
     last = run["evaluations"][-1]
     return [
-        run["task"],
-        str(run["seed"]),
-        run["algorithm"],
-        cells.rate(run["learning_rate"]),
-        f"{run['kl_coef']:g}",
-        run["offset"] if run["offset"] == "none" else f"{run['offset']}, SD {run['offset_sd']:g}",
-        str(run["responses_per_prompt"]),
+        name_of(run),
         cells.first_kl([run]),
         cells.number(last["kl"]),
         cells.number(final_gain(run, "reward")),

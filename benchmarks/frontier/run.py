@@ -26,7 +26,6 @@ from benchmarks.frontier.plan import (
     ALGORITHMS,
     DOCSTRINGS,
     GROUPS,
-    LANGUAGES,
     LEARNING_RATES,
     PARTS,
     SETTINGS,
@@ -52,10 +51,11 @@ def main() -> None:
         arguments.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
         for group in arguments.groups:
-            names = LANGUAGES if group == "languages" else (group,)
-            tasks = dict(zip(names, pool.map(partial(make, folder=arguments.runs), names), strict=True))
+            tasks: dict[str, Task] = {}
             for part in arguments.parts:
                 runs = [run for run in PARTS[part](group) if run.name.startswith(arguments.only)]
+                names = sorted({run.task for run in runs} - tasks.keys())
+                tasks.update(zip(names, pool.map(partial(make, folder=arguments.runs), names), strict=True))
                 execute(pool, f"{group}: {part}", runs, tasks, arguments.runs / "trained", records)
                 if part == "rates" and not arguments.only:
                     choose_rates(group, read(records))

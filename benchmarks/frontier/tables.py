@@ -20,6 +20,10 @@ from benchmarks.report import between_markers, markdown
 
 README = FOLDER / "README.md"
 ALL_RUNS = FOLDER / "all_runs.md"
+NAMES = (
+    "Names: task, algorithm, learning rate, KL coefficient, seed, offset, its standard deviation, responses per "
+    "prompt, prompts per update. `python benchmarks/frontier/run.py --only NAME --results FOLDER` does a run again."
+)
 
 
 def sections(study: Study, optimum: Optimum) -> str:
@@ -67,7 +71,7 @@ def write() -> None:
     study = load()
     optimum = json.loads(read(RESULTS / "optimum.json") or "{}")
     README.write_text(between_markers(README.read_text(), "tables", sections(study, optimum)))
-    ALL_RUNS.write_text(f"# All {len(study.runs)} runs\n\n{markdown(every_run.table(study.runs))}\n")
+    ALL_RUNS.write_text(f"# All {len(study.runs)} runs\n\n{NAMES}\n\n{markdown(every_run.table(study.runs))}\n")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def record(run: Run) -> dict:
     speed = 5 * (run.learning_rate / 3e-4) ** 0.8 * (0.03 / run.kl_coef) ** 0.25 * of_seed.uniform(0.9, 1.15)
     speed *= {"none": 1.6, "ppo": 1.5, "dpo": 1.2}.get(run.algorithm, 1.0)
     speed *= 0.35 if run.algorithm == "joint-absolute" and run.offset != "none" else 1.0
-    efficiency = of_seed.normal(0.75, 0.02) - 0.04 * math.log(run.learning_rate / 1.5e-4)
+    efficiency = of_seed.normal(0.75, 0.02) - 0.02 * math.log(run.learning_rate / 1.5e-4)
     offset_harm = {"none": 0.0, "learnable": 0.05, "unlearnable": 0.5}[run.offset] if run.algorithm == "ppo" else 0.0
     seen = plan.replace(run, offset="none", offset_sd=0.0) if run.algorithm in endpoints.CLIPPINGS else run
     evaluations = []
@@ -140,7 +140,7 @@ def test_docstrings_are_compared_only_where_most_seeds_of_every_algorithm_are(st
 
 def test_learning_rates_tell_selection_from_results(study):
     rows = learning_rates.table(study, "languages")
-    assert [row[1] for row in rows if row[0] == "ppo"] == ["**1.5e-4**", "3e-4", "6e-4"] * 2
+    assert [row[1] for row in rows if row[0] == "ppo"] == ["7.5e-5", "**1.5e-4**", "3e-4", "6e-4", "1.2e-3"] * 2
     assert {row[2]: row[3] for row in rows if row[:2] == ["ppo", "3e-4"]} == {"selection": "2", "results": "8"}
     spreads = learning_rates.spreads(study, "languages")
     assert spreads[0] == ["KL", *plan.ALGORITHMS, "algorithms"]
@@ -180,7 +180,7 @@ def test_made_up_runs_pass_as_they_were_made(study, optimum):
     far = changed(study, lambda e: {"kl": 2 * e["kl"]}, algorithm="ppo")
     assert verdict(far, optimum, 1) == "pass"
     assert verdict(far, optimum, 2) == "pass"
-    gained = changed(study, lambda e: {"reward": e["reward"] + 0.2 * e["kl"]}, algorithm="joint", learning_rate=1e-3)
+    gained = changed(study, lambda e: {"reward": e["reward"] + 0.2 * e["kl"]}, algorithm="joint", learning_rate=plan.HIGH_LEARNING_RATE)
     assert verdict(gained, optimum, 4) == "pass"
 
 
@@ -194,7 +194,7 @@ def test_each_rule_can_fail(study, optimum):
     assert verdict(worse, optimum, 3) == "fail"
     few = study._replace(runs=[run for run in study.runs if run["seed"] in plan.SEEDS])
     assert verdict(few, optimum, 3) == "not measured"
-    faster = changed(study, lambda e: {"kl": 2 * e["kl"]}, algorithm="joint", learning_rate=1e-3)
+    faster = changed(study, lambda e: {"kl": 2 * e["kl"]}, algorithm="joint", learning_rate=plan.HIGH_LEARNING_RATE)
     assert verdict(faster, optimum, 4) == "fail"
     assert verdict(changed(study, lambda e: {"missing_eos": 0.03}, algorithm="dpo"), optimum, 6) == "fail"
 
