@@ -58,7 +58,7 @@ def task_of(group: str, seed: int) -> str:
 
 
 def settings() -> dict[str, dict[str, float]]:
-    """The chosen learning rates: group -> algorithm -> rate. Raises FileNotFoundError before they are chosen."""
+    """The chosen learning rates: group -> algorithm -> rate."""
     return json.loads(SETTINGS.read_text())
 
 
@@ -78,7 +78,9 @@ def start(group: str, task: str, algorithm: str, rate: float, seed: int) -> Run:
 
 
 def main(group: str) -> Iterator[Run]:
-    """Every algorithm at its chosen rate."""
+    """Every algorithm at its chosen rate. Raises ValueError where none has been chosen."""
+    if group not in settings():
+        raise ValueError(f"{SETTINGS} has no learning rates for {group}: run the part `rates` first")
     for seed in SEEDS:
         for algorithm in ALGORITHMS:
             yield start(group, task_of(group, seed), algorithm, settings()[group][algorithm], seed)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.frontier import figures, tables
-from benchmarks.frontier.finals import win_rates
+from benchmarks.frontier.finals import model_of, win_rates
 from benchmarks.frontier.optimum import optimum
 from benchmarks.frontier.plan import (
     ALGORITHMS,
@@ -45,36 +45,45 @@ MARGIN = 1.5
 def main() -> None:
     arguments = parse()
     arguments.results.mkdir(parents=True, exist_ok=True)
-    records = arguments.results / "runs.jsonl"
+    records, trained = arguments.results / "runs.jsonl", arguments.runs / "trained"
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
         arguments.workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
     ) as pool:
         for group in arguments.groups:
-            tasks: dict[str, Task] = {}
             for part in arguments.parts:
-                runs = [run for run in PARTS[part](group) if run.name.startswith(arguments.only)]
-                names = sorted({run.task for run in runs} - tasks.keys())
-                tasks.update(zip(names, pool.map(partial(make, folder=arguments.runs), names), strict=True))
-                execute(pool, f"{group}: {part}", runs, tasks, arguments.runs / "trained", records)
+                runs = waiting([run for run in PARTS[part](group) if run.name.startswith(arguments.only)], records)
+                tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)
+                execute(pool, f"{group}: {part}", runs, tasks, trained, records)
                 if part == "rates" and not arguments.only:
                     choose_rates(group, read(records))
-            write_optima(pool, tasks, arguments.results / "optimum.json")
-            if "main" in arguments.parts and not arguments.only:
-                write_win_rates(group, tasks, arguments.runs / "trained", arguments.results / "win_rates.json")
+            finished = list(PARTS["main"](group))
+            # Recorded runs of another machine have left no models here.
+            if all(Path(model_of(run, trained)).exists() for run in finished):
+                tasks = tasks_of(pool, {run.task for run in finished}, arguments.runs)
+                write_optima(pool, tasks, arguments.results / "optimum.json")
+                write_win_rates(group, tasks, trained, arguments.results / "win_rates.json")
     if arguments.results == RESULTS:
         tables.write()
         figures.main()
 
 
+def tasks_of(pool: ProcessPoolExecutor, names: set[str], folder: Path) -> dict[str, Task]:
+    return dict(zip(sorted(names), pool.map(partial(make, folder=folder), sorted(names)), strict=True))
+
+
+def waiting(runs: list[Run], records: Path) -> list[Run]:
+    """Those that are not recorded, each once."""
+    done = {name_of(record) for record in read(records)}
+    return [run for run in dict.fromkeys(runs) if run.name not in done]
+
+
 def execute(
     pool: ProcessPoolExecutor, title: str, runs: list[Run], tasks: dict[str, Task], folder: Path, records: Path
 ) -> None:
-    """Adds a line to `records` for each run that has none there."""
-    done = {name_of(record) for record in read(records)}
-    waiting = list(dict.fromkeys(run for run in runs if run.name not in done))
-    futures = [pool.submit(record_of, run, tasks[run.task], folder) for run in waiting]
-    for future in tqdm(as_completed(futures), title, total=len(runs), initial=len(runs) - len(waiting), unit="run"):
+    """Adds a line to `records` for each run as it ends."""
+    futures = [pool.submit(record_of, run, tasks[run.task], folder) for run in runs]
+    for future in tqdm(as_completed(futures), title, total=len(runs), unit="run"):
         with records.open("a") as file:
             file.write(json.dumps(future.result()) + "\n")
 
