@@ -13,21 +13,27 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import parse
 from fastp3o.win_rates.chat_endpoint import EndpointError
-from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, win_rates
+from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, head_to_head, load_judge, win_rates
 from fastp3o.win_rates.rates import WinRate
 
 
 def main(config: WinRateConfig) -> None:
     disable_progress_bar()  # of loading weights, which would break up what is printed
+    judge = load_judge(config)
+    responses = head_to_head(config)
+    rates: dict[str, WinRate] = {}
     try:
-        rates, responses = win_rates(config)
+        for name, rate in win_rates(config, judge, *responses):
+            rates[name] = rate
     except EndpointError as error:
         raise SystemExit(
-            f"{error}\nNo win rate. --verdicts FILE keeps the verdicts until then for the next try."
+            f"{error}\nNo win rate of the judge. --verdicts FILE keeps the verdicts until then for the next try."
         ) from error
-    print_table(config, rates, responses)
-    if config.output:
-        write(config, rates, responses)
+    finally:
+        if rates:
+            print_table(config, rates, responses)
+            if config.output:
+                write(config, rates, responses)
 
 
 def print_table(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Responses, Responses]) -> None:

@@ -1,5 +1,6 @@
 """Two checkpoints respond to the same prompts; a reward or a judge says whose responses are better."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,9 @@ class WinRateConfig:
     reward: str | None = option(
         None, "Higher reward wins: a reward model (folder or hub name) or a function, as module:function."
     )
-    judge: str | None = option(None, "A judge of texts, as module:function; see FunctionJudge in fastp3o/win_rates/judge.py.")
+    judge: str | None = option(
+        None, "A judge of texts, as module:function; FunctionJudge in win_rates/judge.py says more."
+    )
     judge_url: str | None = option(
         None,
         "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
@@ -135,20 +138,21 @@ def respond(
     return Responses(rollouts, None if reward is None else rewards_of(reward, rollouts).tolist())
 
 
-def win_rates(config: WinRateConfig) -> tuple[dict[str, WinRate], tuple[Responses, Responses]]:
-    """Win rates of the first checkpoint by "reward" and by "judge", those asked for, and what they were taken from."""
-    judge = load_judge(config)
-    first, second = head_to_head(config)
-    verdicts = {}
+def win_rates(
+    config: WinRateConfig, judge: Judge | None, first: Responses, second: Responses
+) -> Iterator[tuple[str, WinRate]]:
+    """Win rates of the first checkpoint by "reward" and by "judge", those asked for, each as soon as it is known."""
     if config.reward:
-        verdicts["reward"] = by_reward(first, second)
+        yield "reward", rate_of(by_reward(first, second), config)
     if judge is not None:
-        verdicts["judge"] = judge(first.rollouts.prompts, first.rollouts.responses, second.rollouts.responses)
-    rates = {
-        name: win_rate(of_name, samples_per_prompt=config.eval_samples, seed=config.seed)
-        for name, of_name in verdicts.items()
-    }
-    return rates, (first, second)
+        yield (
+            "judge",
+            rate_of(judge(first.rollouts.prompts, first.rollouts.responses, second.rollouts.responses), config),
+        )
+
+
+def rate_of(verdicts: list[Verdict], config: WinRateConfig) -> WinRate:
+    return win_rate(verdicts, samples_per_prompt=config.eval_samples, seed=config.seed)
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:

@@ -180,7 +180,12 @@ def test_made_up_runs_pass_as_they_were_made(study, optimum):
     far = changed(study, lambda e: {"kl": 2 * e["kl"]}, algorithm="ppo")
     assert verdict(far, optimum, 1) == "pass"
     assert verdict(far, optimum, 2) == "pass"
-    gained = changed(study, lambda e: {"reward": e["reward"] + 0.2 * e["kl"]}, algorithm="joint", learning_rate=plan.HIGH_LEARNING_RATE)
+    gained = changed(
+        study,
+        lambda e: {"reward": e["reward"] + 0.2 * e["kl"]},
+        algorithm="joint",
+        learning_rate=plan.HIGH_LEARNING_RATE,
+    )
     assert verdict(gained, optimum, 4) == "pass"
 
 

@@ -212,12 +212,14 @@ def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):
         play(tiny_model, tiny_model, "--judge", "judges_of_win_rates:silent")
 
 
-def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_model, other_model, monkeypatch):
+def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_model, other_model, monkeypatch, capsys):
     impatient = {"timeout": 0.2, "retries": 1, "backoff": 0.01, "longest_wait": 1.0}
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr("fastp3o.win_rates.head_to_head.ChatEndpoint", functools.partial(ChatEndpoint, **impatient))
+    judged = ["--judge_url", "http://127.0.0.1:1", "--judge_model", "m"]
     with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
-        play(tiny_model, other_model, "--judge_url", "http://127.0.0.1:1", "--judge_model", "m")
+        play(tiny_model, other_model, *judged, "--reward", "rewards_for_tests:vowels")
+    assert "│ reward │" in capsys.readouterr().out, "what was found before is not lost"
 
 
 def test_different_texts_of_a_prompt_are_refused(play, tiny_model):
