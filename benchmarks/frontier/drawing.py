@@ -80,7 +80,8 @@ def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> No
         axes.set_axisbelow(True)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=11)
-    place = {"loc": "outside lower center", "ncols": min(7, len(handles)), "fontsize": 9, "frameon": False}
+    figure.suptitle(title, fontsize=11, wrap=True)
+    columns = min(len(handles), int(figure.get_figwidth() // 1.7))
+    place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
     figure.legend(handles.values(), handles.keys(), **place)
     figure.savefig(path, dpi=150)

@@ -1,44 +1,58 @@
 """Finished policies head to head: on the evaluation prompts, by the reward model and by the utility behind it."""
 
 from collections import defaultdict
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.frontier.plan import Run, group_of, main
 from benchmarks.frontier.tasks import ROLLOUTS, Task
 from fastp3o.matched_kl import interval
-from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, head_to_head
+from fastp3o.pretrained import load_tokenizer
+from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
 from fastp3o.win_rates.rates import win_rate
 
 FIRST = "joint"
 START = "sft"
 
 
-def win_rates(group: str, tasks: dict[str, Task], folder: Path) -> list[dict[str, Any]]:
+def win_rates(pool: Executor, group: str, tasks: dict[str, Task], folder: Path) -> list[dict[str, Any]]:
     """Joint clipping against every other algorithm and the start of all: means over seeds with their intervals."""
-    of_seeds: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    runs = list(main(group))
-    for run in runs:
-        if run.algorithm != FIRST:
-            continue
-        rivals = {other.algorithm: model_of(other, folder) for other in runs if other.seed == run.seed and other != run}
-        for name, rival in {**rivals, START: tasks[run.task].policy}.items():
-            for by, rate in by_all(tasks[run.task], model_of(run, folder), rival, run.seed).items():
-                of_seeds[name, by][run.task].append(rate)
-    rates = {key: interval(list(of_tasks.values())) for key, of_tasks in of_seeds.items()}
+    of_seeds: dict[int, list[Run]] = defaultdict(list)
+    for run in main(group):
+        of_seeds[run.seed].append(run)
+    rates: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    futures = [pool.submit(of_seed, runs, tasks[runs[0].task], folder) for runs in of_seeds.values()]
+    for runs, future in zip(of_seeds.values(), futures, strict=True):
+        for key, rate in future.result().items():
+            rates[key][runs[0].task].append(rate)
+    found = {key: interval(list(of_tasks.values())) for key, of_tasks in rates.items()}
     return [
         {"task": group, "first": FIRST, "second": second, "by": by, "seeds": rate.count}
         | {"win_rate": rate.mean, "low": rate.low, "high": rate.high}
-        for (second, by), rate in rates.items()
+        for (second, by), rate in found.items()
     ]
 
 
-def by_all(task: Task, first: str, second: str, seed: int) -> dict[str, float]:
-    """The first's win rate by the reward, and by the utility where it is known."""
+def of_seed(runs: list[Run], task: Task, folder: Path) -> dict[tuple[str, str], float]:
+    """Win rates of joint clipping by rival and by reward ("reward", and "gold" where the utility is known)."""
+    models = {run.algorithm: model_of(run, folder) for run in runs} | {START: task.policy}
+    responses = {name: responses_of(model, task, runs[0].seed) for name, model in models.items()}
+    first = responses.pop(FIRST)
+    samples = ROLLOUTS[group_of(task.name)]["eval_samples"]
+    return {
+        (name, by): win_rate(by_reward(first[by], rival[by]), samples_per_prompt=samples).win_rate
+        for name, rival in responses.items()
+        for by in rival
+    }
+
+
+def responses_of(model: str, task: Task, seed: int) -> dict[str, Responses]:
+    """To all evaluation prompts, with each kind of reward."""
     settings = ROLLOUTS[group_of(task.name)]
     config = WinRateConfig(
-        first=first,
-        second=second,
+        first=model,
+        second=model,
         prompts=task.eval_prompts,
         reward=task.reward_model,
         limit=settings.get("eval_limit"),
@@ -47,12 +61,12 @@ def by_all(task: Task, first: str, second: str, seed: int) -> dict[str, float]:
         eval_samples=settings["eval_samples"],
         seed=seed,
     )
-    sides = head_to_head(config)
-    rates = {"reward": win_rate(by_reward(*sides), samples_per_prompt=config.eval_samples).win_rate}
-    if task.gold is not None:
-        golds = [Responses(side.rollouts, task.gold(side.rollouts.prompts, side.rollouts.responses)) for side in sides]
-        rates["gold"] = win_rate(by_reward(*golds), samples_per_prompt=config.eval_samples).win_rate
-    return rates
+    tokenizer = load_tokenizer(model)
+    by_model = respond(model, tokenizer, prompts_for(tokenizer, config), config)
+    rollouts = by_model.rollouts
+    if task.gold is None:
+        return {"reward": by_model}
+    return {"reward": by_model, "gold": Responses(rollouts, task.gold(rollouts.prompts, rollouts.responses))}
 
 
 def model_of(run: Run, folder: Path) -> str:

@@ -13,7 +13,7 @@ from fastp3o.pretrained import load_policy, load_tokenizer
 from fastp3o.rewards import load_reward
 from fastp3o.rollouts import sample
 
-SAMPLES = 512
+SAMPLES = 256
 PROMPTS = 128
 
 

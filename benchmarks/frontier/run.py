@@ -62,7 +62,7 @@ def main() -> None:
             if all(Path(model_of(run, trained)).exists() for run in finished):
                 tasks = tasks_of(pool, {run.task for run in finished}, arguments.runs)
                 write_optima(pool, tasks, arguments.results / "optimum.json")
-                write_win_rates(group, tasks, trained, arguments.results / "win_rates.json")
+                write_win_rates(pool, group, tasks, trained, arguments.results / "win_rates.json")
     if arguments.results == RESULTS:
         tables.write()
         figures.main()
@@ -122,9 +122,9 @@ def write_optima(pool: ProcessPoolExecutor, tasks: dict[str, Task], path: Path) 
     path.write_text(json.dumps(curves | {name: future.result() for name, future in missing.items()}) + "\n")
 
 
-def write_win_rates(group: str, tasks: dict[str, Task], folder: Path, path: Path) -> None:
+def write_win_rates(pool: ProcessPoolExecutor, group: str, tasks: dict[str, Task], folder: Path, path: Path) -> None:
     others = [rate for rate in (json.loads(path.read_text()) if path.exists() else []) if rate["task"] != group]
-    path.write_text(json.dumps(others + win_rates(group, tasks, folder), indent=1) + "\n")
+    path.write_text(json.dumps(others + win_rates(pool, group, tasks, folder), indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
