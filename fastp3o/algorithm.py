@@ -16,11 +16,13 @@ class Algorithm(Protocol):
     averages_tokens: whether the loss is a mean over response tokens, rather than over prompts.
     clip_range: of log-ratios of whole responses, which rounding must leave alone; None where there is none.
     scaler: what rewards go through.
+    learning_rates: of submodules that the algorithm adds to the policy, by name.
     """
 
     averages_tokens: bool
     clip_range: float | None
     scaler: Scaler
+    learning_rates: dict[str, float]
 
     def add_to(self, policy: PackedModel) -> None:
         """Adds what trains beside the policy."""

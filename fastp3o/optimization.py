@@ -17,21 +17,29 @@ from fastp3o.precision import Precision
 class Optimization:
     """A model that trains, its optimizer, the schedule of the learning rate, and what the precision needs besides.
 
-    Brings the model to the device.
+    Brings the model to the device. learning_rates: of those submodules that have one of their own, by name.
 
     model: the model to call, in a distributed wrapper where there is one.
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: PackedModel, precision: Precision, config: StageConfig, steps: int
+        self,
+        accelerator: Accelerator,
+        model: PackedModel,
+        precision: Precision,
+        config: StageConfig,
+        steps: int,
+        learning_rates: dict[str, float] | None = None,
     ):
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.accelerator, self.max_grad_norm = accelerator, config.max_grad_norm
         self.weights = (
             HalfWeights(accelerator, model, precision.weights) if precision.half else FullWeights(accelerator, model)
         )
         self.model = self.weights.model
+        rates = {"": config.learning_rate} | (learning_rates or {})
         self.optimizer = torch.optim.AdamW(
-            self.weights.parameters,
+            [{"params": of_part, "lr": rates[part]} for part, of_part in self.parts(trained, rates).items() if of_part],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -46,6 +54,13 @@ class Optimization:
         self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**12, enabled=fp16)
         accelerator.prepare(self.optimizer)
         accelerator.register_for_checkpointing(self.schedule, self.scaler, *([self.weights] if precision.half else []))
+
+    def parts(self, names: list[str], rates: dict[str, float]) -> dict[str, list[nn.Parameter]]:
+        """What trains, by the submodule whose learning rate it has; "" is the rest."""
+        parts: dict[str, list[nn.Parameter]] = {part: [] for part in rates}
+        for name, parameter in zip(names, self.weights.parameters, strict=True):
+            parts[next((part for part in rates if part and name.startswith(part + ".")), "")].append(parameter)
+        return parts
 
     @contextmanager
     def row(self, *, last: bool) -> Iterator[None]:

@@ -17,6 +17,7 @@ class P3O:
         self.config = config
         self.averages_tokens = config.clipping == "token"
         self.clip_range = config.clip_range
+        self.learning_rates = {}
         kind = AbsoluteScaler if config.reward_scaling == "absolute" else DifferenceScaler
         self.scaler = kind(config.reward_clip, scale=config.reward_scaling != "none")
 

@@ -81,7 +81,7 @@ def train(
 
     minibatches_per_update = config.pairs_per_update // config.pairs_per_minibatch
     steps = config.updates * config.inner_epochs * minibatches_per_update
-    optimization = Optimization(accelerator, model, precision, config, steps)
+    optimization = Optimization(accelerator, model, precision, config, steps, method.learning_rates)
     policy = optimization.model
     if config.lora_rank and not config.reference:
         reference = WithoutAdapters(policy)

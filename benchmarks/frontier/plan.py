@@ -87,8 +87,8 @@ def main(group: str) -> Iterator[Run]:
 
 
 def offsets(group: str) -> Iterator[Run]:
-    """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at neighbouring rates too, as one
-    of them could suit it better there; one for joint clipping; for the others one on one seed a task, as a proof.
+    """An offset that depends on the prompt: both kinds for PPO, one for joint clipping, and for the others one on one
+    seed a task, as a proof.
     """
     for run in main(group):
         kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
@@ -96,9 +96,6 @@ def offsets(group: str) -> Iterator[Run]:
             kinds = kinds or ("unlearnable",)
         for kind in kinds:
             yield replace(run, offset=kind, offset_sd=OFFSET_SD)
-        if run.algorithm == "ppo":
-            for rate in neighbours(group, run.learning_rate):
-                yield replace(run, learning_rate=rate, offset="unlearnable", offset_sd=OFFSET_SD)
 
 
 def scaling(group: str) -> Iterator[Run]:
@@ -124,17 +121,21 @@ def responses(group: str) -> Iterator[Run]:
 
 
 def sweep(group: str) -> Iterator[Run]:
-    """Every algorithm with the other KL coefficients."""
-    for run in main(group):
-        for kl_coef in KL_COEFS[run.algorithm][1:]:
-            yield replace(run, kl_coef=kl_coef)
+    """Every algorithm with the other KL coefficients, the largest first: a stopped sweep has its ends."""
+    for number in (2, 1):
+        for run in main(group):
+            yield replace(run, kl_coef=KL_COEFS[run.algorithm][number])
 
 
 def other_rates(group: str) -> Iterator[Run]:
-    """Every algorithm at the rates on either side of the chosen one, on the seeds of the results."""
+    """Every algorithm at the rates on either side of the chosen one, on the seeds of the results; PPO under the
+    unlearnable offset too, where another rate could suit it better.
+    """
     for run in main(group):
         for rate in neighbours(group, run.learning_rate):
             yield replace(run, learning_rate=rate)
+            if run.algorithm == "ppo":
+                yield replace(run, learning_rate=rate, offset="unlearnable", offset_sd=OFFSET_SD)
 
 
 def neighbours(group: str, rate: float) -> list[float]:

@@ -85,7 +85,7 @@ def config_and_algorithm(run: Run, task: Task, output: Path) -> tuple[OnlineConf
 
 # Rewards have unit deviation already; the running deviation would divide PPO's by that of the offset. And values must
 # be free to reach an offset of tens.
-PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0}
+PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
 
 def evaluations_of(folder: Path) -> list[dict[str, float]]:

@@ -19,6 +19,7 @@ class OnlineDPO:
 
     def __init__(self, config: OnlineDPOConfig):
         self.config = config
+        self.learning_rates = {}
         # The loss reads which reward is higher, nothing else.
         self.scaler = AbsoluteScaler(0.0, scale=False)
 

@@ -1,4 +1,4 @@
-"""PPO for language models: a critic on the policy's body, advantages of tokens, clipped ratios of tokens.
+"""PPO for language models: a critic, advantages of tokens, clipped ratios of tokens.
 
 Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et al. 2020, Huang et al. 2024): a KL
 penalty at each token, clipped values, whitened advantages. N tokens of a packed row.
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from fastp3o.baselines.advantages import advantages, token_rewards, whiten
 from fastp3o.baselines.config import PPOConfig
-from fastp3o.models import Head, PackedModel, label_logprobs, scalars, unwrap
+from fastp3o.baselines.critic import Critic
+from fastp3o.models import Head, PackedModel, label_logprobs, unwrap
 from fastp3o.packing import PackedRow
 from fastp3o.reward_scaling import AbsoluteScaler
 from fastp3o.update import Pairs
@@ -37,10 +38,13 @@ class PPO:
         self.config = config
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        return {"critic": self.config.critic_learning_rate}
+
     def add_to(self, policy: PackedModel) -> None:
-        """A value head on the policy's body. It starts at zero: the first advantages are those of no critic."""
-        policy.value_head = nn.Linear(policy.head().weight.shape[1], 1, bias=False)
-        nn.init.zeros_(policy.value_head.weight)
+        """The critic, as a submodule of the policy: what wraps, trains and saves one does so with the other."""
+        policy.critic = Critic(policy)
 
     @torch.no_grad()
     def prepare(
@@ -49,7 +53,7 @@ class PPO:
         """Adds values, advantages and returns of all rows."""
         every_row = [pairs for minibatch in minibatches for pairs in minibatch]
         with accelerator.autocast():
-            values = [logprobs_and_values(policy, pairs.row)[1] for pairs in every_row]
+            values = [unwrap(policy).critic(pairs.row) for pairs in every_row]
         estimated = [
             advantages(
                 token_rewards(
@@ -78,10 +82,10 @@ class PPO:
 
 def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the scored tokens and the value of what stands before each, [N] fp32 both."""
-    value_head = unwrap(policy).value_head
+    critic = unwrap(policy).critic
 
     def both(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        return label_logprobs(hidden, head, row), scalars(hidden, value_head.weight)
+        return label_logprobs(hidden, head, row), critic(row)
 
     return policy(row, row.scored_rows, both)
 
