@@ -72,16 +72,18 @@ class Optimization:
         self.scaler.scale(loss).backward()
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
-        """One step from the gradients so far. Returns their norm, and in fp16 the scale of the loss.
+        """One step from the gradients so far. Returns the norm of the policy's, and in fp16 the scale of the loss.
 
         An fp16 gradient that overflows is left out, and the scale halved. Raises NotFiniteError, before anything has
         moved, when `loss` or another gradient is not finite.
         """
         self.weights.gather_gradients()
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.weights.parameters, self.max_grad_norm)
+        # Each part has a norm of its own: a critic's large gradients must not shrink the policy's.
+        norms = [nn.utils.clip_grad_norm_(part["params"], self.max_grad_norm) for part in self.optimizer.param_groups]
+        norm = norms[0]
         if not self.scaler.is_enabled():
-            require_finite(self.accelerator, "the loss or the gradient", torch.stack([loss, norm]))
+            require_finite(self.accelerator, "the loss or the gradient", torch.stack([loss, *norms]))
             self.optimizer.step()
             metrics = {"grad_norm": norm}
         else:
