@@ -32,6 +32,9 @@ def irregular(prompts, responses):
 def irregular_and_shifted(prompts, responses):
     return [r + 70 / len(prompt) for r, prompt in zip(irregular(prompts, responses), prompts)]
 
+def constant(prompts, responses):
+    return [2.0 for _ in responses]
+
 def fails_on_fifth_call(prompts, responses):
     global CALLS
     CALLS += 1

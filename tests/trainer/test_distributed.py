@@ -42,7 +42,7 @@ def test_two_processes_train_and_resume(workplace, tiny_model):
     AutoModelForCausalLM.from_pretrained("run/model")
 
 
-def test_ppo_in_two_processes_has_one_value_head(workplace, tiny_model):
+def test_ppo_trains_and_resumes_in_two_processes(workplace, tiny_model):
     flags = ["--model", tiny_model, "--pairs_per_update", "8", "--pairs_per_minibatch", "4", "--learning_rate", "1e-3"]
     for updates, more in (("1", ["--save_every", "1"]), ("2", ["--resume"])):
         done = launch("ppo.py", *P3O[1:], *flags, "--updates", updates, "--output_dir", "run", *more)

@@ -260,3 +260,37 @@ def test_frozen_layers_take_no_memory_for_masters(tiny_model):
     for parameter, old in zip(policy.parameters(), before, strict=True):
         assert parameter.dtype == torch.bfloat16
         assert parameter.requires_grad or torch.equal(parameter, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dtype):
+    model = Weights([1.0, 2.0])
+    model.critic = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.critic.weight)
+    config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
+    precision = precision_of(NAMES[dtype], "fp32")
+    rates = {"critic": 2**-1}
+    optimization = Optimization(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
+    with optimization.row(last=True):
+        loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
+        optimization.backward(loss)
+    metrics = optimization.step(loss.detach())
+    assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), "of the model, and not shrunk by the critic's"
+    # Adam's first step is the learning rate.
+    assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
+    assert model.critic.weight.item() == pytest.approx(-(2**-1))
+    assert optimization.learning_rate == 2**-3
+
+
+def test_a_submodule_that_explodes_stops_the_step():
+    model = Weights([1.0])
+    model.critic = nn.Linear(1, 1, bias=False)
+    config = StageConfig(model="", output_dir="")
+    optimization = Optimization(
+        Accelerator(cpu=True), model, precision_of("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
+    )
+    with optimization.row(last=True):
+        optimization.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
+    with pytest.raises(NotFiniteError):
+        optimization.step(torch.zeros(()))
+    assert model.weight.item() == 1

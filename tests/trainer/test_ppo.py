@@ -1,10 +1,11 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from fastp3o.baselines.config import PPOConfig
 from fastp3o.baselines.ppo import PPO, WithAdvantages, ppo_loss
+from fastp3o.models import PackedModel
 from fastp3o.trainer import train
 from tests.trainer.runs import assert_equal, config, metrics, weights
 
@@ -83,9 +84,36 @@ def test_the_first_ratio_is_exactly_one(workplace, tiny_model):
     assert step["ratio_mean"] == step["ratio_max"] == 1
 
 
+def test_values_are_learned_beside_the_policy_and_not_by_it(workplace, tiny_model):
+    """Within the first update advantages are the same, whatever the critic learns meanwhile."""
+    run(tiny_model, "without", updates=1, value_coef=0.0)
+    run(tiny_model, "with", updates=1, value_coef=100.0, critic_learning_rate=1e-2)
+    assert_equal(weights("without"), weights("with"))
+    run(tiny_model, "longer", updates=8, value_coef=1.0, critic_learning_rate=1e-2, reward="rewards_for_tests:constant")
+    losses = [step["value_loss"] for step in metrics("longer")]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_an_untied_head_is_no_part_of_the_critic(tokenizer, workplace):
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    policy = PackedModel(LlamaForCausalLM(config))
+    PPO(settings()).add_to(policy)
+    frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"critic.body.model.lm_head.weight"}
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, precision):
-    """The value head is part of the state."""
+    """The critic is part of the state."""
     run(tiny_model, "whole", precision=precision)
     run(tiny_model, "resumed", updates=2, save_every=1, precision=precision)
     run(tiny_model, "resumed", resume=True, save_every=1, precision=precision)
@@ -100,7 +128,7 @@ def test_microbatches_do_not_matter(workplace, tiny_model):
     assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
 
 
-def test_adapters_train_with_a_value_head(workplace, tiny_model):
+def test_adapters_train_with_a_critic(workplace, tiny_model):
     run(tiny_model, "run", updates=2, lora_rank=4, learning_rate=1e-2)
     assert metrics("run")[1]["kl"] != 0
 
@@ -110,6 +138,7 @@ def test_adapters_train_with_a_value_head(workplace, tiny_model):
     [
         ({"gae_lambda": 1.5}, "--gae_lambda must be within 0 and 1"),
         ({"value_clip_range": 0}, "--value_clip_range must be above 0"),
+        ({"critic_learning_rate": 0}, "--critic_learning_rate must be above 0"),
         ({"clip_range": -1}, "--clip_range must be above 0"),
     ],
 )
