@@ -87,8 +87,8 @@ def main(group: str) -> Iterator[Run]:
 
 
 def offsets(group: str) -> Iterator[Run]:
-    """An offset that depends on the prompt: both kinds for PPO, one for joint clipping, and for the others one on one
-    seed a task, as a proof.
+    """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at two lower rates too, as noise may
+    want slower steps; one for joint clipping, and for the others one on one seed a task, as a proof.
     """
     for run in main(group):
         kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
@@ -96,6 +96,9 @@ def offsets(group: str) -> Iterator[Run]:
             kinds = kinds or ("unlearnable",)
         for kind in kinds:
             yield replace(run, offset=kind, offset_sd=OFFSET_SD)
+        if run.algorithm == "ppo":
+            for rate in [rate for rate in LEARNING_RATES[group] if rate < run.learning_rate][-2:]:
+                yield replace(run, learning_rate=rate, offset="unlearnable", offset_sd=OFFSET_SD)
 
 
 def scaling(group: str) -> Iterator[Run]:
@@ -128,14 +131,10 @@ def sweep(group: str) -> Iterator[Run]:
 
 
 def other_rates(group: str) -> Iterator[Run]:
-    """Every algorithm at the rates on either side of the chosen one, on the seeds of the results; PPO under the
-    unlearnable offset too, where another rate could suit it better.
-    """
+    """Every algorithm at the rates on either side of the chosen one, on the seeds of the results."""
     for run in main(group):
         for rate in neighbours(group, run.learning_rate):
             yield replace(run, learning_rate=rate)
-            if run.algorithm == "ppo":
-                yield replace(run, learning_rate=rate, offset="unlearnable", offset_sd=OFFSET_SD)
 
 
 def neighbours(group: str, rate: float) -> list[float]:
