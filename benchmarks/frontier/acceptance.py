@@ -8,7 +8,7 @@ from typing import NamedTuple
 from benchmarks.frontier import cells
 from benchmarks.frontier.comparisons import MAIN, Comparison, difference
 from benchmarks.frontier.endpoints import CLIPPINGS, HIGH_KLS, final_kls
-from benchmarks.frontier.plan import GROUPS, HIGH_LEARNING_RATE
+from benchmarks.frontier.plan import GROUPS, HIGH_LEARNING_RATE, LEARNING_RATES
 from benchmarks.frontier.records import OUTCOMES, Arm, Study, by_seed, enough, name_of
 from benchmarks.frontier.sanity import SMALLEST_ESS, Optimum, above_optimum
 from benchmarks.goals import NOT_MEASURED
@@ -66,21 +66,44 @@ def hashes(study: Study, group: str, algorithm: str) -> list[tuple[str, str]]:
 
 
 def sensitivity_of_ppo(study: Study) -> Verdict:
-    drop = Comparison("PPO's drop", Arm("ppo"), Arm("ppo", "unlearnable"))
+    bounds = [
+        Bound(Comparison(f"PPO's drop{at_rate(arm)}", Arm("ppo"), arm), kl, "reward", 0.3)
+        for arm in ppo_under_offset(study)
+        for kl in (2.0, 4.0)
+    ]
     learnable = Comparison("learnable", Arm("ppo"), Arm("ppo", "learnable"))
-    bounds = [Bound(drop, kl, "reward", 0.3) for kl in (2.0, 4.0)]
     beside = [Bound(learnable, kl, "reward", 0.3) for kl in (2.0, 4.0)]
-    numbers, verdict = judged(study, bounds)
+    numbers, verdict = judged(study, measured_or_main(study, bounds))
     rule = "2. PPO's drop under the unlearnable offset: lower limit above 0.3"
     return Verdict(rule, f"{numbers}; for comparison {judged(study, beside)[0]}", verdict)
 
 
 def better_than_ppo_under_an_offset(study: Study) -> Verdict:
-    comparison = Comparison("joint − ppo", Arm("joint", "unlearnable"), Arm("ppo", "unlearnable"))
     limits = {"reward": 0.3, "gold": 0.0}
-    bounds = [Bound(comparison, kl, of, above) for of, above in limits.items() for kl in (2.0, 4.0)]
+    bounds = [
+        Bound(Comparison(f"joint − ppo{at_rate(arm)}", Arm("joint", "unlearnable"), arm), kl, of, above)
+        for arm in ppo_under_offset(study)
+        for of, above in limits.items()
+        for kl in (2.0, 4.0)
+    ]
     rule = "3. P3O over PPO under the unlearnable offset: lower limit above 0.3 (proxy), above 0 (gold)"
-    return Verdict(rule, *judged(study, bounds))
+    return Verdict(rule, *judged(study, measured_or_main(study, bounds)))
+
+
+def ppo_under_offset(study: Study) -> list[Arm]:
+    """At its chosen rate, and at every other that was tried there: noise may want slower steps."""
+    chosen = study.rate(LANGUAGES, "ppo")
+    others = [Arm("ppo", "unlearnable", rate) for rate in LEARNING_RATES[LANGUAGES] if rate != chosen]
+    return [Arm("ppo", "unlearnable"), *others]
+
+
+def at_rate(arm: Arm) -> str:
+    return "" if arm.learning_rate is None else f" at {cells.rate(arm.learning_rate)}"
+
+
+def measured_or_main(study: Study, bounds: list[Bound]) -> list[Bound]:
+    """Those at the chosen rate, and of the other rates those that enough runs get to."""
+    return [b for b in bounds if b.comparison.second.learning_rate is None or judged(study, [b])[1] != NOT_MEASURED]
 
 
 def not_inferior_without_offset(study: Study) -> Verdict:

@@ -87,8 +87,8 @@ def main(group: str) -> Iterator[Run]:
 
 
 def offsets(group: str) -> Iterator[Run]:
-    """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at two lower rates too, as noise may
-    want slower steps; one for joint clipping, and for the others one on one seed a task, as a proof.
+    """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at two lower rates too, as noise
+    may want slower steps; one for joint clipping, and for the others one on one seed a task, as a proof.
     """
     for run in main(group):
         kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
