@@ -57,15 +57,20 @@ def main() -> None:
                 execute(pool, f"{group}: {part}", runs, tasks, trained, records)
                 if part == "rates" and not arguments.only:
                     choose_rates(group, read(records))
-            finished = list(PARTS["main"](group))
-            # Recorded runs of another machine have left no models here.
-            if all(Path(model_of(run, trained)).exists() for run in finished):
-                tasks = tasks_of(pool, {run.task for run in finished}, arguments.runs)
-                write_optima(pool, tasks, arguments.results / "optimum.json")
-                write_win_rates(pool, group, tasks, trained, arguments.results / "win_rates.json")
+                if part == "main":
+                    compare_finished(pool, group, arguments)
     if arguments.results == RESULTS:
         tables.write()
         figures.main()
+
+
+def compare_finished(pool: ProcessPoolExecutor, group: str, arguments: argparse.Namespace) -> None:
+    """Win rates of the main runs and the optimum that none can pass; runs recorded elsewhere left no models here."""
+    runs, trained = list(PARTS["main"](group)), arguments.runs / "trained"
+    if all(Path(model_of(run, trained)).exists() for run in runs):
+        tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)
+        write_optima(pool, tasks, arguments.results / "optimum.json")
+        write_win_rates(pool, group, tasks, trained, arguments.results / "win_rates.json")
 
 
 def tasks_of(pool: ProcessPoolExecutor, names: set[str], folder: Path) -> dict[str, Task]:
