@@ -175,7 +175,7 @@ def win_rates(rates: list[dict], path: Path) -> bool:
     for axes, task in zip(panels, tasks, strict=True):
         draw_win_rates(axes, [rate for rate in rates if rate["task"] == task])
         axes.set_title(task, fontsize=10)
-    finish(figure, panels, "Win rates with 95% intervals", path)
+    finish(figure, panels, "Final models head to head, each at its own KL, with 95% intervals", path)
     return True
 
 
@@ -196,7 +196,8 @@ def draw_win_rates(axes: Axes, rates: list[dict]) -> None:
 
 
 def pair_of(rate: dict) -> str:
-    return f"{NAMES[rate['first']]} over {NAMES[rate['second']]}"
+    names = f"{NAMES[rate['first']]} over {NAMES[rate['second']]}"
+    return f"{names}\nKL {rate['first_kl']:.1f} and {rate['second_kl']:.1f}"
 
 
 def main() -> None:

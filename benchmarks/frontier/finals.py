@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frontier.plan import Run, group_of, main
+from benchmarks.frontier.records import Record, name_of
 from benchmarks.frontier.tasks import ROLLOUTS, Task
 from fastp3o.matched_kl import interval
 from fastp3o.pretrained import load_tokenizer
@@ -16,8 +17,13 @@ FIRST = "joint"
 START = "sft"
 
 
-def win_rates(pool: Executor, group: str, tasks: dict[str, Task], folder: Path) -> list[dict[str, Any]]:
-    """Joint clipping against every other algorithm and the start of all: means over seeds with their intervals."""
+def win_rates(
+    pool: Executor, group: str, tasks: dict[str, Task], folder: Path, records: list[Record]
+) -> list[dict[str, Any]]:
+    """Joint clipping against every other algorithm and the start of all: means over seeds with their intervals.
+
+    first_kl, second_kl: mean final KLs of the models, in nats per response; they differ, and with them what is won.
+    """
     of_seeds: dict[int, list[Run]] = defaultdict(list)
     for run in main(group):
         of_seeds[run.seed].append(run)
@@ -27,11 +33,22 @@ def win_rates(pool: Executor, group: str, tasks: dict[str, Task], folder: Path) 
         for key, rate in future.result().items():
             rates[key][runs[0].task].append(rate)
     found = {key: interval(list(of_tasks.values())) for key, of_tasks in rates.items()}
+    kls = mean_final_kls(group, records)
     return [
         {"task": group, "first": FIRST, "second": second, "by": by, "seeds": rate.count}
+        | {"first_kl": kls[FIRST], "second_kl": kls[second]}
         | {"win_rate": rate.mean, "low": rate.low, "high": rate.high}
         for (second, by), rate in found.items()
     ]
+
+
+def mean_final_kls(group: str, records: list[Record]) -> dict[str, float]:
+    names = {run.name: run.algorithm for run in main(group)}
+    kls: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if name_of(record) in names:
+            kls[record["algorithm"]].append(record["evaluations"][-1]["kl"])
+    return {START: 0.0} | {algorithm: sum(of_runs) / len(of_runs) for algorithm, of_runs in kls.items()}
 
 
 def of_seed(runs: list[Run], task: Task, folder: Path) -> dict[tuple[str, str], float]:

@@ -70,7 +70,8 @@ def compare_finished(pool: ProcessPoolExecutor, group: str, arguments: argparse.
     if all(Path(model_of(run, trained)).exists() for run in runs):
         tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)
         write_optima(pool, tasks, arguments.results / "optimum.json")
-        write_win_rates(pool, group, tasks, trained, arguments.results / "win_rates.json")
+        rates = win_rates(pool, group, tasks, trained, read(arguments.results / "runs.jsonl"))
+        write_win_rates(group, rates, arguments.results / "win_rates.json")
 
 
 def tasks_of(pool: ProcessPoolExecutor, names: set[str], folder: Path) -> dict[str, Task]:
@@ -127,9 +128,9 @@ def write_optima(pool: ProcessPoolExecutor, tasks: dict[str, Task], path: Path) 
     path.write_text(json.dumps(curves | {name: future.result() for name, future in missing.items()}) + "\n")
 
 
-def write_win_rates(pool: ProcessPoolExecutor, group: str, tasks: dict[str, Task], folder: Path, path: Path) -> None:
+def write_win_rates(group: str, rates: list[dict[str, Any]], path: Path) -> None:
     others = [rate for rate in (json.loads(path.read_text()) if path.exists() else []) if rate["task"] != group]
-    path.write_text(json.dumps(others + win_rates(pool, group, tasks, folder), indent=1) + "\n")
+    path.write_text(json.dumps(others + rates, indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:

@@ -243,7 +243,17 @@ def test_numbers_are_short_and_plain():
 
 def test_figures_are_drawn_from_what_there_is(study, optimum, tmp_path):
     path = tmp_path / "figure.png"
-    rates = [{"task": "docstrings", "first": "joint", "second": "sft", "by": "reward", "win_rate": 0.7}]
+    rates = [
+        {
+            "task": "docstrings",
+            "first": "joint",
+            "second": "sft",
+            "by": "reward",
+            "win_rate": 0.7,
+            "first_kl": 2.0,
+            "second_kl": 0.0,
+        }
+    ]
     drawn = [
         figures.frontier(study, optimum, "languages", path),
         figures.frontier(without(study, algorithm="ppo"), {}, plan.DOCSTRINGS, path),
