@@ -3,6 +3,7 @@
 Rewards, and so the bounds, are in standard deviations of the reward over responses of the fine-tuned policy.
 """
 
+import math
 from typing import NamedTuple
 
 from benchmarks.frontier import cells
@@ -160,11 +161,11 @@ def ends_of_sequences(study: Study) -> Verdict:
 
 
 def judged(study: Study, bounds: list[Bound]) -> tuple[str, str]:
-    """Numbers and verdict of limits that shall hold together; too few pairs of runs count as not measured."""
+    """Numbers and verdict of limits that shall hold together; too few pairs of runs for a limit: not measured."""
     numbers, parts = [], []
     for comparison, kl, of, above in bounds:
         found = difference(study, LANGUAGES, comparison, kl, of, comparisons=len(bounds))
-        measured = found is not None and enough(found.count)
+        measured = found is not None and enough(found.count) and math.isfinite(found.low)
         parts.append(passed(found.low > above) if measured else NOT_MEASURED)
         outcome = OUTCOMES[LANGUAGES][of]
         numbers.append(f"{comparison.label}, {outcome} at KL {kl:g}: {cells.estimate(found, signed=True)}")
