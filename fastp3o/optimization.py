@@ -72,7 +72,7 @@ class Optimization:
         self.scaler.scale(loss).backward()
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
-        """One step from the gradients so far. Returns the norm of the policy's, and in fp16 the scale of the loss.
+        """One step from the gradients so far. Returns the norm of the first part's, and in fp16 the scale of the loss.
 
         An fp16 gradient that overflows is left out, and the scale halved. Raises NotFiniteError, before anything has
         moved, when `loss` or another gradient is not finite.

@@ -36,11 +36,8 @@ class PPO:
 
     def __init__(self, config: PPOConfig):
         self.config = config
+        self.learning_rates = {"critic": config.critic_learning_rate}
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
-
-    @property
-    def learning_rates(self) -> dict[str, float]:
-        return {"critic": self.config.critic_learning_rate}
 
     def add_to(self, policy: PackedModel) -> None:
         """The critic, as a submodule of the policy: what wraps, trains and saves one does so with the other."""

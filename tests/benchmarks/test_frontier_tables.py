@@ -267,3 +267,10 @@ def test_figures_are_drawn_from_what_there_is(study, optimum, tmp_path):
     assert not figures.frontier(EMPTY, optimum, "languages", path)
     assert not any(draw(EMPTY, path) for draw in (figures.sweep, figures.clipping, figures.learning_rates))
     assert not figures.win_rates([], path)
+
+
+def test_the_committed_tables_are_those_of_the_committed_runs():
+    study = records.load()
+    optimum = json.loads(records.read(records.RESULTS / "optimum.json"))
+    assert tables.sections(study, optimum) in tables.README.read_text()
+    assert tables.ALL_RUNS.read_text().count("\n| ") == len(study.runs) + 2
