@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 from benchmarks.frontier import cells
-from benchmarks.frontier.comparisons import MAIN, Comparison, difference
+from benchmarks.frontier.comparisons import MAIN, Comparison, difference, rivals_at_other_rates
 from benchmarks.frontier.endpoints import CLIPPINGS, HIGH_KLS, final_kls
 from benchmarks.frontier.plan import GROUPS, HIGH_LEARNING_RATE, LEARNING_RATES
 from benchmarks.frontier.records import OUTCOMES, Arm, Study, by_seed, enough, name_of
@@ -109,8 +109,9 @@ def measured_or_main(study: Study, bounds: list[Bound]) -> list[Bound]:
 
 def not_inferior_without_offset(study: Study) -> Verdict:
     comparisons = [Comparison(f"joint − {other}", Arm("joint"), Arm(other)) for other in ("ppo", "dpo")]
+    comparisons += rivals_at_other_rates(study, LANGUAGES)
     bounds = [Bound(comparison, kl, "reward", -0.1) for comparison in comparisons for kl in (1.0, 2.0)]
-    numbers, verdict = judged(study, bounds)
+    numbers, verdict = judged(study, measured_or_main(study, bounds))
     tried = [rates_tried(study, algorithm) for algorithm in ("joint", "ppo", "dpo")]
     rule = f"4. No offset: lower limit above −0.1; at least {RATES} learning rates an algorithm, on seeds of their own"
     chosen = passed(min(tried) >= RATES) if any(tried) else NOT_MEASURED

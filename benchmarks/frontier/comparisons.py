@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from benchmarks.frontier import cells
-from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS
+from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS, LEARNING_RATES
 from benchmarks.frontier.records import OFFSETS, OUTCOMES, Arm, Study, enough, gains_at
 from fastp3o.matched_kl import Estimate, Seed, paired_difference
 
@@ -26,6 +26,21 @@ COMPARISONS = [
     *(Comparison(f"ppo with {kind} offset − ppo without", Arm("ppo", kind), Arm("ppo")) for kind in OFFSET_KINDS),
     Comparison("joint: K 4 of 32 prompts − K 2 of 64", Arm("joint", responses_per_prompt=4), Arm("joint")),
 ]
+
+
+def rivals_at_other_rates(study: Study, group: str) -> list[Comparison]:
+    """Joint clipping against PPO and DPO at rates that the selection seeds did not choose, as far as they ran."""
+    arms = [
+        Arm(algorithm, learning_rate=rate)
+        for algorithm in ("ppo", "dpo")
+        for rate in LEARNING_RATES[group]
+        if rate != study.rate(group, algorithm)
+    ]
+    return [
+        Comparison(f"joint − {arm.algorithm} at {cells.rate(arm.learning_rate)}", Arm("joint"), arm)
+        for arm in arms
+        if study.runs_of(group, arm)
+    ]
 
 
 def matched_kls(study: Study, group: str) -> tuple[float, ...]:
@@ -65,10 +80,11 @@ def differences(study: Study, group: str) -> tuple[list[list[str]], int]:
     """Every comparison, and the number of intervals that hold together. Header first."""
     kls = matched_kls(study, group)
     outcomes = OUTCOMES[group]
-    wanted = [(comparison, kl, of) for comparison in COMPARISONS for kl in kls for of in outcomes]
+    comparisons = COMPARISONS + rivals_at_other_rates(study, group)
+    wanted = [(comparison, kl, of) for comparison in comparisons for kl in kls for of in outcomes]
     count = sum(difference(study, group, *one) is not None for one in wanted)
     rows = [["difference", "gain", *(f"at KL {kl:g}" for kl in kls)]]
-    for comparison in COMPARISONS:
+    for comparison in comparisons:
         for of, outcome in outcomes.items():
             found = [difference(study, group, comparison, kl, of, count) for kl in kls]
             rows.append([comparison.label, outcome, *(cells.estimate(one, signed=True) for one in found)])
