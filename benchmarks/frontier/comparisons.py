@@ -7,7 +7,7 @@ from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS, LEARNING_RATES
 from benchmarks.frontier.records import OFFSETS, OUTCOMES, Arm, Study, enough, gains_at
 from fastp3o.matched_kl import Estimate, Seed, paired_difference
 
-KLS = {"languages": (1.0, 2.0, 4.0), DOCSTRINGS: (0.5, 1.0, 2.0, 4.0)}  # nats per response
+KLS = {"languages": (1.0, 2.0, 4.0), DOCSTRINGS: (0.1, 0.2, 0.4)}  # nats per response
 # P3O and DPO see differences of rewards only, for which one kind of offset is proof enough.
 MAIN = [Arm(name, offset) for name in ALGORITHMS for offset in OFFSETS if name == "ppo" or offset != "learnable"]
 

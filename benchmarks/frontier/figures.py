@@ -169,13 +169,13 @@ def win_rates(rates: list[dict], path: Path) -> bool:
     """How often one model's response scores above another's, with its interval."""
     if not rates:
         return False
-    tasks = list(dict.fromkeys(rate["task"] for rate in rates))
-    figure = Figure(figsize=(0.6 + 5 * len(tasks), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
-    for axes, task in zip(panels, tasks, strict=True):
-        draw_win_rates(axes, [rate for rate in rates if rate["task"] == task])
-        axes.set_title(task, fontsize=10)
-    finish(figure, panels, "Final models head to head, each at its own KL, with 95% intervals", path)
+    duels = sorted({(rate["equal_kl"] is None, rate["task"], rate["equal_kl"]) for rate in rates})
+    figure = Figure(figsize=(0.6 + 5 * len(duels), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(duels), squeeze=False)[0]
+    for axes, (ended, task, equal_kl) in zip(panels, duels, strict=True):
+        draw_win_rates(axes, [rate for rate in rates if (rate["task"], rate["equal_kl"]) == (task, equal_kl)])
+        axes.set_title(f"{task}, {'as runs ended' if ended else f'stopped at KL {equal_kl:g}'}", fontsize=10)
+    finish(figure, panels, "Head to head, with 95% intervals", path)
     return True
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.frontier import figures, tables
-from benchmarks.frontier.finals import model_of, win_rates
+from benchmarks.frontier.duels import EQUAL_KL, as_they_ended, at_equal_kl, model_of, win_rates
 from benchmarks.frontier.optimum import optimum
 from benchmarks.frontier.plan import (
     ALGORITHMS,
@@ -38,7 +38,7 @@ from fastp3o.matched_kl import gain_at_kl
 
 # Where learning rates are compared, in nats per response, and how much further a run must get, so that others get
 # there too.
-SELECTION_KL = {"languages": 4.0, DOCSTRINGS: 1.0}
+SELECTION_KL = {"languages": 4.0, DOCSTRINGS: 0.2}
 MARGIN = 1.5
 
 
@@ -70,7 +70,10 @@ def compare_finished(pool: ProcessPoolExecutor, group: str, arguments: argparse.
     if all(Path(model_of(run, trained)).exists() for run in runs):
         tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)
         write_optima(pool, tasks, arguments.results / "optimum.json")
-        rates = win_rates(pool, group, tasks, trained, read(arguments.results / "runs.jsonl"))
+        ended = as_they_ended(group, trained, read(arguments.results / "runs.jsonl"))
+        rates = win_rates(pool, tasks, ended, None)
+        if group in EQUAL_KL:
+            rates += win_rates(pool, tasks, at_equal_kl(pool, group, tasks, trained), EQUAL_KL[group])
         write_win_rates(group, rates, arguments.results / "win_rates.json")
 
 

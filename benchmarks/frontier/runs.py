@@ -30,8 +30,11 @@ from fastp3o.trainer import train
 MINIBATCHES = 4
 
 
-def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
-    """Trains in `folder`/run.name, where the finished model stays, and returns the run with what came out."""
+def record_of(run: Run, task: Task, folder: Path, updates: int | None = None) -> dict[str, Any]:
+    """Trains in `folder`/run.name, where the finished model stays, and returns the run with what came out.
+
+    updates: stop after so many, with the bits that the whole run has there; None for the whole run.
+    """
     # Workers outlive a command that was stopped: its runs must not write where those of the next one do.
     output = folder / f"{run.name}.{os.getpid()}"
     output.mkdir(parents=True)
@@ -39,7 +42,7 @@ def record_of(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with (output / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(*config_and_algorithm(run, task, output), reward=reward_of(run, task), gold=task.gold_reward())
+        train(*config_and_algorithm(run, task, output, updates), reward=reward_of(run, task), gold=task.gold_reward())
     shutil.rmtree(output / "state")
     finished = folder / run.name
     shutil.rmtree(finished, ignore_errors=True)
@@ -57,7 +60,7 @@ def reward_of(run: Run, task: Task) -> OffsetReward:
     return OffsetReward(reward, task.reward_mean, task.reward_std, OFFSETS[run.offset], run.offset_sd)
 
 
-def config_and_algorithm(run: Run, task: Task, output: Path) -> tuple[OnlineConfig, type]:
+def config_and_algorithm(run: Run, task: Task, output: Path, updates: int | None = None) -> tuple[OnlineConfig, type]:
     settings = ROLLOUTS[group_of(run.task)] | {
         "model": task.policy,
         "reward": task.reward_model,
@@ -73,6 +76,8 @@ def config_and_algorithm(run: Run, task: Task, output: Path) -> tuple[OnlineConf
         "report_to": "none",
         "samples_every": 0,
     }
+    if updates is not None:
+        settings["updates"] = updates
     # As many optimizer steps, whatever the number of prompts.
     settings["pairs_per_minibatch"] = run.prompts_per_update // MINIBATCHES
     if run.algorithm == "ppo":

@@ -1,13 +1,15 @@
 """From a planned run to its record, and from records to the chosen learning rates."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.frontier import optimum, plan, run, runs, synthetic, tasks
+from benchmarks.frontier import duels, optimum, plan, run, runs, synthetic, tasks
 from benchmarks.frontier.language import Language
 from benchmarks.frontier.plan import Run
 from benchmarks.frontier.records import name_of
@@ -52,6 +54,39 @@ def test_a_run_is_recorded_with_its_evaluations_and_weights(task, tmp_path):
     assert [path.name for path in (tmp_path / "trained").iterdir()] == [START.name]
     assert Path(tmp_path / "trained" / START.name / "model" / "model.safetensors").exists()
     assert runs.record_of(START, task, tmp_path / "trained")["sha256"] == record["sha256"]
+
+
+def test_a_run_that_stops_early_is_the_beginning_of_the_whole_run(task, tmp_path):
+    whole = runs.record_of(START, task, tmp_path / "whole")
+    early = runs.record_of(START, task, tmp_path / "early", updates=1)
+    assert early["evaluations"] == whole["evaluations"][:2]
+
+
+def test_runs_stop_where_their_responses_reach_a_kl(tmp_path):
+    rounds = [{"step": step, "kl": kl} for step, kl in enumerate((0.0, 1.0, 4.5, 3.0, 6.0), start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rounds))
+    assert duels.update_at(tmp_path, 4.0) == 2
+    with pytest.raises(ValueError, match="no round reached KL 8"):
+        duels.update_at(tmp_path, 8.0)
+
+
+def test_win_rates_are_means_over_seeds_of_every_rival(task, tmp_path):
+    trained = replace(START, learning_rate=3e-2)
+    runs.record_of(trained, task, tmp_path)
+    players = {}
+    for seed, kl in ((0, 2.0), (1, 3.0)):
+        players[replace(trained, seed=seed)] = duels.Player(duels.model_of(trained, tmp_path), kl)
+        players[replace(trained, seed=seed, algorithm="ppo")] = duels.Player(task.policy, 1.0)
+    with ThreadPoolExecutor(1) as pool:
+        rows = duels.win_rates(pool, {task.name: task}, players, equal_kl=None)
+    assert [(row["second"], row["by"]) for row in rows] == list(product(("ppo", "sft"), ("reward", "gold")))
+    for row in rows:
+        assert (row["task"], row["first"], row["seeds"], row["first_kl"]) == ("languages", "joint", 2, 2.5)
+        assert row["low"] <= row["win_rate"] <= row["high"]
+    assert [row["second_kl"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
+    # This PPO is the start itself.
+    assert [row["win_rate"] for row in rows[:2]] == [row["win_rate"] for row in rows[2:]]
+    assert rows[0]["win_rate"] != 0.5
 
 
 @pytest.mark.parametrize(("algorithm", "moves"), [("joint", False), ("none", False), ("dpo", False), ("ppo", True)])

@@ -38,12 +38,13 @@ def record(run: Run) -> dict:
     speed = 5 * (run.learning_rate / 3e-4) ** 0.8 * (0.03 / run.kl_coef) ** 0.25 * of_seed.uniform(0.9, 1.15)
     speed *= {"none": 1.6, "ppo": 1.5, "dpo": 1.2}.get(run.algorithm, 1.0)
     speed *= 0.35 if run.algorithm == "joint-absolute" and run.offset != "none" else 1.0
+    speed *= 0.1 if run.task == plan.DOCSTRINGS else 1.0
     efficiency = of_seed.normal(0.75, 0.02) - 0.02 * math.log(run.learning_rate / 1.5e-4)
     offset_harm = {"none": 0.0, "learnable": 0.05, "unlearnable": 0.5}[run.offset] if run.algorithm == "ppo" else 0.0
     seen = plan.replace(run, offset="none", offset_sd=0.0) if run.algorithm in endpoints.CLIPPINGS else run
     evaluations = []
     for step in UPDATES:
-        kl = max(0.0, speed * (1 - math.exp(-step / 15)) + (noise.normal(0, 0.03) if step else 0))
+        kl = max(0.0, speed * (1 - math.exp(-step / 15)) + (speed * noise.normal(0, 0.006) if step else 0))
         gain = (efficiency - offset_harm) * best(kl) + (noise.normal(0, 0.02) if step else 0)
         evaluation = {"step": step, "reward": 10.0 + gain, "reward_std": 1.0 + run.offset_sd, "kl": kl, "kl_std": 1.0}
         evaluation |= {"response_length": 20.0, "missing_eos": 0.001, "prompts": 128}
@@ -134,7 +135,7 @@ def test_differences_are_paired_and_corrected_for_all_in_the_table(study):
 
 
 def test_docstrings_are_compared_only_where_most_seeds_of_every_algorithm_are(study):
-    assert comparisons.matched_kls(study, plan.DOCSTRINGS) == (1.0, 2.0)
+    assert comparisons.matched_kls(study, plan.DOCSTRINGS) == (0.1, 0.2)
     assert comparisons.matched_kls(EMPTY, plan.DOCSTRINGS) == ()
 
 
@@ -249,10 +250,12 @@ def test_figures_are_drawn_from_what_there_is(study, optimum, tmp_path):
             "first": "joint",
             "second": "sft",
             "by": "reward",
+            "equal_kl": equal_kl,
             "win_rate": 0.7,
             "first_kl": 2.0,
             "second_kl": 0.0,
         }
+        for equal_kl in (None, 4.0)
     ]
     drawn = [
         figures.frontier(study, optimum, "languages", path),
