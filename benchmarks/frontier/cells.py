@@ -49,5 +49,5 @@ def rate(value: float | None) -> str:
     """3e-4 rather than 0.0003 or 3e-04."""
     if value is None:
         return NOT_MEASURED
-    digits, exponent = f"{value:.1e}".split("e")
+    digits, exponent = f"{value:.2e}".split("e")
     return f"{float(digits):g}e{int(exponent)}"

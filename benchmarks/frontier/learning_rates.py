@@ -20,7 +20,7 @@ def of_rate(study: Study, group: str, algorithm: str, rate: float) -> list:
 
 
 def table(study: Study, group: str) -> list[list[str]]:
-    """Proxy gains at matched KL; the chosen rate in bold. Header first."""
+    """Proxy gains at matched KL; the chosen rate in bold. Header first. Other rates may not have run on all seeds."""
     kls = matched_kls(study, group)
     header = ["algorithm", "learning rate", "seeds of the", "seeds", "first KL", "final KL"]
     rows = [header + [f"gain at KL {kl:g}" for kl in kls]]
@@ -31,6 +31,8 @@ def table(study: Study, group: str) -> list[list[str]]:
             text = cells.rate(rate)
             chosen = f"**{text}**" if rate == study.rate(group, algorithm) else text
             runs = study.runs_of(group, Arm(algorithm, offset, rate), selection=seeds == "selection")
+            if not runs and rate != study.rate(group, algorithm):
+                continue
             final = cells.level({seed: run["evaluations"][-1]["kl"] for seed, run in by_seed(runs).items()})
             gains = [cells.level(gains_at(runs, kl, "reward")) for kl in kls]
             rows.append([label, chosen, seeds, str(len(runs)), cells.first_kl(runs), final, *gains])

@@ -235,7 +235,7 @@ def test_missing_arms_leave_the_others(study, optimum):
 
 
 def test_numbers_are_short_and_plain():
-    assert [cells.rate(value) for value in (3e-4, 1.5e-4, 1e-3)] == ["3e-4", "1.5e-4", "1e-3"]
+    assert [cells.rate(value) for value in (3e-4, 1.5e-4, 3.75e-5)] == ["3e-4", "1.5e-4", "3.75e-5"]
     assert [cells.number(-0.001, signed=True), cells.number(-1.5)] == ["+0.00", "−1.50"]
     assert cells.level({("a", 0): None}) == cells.NOT_REACHED
     assert cells.level({}) == cells.NOT_MEASURED
