@@ -1,6 +1,7 @@
 """Where runs end: clipping at the high learning rate, scaling under an offset, the sweep of KL coefficients."""
 
 from benchmarks.frontier import cells
+from benchmarks.frontier.comparisons import matched_kls
 from benchmarks.frontier.plan import ALGORITHMS, HIGH_LEARNING_RATE, KL_COEFS
 from benchmarks.frontier.records import OUTCOMES, Arm, Record, Study, by_seed, final_gain, gains_at
 from fastp3o.matched_kl import Evaluations, line
@@ -44,12 +45,15 @@ def scaling(study: Study, group: str) -> list[list[str]]:
 
 
 def sweep(study: Study, group: str) -> list[list[str]]:
-    """Every algorithm with every KL coefficient. Header first."""
-    rows = [["algorithm", "KL coefficient", "final KL", *(f"final gain, {name}" for name in OUTCOMES[group].values())]]
+    """Every algorithm with every KL coefficient: its ends, and the proxy's gain at matched KL. Header first."""
+    kls = matched_kls(study, group)
+    header = ["algorithm", "KL coefficient", "final KL", *(f"final gain, {name}" for name in OUTCOMES[group].values())]
+    rows = [header + [f"gain at KL {kl:g}" for kl in kls]]
     for algorithm in ALGORITHMS:
         for kl_coef in KL_COEFS[algorithm]:
             runs = study.runs_of(group, Arm(algorithm, kl_coef=kl_coef))
-            rows.append(at_the_end([algorithm, f"{kl_coef:g}"], runs, group))
+            gains = [cells.level(gains_at(runs, kl, "reward")) for kl in kls]
+            rows.append(at_the_end([algorithm, f"{kl_coef:g}"], runs, group) + gains)
     return rows
 
 
