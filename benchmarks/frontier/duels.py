@@ -4,10 +4,10 @@ Twice: as the runs ended, each at its own KL, and each where its run reached one
 again up to there, which gives the same bits as the runs had.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +17,12 @@ from benchmarks.frontier.runs import record_of
 from benchmarks.frontier.tasks import ROLLOUTS, Task
 from fastp3o.matched_kl import interval
 from fastp3o.pretrained import load_tokenizer
-from fastp3o.reporting import METRICS
 from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
 from fastp3o.win_rates.rates import win_rate
 
 FIRST = "joint"
 START = "sft"
-# Nats per response. The docstrings' KLs are too small to be read off the few responses of a round.
+# Nats per response. Win rates on the docstrings are too near to one half for a KL to matter.
 EQUAL_KL = {"languages": 4.0}
 
 
@@ -34,25 +33,31 @@ class Player(NamedTuple):
 
 def as_they_ended(group: str, folder: Path, records: Iterable[Record]) -> dict[Run, Player]:
     """The models of the main runs, which `folder` holds."""
-    of_name = {name_of(record): record for record in records}
-    return {run: Player(model_of(run, folder), last_kl(of_name[run.name])) for run in main(group)}
+    return {run: Player(model_of(run, folder), last_kl(record)) for run, record in recorded(group, records).items()}
 
 
-def at_equal_kl(pool: Executor, group: str, tasks: dict[str, Task], folder: Path) -> dict[Run, Player]:
-    """The models of the main runs where they reached EQUAL_KL, out of those runs' metrics in `folder`."""
+def at_equal_kl(
+    pool: Executor, group: str, tasks: dict[str, Task], folder: Path, records: Iterable[Record]
+) -> dict[Run, Player]:
+    """Models of the main runs where they reached EQUAL_KL, trained again in a folder of their own."""
     stopped = folder / "at_equal_kl"
-    runs = {run: update_at(folder / run.name, EQUAL_KL[group]) for run in main(group)}
-    futures = {run: pool.submit(record_of, run, tasks[run.task], stopped, update) for run, update in runs.items()}
+    updates = {run: update_at(record, EQUAL_KL[group]) for run, record in recorded(group, records).items()}
+    futures = {run: pool.submit(record_of, run, tasks[run.task], stopped, update) for run, update in updates.items()}
     return {run: Player(model_of(run, stopped), last_kl(future.result())) for run, future in futures.items()}
 
 
-def update_at(run: Path, kl: float) -> int:
-    """Updates before the first round whose responses are `kl` nats from the reference. ValueError if none is."""
-    for line in (run / METRICS).read_text().splitlines():
-        metrics = json.loads(line)
-        if metrics["kl"] >= kl:
-            return metrics["step"] - 1
-    raise ValueError(f"{run}: no round reached KL {kl:g}")
+def recorded(group: str, records: Iterable[Record]) -> dict[Run, Record]:
+    of_name = {name_of(record): record for record in records}
+    return {run: of_name[run.name] for run in main(group)}
+
+
+def update_at(record: Record, kl: float) -> int:
+    """The update nearest to where the run first gets `kl` nats away, between two evaluations. ValueError if nowhere."""
+    for before, after in pairwise(record["evaluations"]):
+        if before["kl"] < kl <= after["kl"]:
+            share = (kl - before["kl"]) / (after["kl"] - before["kl"])
+            return round(before["step"] + share * (after["step"] - before["step"]))
+    raise ValueError(f"{name_of(record)}: no evaluation reached KL {kl:g}")
 
 
 def model_of(run: Run, folder: Path) -> str:

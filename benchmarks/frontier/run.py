@@ -65,16 +65,19 @@ def main() -> None:
 
 
 def compare_finished(pool: ProcessPoolExecutor, group: str, arguments: argparse.Namespace) -> None:
-    """Win rates of the main runs and the optimum that none can pass; runs recorded elsewhere left no models here."""
-    runs, trained = list(PARTS["main"](group)), arguments.runs / "trained"
+    """The optimum that none can pass, and win rates: as the main runs ended, if their models are here, and at equal KL,
+    if that has not been recorded.
+    """
+    runs, trained, path = list(PARTS["main"](group)), arguments.runs / "trained", arguments.results / "win_rates.json"
+    records = read(arguments.results / "runs.jsonl")
     if all(Path(model_of(run, trained)).exists() for run in runs):
         tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)
         write_optima(pool, tasks, arguments.results / "optimum.json")
-        ended = as_they_ended(group, trained, read(arguments.results / "runs.jsonl"))
-        rates = win_rates(pool, tasks, ended, None)
-        if group in EQUAL_KL:
-            rates += win_rates(pool, tasks, at_equal_kl(pool, group, tasks, trained), EQUAL_KL[group])
-        write_win_rates(group, rates, arguments.results / "win_rates.json")
+        write_win_rates(win_rates(pool, tasks, as_they_ended(group, trained, records), None), path)
+    equal_kl = EQUAL_KL.get(group)
+    if equal_kl is not None and (group, equal_kl) not in map(duel_of, win_rates_in(path)):
+        tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)
+        write_win_rates(win_rates(pool, tasks, at_equal_kl(pool, group, tasks, trained, records), equal_kl), path)
 
 
 def tasks_of(pool: ProcessPoolExecutor, names: set[str], folder: Path) -> dict[str, Task]:
@@ -131,9 +134,18 @@ def write_optima(pool: ProcessPoolExecutor, tasks: dict[str, Task], path: Path) 
     path.write_text(json.dumps(curves | {name: future.result() for name, future in missing.items()}) + "\n")
 
 
-def write_win_rates(group: str, rates: list[dict[str, Any]], path: Path) -> None:
-    others = [rate for rate in (json.loads(path.read_text()) if path.exists() else []) if rate["task"] != group]
-    path.write_text(json.dumps(others + rates, indent=1) + "\n")
+def win_rates_in(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def write_win_rates(rates: list[dict[str, Any]], path: Path) -> None:
+    """In place of those of the same duels."""
+    new = set(map(duel_of, rates))
+    path.write_text(json.dumps([one for one in win_rates_in(path) if duel_of(one) not in new] + rates, indent=1) + "\n")
+
+
+def duel_of(rate: dict[str, Any]) -> tuple[str, float | None]:
+    return rate["task"], rate["equal_kl"]
 
 
 def parse() -> argparse.Namespace:

@@ -62,12 +62,21 @@ def test_a_run_that_stops_early_is_the_beginning_of_the_whole_run(task, tmp_path
     assert early["evaluations"] == whole["evaluations"][:2]
 
 
-def test_runs_stop_where_their_responses_reach_a_kl(tmp_path):
-    rounds = [{"step": step, "kl": kl} for step, kl in enumerate((0.0, 1.0, 4.5, 3.0, 6.0), start=1)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rounds))
-    assert duels.update_at(tmp_path, 4.0) == 2
-    with pytest.raises(ValueError, match="no round reached KL 8"):
-        duels.update_at(tmp_path, 8.0)
+def test_runs_stop_where_they_cross_a_kl():
+    steps = [(0, 0.0), (2, 1.0), (10, 5.0), (20, 3.0), (30, 6.0)]
+    record = vars(START) | {"evaluations": [{"step": step, "kl": kl} for step, kl in steps]}
+    assert duels.update_at(record, 4.0) == 8
+    assert duels.update_at(record, 5.0) == 10
+    with pytest.raises(ValueError, match=f"{START.name}: no evaluation reached KL 8"):
+        duels.update_at(record, 8.0)
+
+
+def test_win_rates_take_the_place_of_those_of_the_same_duel(tmp_path):
+    path, duel = tmp_path / "win_rates.json", {"task": "languages", "equal_kl": None}
+    run.write_win_rates([duel | {"win_rate": 0.4}], path)
+    run.write_win_rates([duel | {"equal_kl": 4.0, "win_rate": 0.6}], path)
+    run.write_win_rates([duel | {"win_rate": 0.5}], path)
+    assert [(one["equal_kl"], one["win_rate"]) for one in run.win_rates_in(path)] == [(4.0, 0.6), (None, 0.5)]
 
 
 def test_win_rates_are_means_over_seeds_of_every_rival(task, tmp_path):
