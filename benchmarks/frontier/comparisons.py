@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from benchmarks.frontier import cells
-from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS, LEARNING_RATES
+from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS, KL_COEFS, LEARNING_RATES
 from benchmarks.frontier.records import OFFSETS, OUTCOMES, Arm, Study, enough, gains_at
 from fastp3o.matched_kl import Estimate, Seed, paired_difference
 
@@ -25,6 +25,14 @@ COMPARISONS = [
     Comparison("joint − ppo, both with unlearnable offset", Arm("joint", "unlearnable"), Arm("ppo", "unlearnable")),
     *(Comparison(f"ppo with {kind} offset − ppo without", Arm("ppo", kind), Arm("ppo")) for kind in OFFSET_KINDS),
     Comparison("joint: K 4 of 32 prompts − K 2 of 64", Arm("joint", responses_per_prompt=4), Arm("joint")),
+    *(
+        Comparison(
+            f"joint with KL coefficient {KL_COEFS['joint'][1]:g} − {other} with {KL_COEFS[other][1]:g}",
+            Arm("joint", kl_coef=KL_COEFS["joint"][1]),
+            Arm(other, kl_coef=KL_COEFS[other][1]),
+        )
+        for other in ("ppo", "dpo")
+    ),
 ]
 
 
