@@ -1,4 +1,5 @@
-"""What was to be shown, fixed before the runs, and whether they show it. On the languages, where a utility is known.
+"""What was to be shown, fixed before the runs, and whether they show it. Rules 1 to 5 are about the languages, where a
+utility is known.
 
 Rewards, and so the bounds, are in standard deviations of the reward over responses of the fine-tuned policy.
 """
@@ -152,13 +153,19 @@ def below_the_optimum(study: Study, optimum: Optimum) -> Verdict:
 
 
 def ends_of_sequences(study: Study) -> Verdict:
-    runs = [run for arm in MAIN for run in study.runs_of(LANGUAGES, arm)]
-    missing = [(e["missing_eos"], f"{name_of(run)}, update {e['step']:g}") for run in runs for e in run["evaluations"]]
     rule = f"6. Responses without end-of-sequence below {MISSING_EOS:.0%} in every evaluation at chosen learning rates"
-    if not missing:
+    worst = {}
+    for group in GROUPS:
+        runs = [run for arm in MAIN for run in study.runs_of(group, arm)]
+        shares = [
+            (e["missing_eos"], f"{name_of(run)}, update {e['step']:g}") for run in runs for e in run["evaluations"]
+        ]
+        if shares:
+            worst[group] = max(shares)
+    if not worst:
         return Verdict(rule, NOT_MEASURED, NOT_MEASURED)
-    worst, where = max(missing)
-    return Verdict(rule, f"at most {worst:.1%} ({where})", passed(worst < MISSING_EOS))
+    numbers = "; ".join(f"{group}: at most {share:.1%} ({where})" for group, (share, where) in worst.items())
+    return Verdict(rule, numbers, passed(all(share < MISSING_EOS for share, _ in worst.values())))
 
 
 def judged(study: Study, bounds: list[Bound]) -> tuple[str, str]:
