@@ -6,6 +6,7 @@ Every function returns False, and writes nothing, where its runs have not been m
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -169,12 +170,14 @@ def win_rates(rates: list[dict], path: Path) -> bool:
     """How often one model's response scores above another's, with its interval."""
     if not rates:
         return False
-    duels = sorted({(rate["equal_kl"] is None, rate["task"], rate["equal_kl"]) for rate in rates})
+    duels = sorted({(GROUPS.index(rate["task"]), rate["equal_kl"] or math.inf) for rate in rates})
     figure = Figure(figsize=(0.6 + 5 * len(duels), 4.2), layout="constrained")
     panels = figure.subplots(1, len(duels), squeeze=False)[0]
-    for axes, (ended, task, equal_kl) in zip(panels, duels, strict=True):
-        draw_win_rates(axes, [rate for rate in rates if (rate["task"], rate["equal_kl"]) == (task, equal_kl)])
-        axes.set_title(f"{task}, {'as runs ended' if ended else f'stopped at KL {equal_kl:g}'}", fontsize=10)
+    for axes, (group, equal_kl) in zip(panels, duels, strict=True):
+        of_duel = (GROUPS[group], equal_kl if math.isfinite(equal_kl) else None)
+        draw_win_rates(axes, [rate for rate in rates if (rate["task"], rate["equal_kl"]) == of_duel])
+        where = f"where runs reached KL {equal_kl:g}" if math.isfinite(equal_kl) else "as runs ended"
+        axes.set_title(f"{GROUPS[group]}, {where}", fontsize=10)
     finish(figure, panels, "Head to head, with 95% intervals", path)
     return True
 
