@@ -96,7 +96,7 @@ def sweep(study: Study, path: Path) -> bool:
         for algorithm in ALGORITHMS:
             draw_ends(axes, study, group, algorithm)
         axes.set(title=group, xlabel=f"final {KL}", ylabel=gain_label("proxy"))
-    title = "Ends of runs with three KL coefficients: 95% intervals over seeds, and the line through all ends"
+    title = "Ends of runs by KL coefficient: 95% intervals over seeds, and the line through all ends"
     finish(figure, panels, title, path)
     return True
 
