@@ -7,7 +7,6 @@ again up to there, which gives the same bits as the runs had.
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Executor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from benchmarks.frontier.plan import Run, group_of, main
 from benchmarks.frontier.records import Record, by_task, name_of
 from benchmarks.frontier.runs import record_of
 from benchmarks.frontier.tasks import ROLLOUTS, Task
-from fastp3o.matched_kl import interval
+from fastp3o.matched_kl import gain_at_kl, interval
 from fastp3o.pretrained import load_tokenizer
 from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
 from fastp3o.win_rates.rates import win_rate
@@ -52,12 +51,11 @@ def recorded(group: str, records: Iterable[Record]) -> dict[Run, Record]:
 
 
 def update_at(record: Record, kl: float) -> int:
-    """The update nearest to where the run first gets `kl` nats away, between two evaluations. ValueError if nowhere."""
-    for before, after in pairwise(record["evaluations"]):
-        if before["kl"] < kl <= after["kl"]:
-            share = (kl - before["kl"]) / (after["kl"] - before["kl"])
-            return round(before["step"] + share * (after["step"] - before["step"]))
-    raise ValueError(f"{name_of(record)}: no evaluation reached KL {kl:g}")
+    """The update nearest to where the run first gets `kl` nats away. ValueError if not between two evaluations."""
+    update = gain_at_kl(record["evaluations"], kl, of="step")
+    if update is None:
+        raise ValueError(f"{name_of(record)}: no evaluation reached KL {kl:g} after the first one")
+    return round(update)
 
 
 def model_of(run: Run, folder: Path) -> str:

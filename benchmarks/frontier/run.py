@@ -66,9 +66,11 @@ def main() -> None:
 
 def compare_finished(pool: ProcessPoolExecutor, group: str, arguments: argparse.Namespace) -> None:
     """The optimum that none can pass, and win rates: as the main runs ended, if their models are here, and at equal KL,
-    if that has not been recorded.
+    if that has not been recorded. Nothing while main runs are missing, as --only leaves them.
     """
     runs, trained, path = list(PARTS["main"](group)), arguments.runs / "trained", arguments.results / "win_rates.json"
+    if waiting(runs, arguments.results / "runs.jsonl"):
+        return
     records = read(arguments.results / "runs.jsonl")
     if all(Path(model_of(run, trained)).exists() for run in runs):
         tasks = tasks_of(pool, {run.task for run in runs}, arguments.runs)

@@ -1,6 +1,7 @@
 """From a planned run to its record, and from records to the chosen learning rates."""
 
 import json
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -77,6 +78,14 @@ def test_win_rates_take_the_place_of_those_of_the_same_duel(tmp_path):
     run.write_win_rates([duel | {"equal_kl": 4.0, "win_rate": 0.6}], path)
     run.write_win_rates([duel | {"win_rate": 0.5}], path)
     assert [(one["equal_kl"], one["win_rate"]) for one in run.win_rates_in(path)] == [(4.0, 0.6), (None, 0.5)]
+
+
+def test_some_of_the_main_runs_are_no_comparison(tmp_path):
+    """What --only leaves in a folder of results of its own."""
+    some = list(plan.main("languages"))[:3]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(vars(one)) + "\n" for one in some))
+    run.compare_finished(None, "languages", Namespace(results=tmp_path, runs=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
 
 
 def test_win_rates_are_means_over_seeds_of_every_rival(task, tmp_path):

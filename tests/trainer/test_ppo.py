@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.baselines.config import PPOConfig
 from fastp3o.baselines.ppo import PPO, WithAdvantages, ppo_loss
@@ -94,18 +94,9 @@ def test_values_are_learned_beside_the_policy_and_not_by_it(workplace, tiny_mode
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_an_untied_head_is_no_part_of_the_critic(tokenizer, workplace):
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    policy = PackedModel(LlamaForCausalLM(config))
+def test_an_untied_head_is_no_part_of_the_critic(tiny_model, workplace):
+    untied = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
+    policy = PackedModel(AutoModelForCausalLM.from_config(untied))
     PPO(settings()).add_to(policy)
     frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
     assert frozen == {"critic.body.model.lm_head.weight"}
