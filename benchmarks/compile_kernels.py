@@ -35,7 +35,7 @@ from fastp3o_kernels.checks import CLIPPING, KL_REWARD
 # As attributes of the package, functions hide the modules of the same names.
 gradient_scaling, on_policy_rows, pair_loss, token_logprobs = (
     import_module(f"fastp3o_kernels.{name}")
-    for name in ("gradient_scaling", "on_policy_rows", "pair_loss", "token_logprobs")
+    for name in ("head.gradient_scaling", "rows.on_policy", "p3o.pair_kernel", "rows.token_logprobs")
 )
 
 ARCHITECTURES = (80, 90, 100)
@@ -164,7 +164,7 @@ def run(*command: object) -> str:
 
 def sources() -> str:
     """A hash of what is compiled, to tell a table of other kernels."""
-    names = ("transform", "token_logprobs", "on_policy_rows", "pair_loss", "gradient_scaling")
+    names = ("rows.transform", "rows.token_logprobs", "rows.on_policy", "p3o.pair_kernel", "head.gradient_scaling")
     files = [Path(import_module(f"fastp3o_kernels.{name}").__file__).read_bytes() for name in names]
     return hashlib.sha256(b"".join(files)).hexdigest()
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA
-from tests.kernels.memory import PeakMemory
 
 # Seconds that one benchmark may take: few rounds where one is slow.
 SECONDS = 0.4 if CUDA else 1.5

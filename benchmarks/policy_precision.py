@@ -21,14 +21,14 @@ from torch import Tensor
 from benchmarks.report import plain, precision_table
 from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
-from fastp3o.models import Head, PackedModel, scored_logprobs
-from fastp3o.noise import ratio_noise
-from fastp3o.p3o import pairs_loss
-from fastp3o.packing import PackedRow, in_groups, pack
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs
+from fastp3o.objectives.p3o import pairs_loss
+from fastp3o.packing.pack import PackedRow, in_groups, pack
 from fastp3o.precision import PRECISIONS, Precision, precision_of
-from fastp3o.pretrained import load_policy, load_tokenizer
-from fastp3o.rollouts import Rollouts, sampling_mode
-from fastp3o.update import Pairs
+from fastp3o.rollouts.transformers_sampler import Rollouts, sampling_mode
+from fastp3o.training.minibatches import Pairs
+from fastp3o.training.ratio_noise import ratio_noise
 from fastp3o_kernels import sequence_logprobs
 
 FOLDER = Path(__file__).parent
@@ -51,7 +51,7 @@ def sums_from_rounded_logits(model: PackedModel, row: PackedRow) -> Tensor:
         logits = hidden.bfloat16() @ head.weight.bfloat16().T
         return logits.float().log_softmax(-1).gather(1, row.labels[:, None]).squeeze(1)
 
-    return sequence_logprobs(model(row, row.scored_rows, logprobs), row.cu_seqlens)
+    return sequence_logprobs(model(row, row.scored_at, logprobs), row.cu_seqlens)
 
 
 @contextmanager

@@ -33,8 +33,8 @@ run() {
 }
 
 # Kernels compile for most tests: one process for each file.
-files=(tests/kernels/test_*.py)
-[[ $device == cpu ]] && files=(tests/kernels/test_token_logprobs.py tests/kernels/test_linear_logprobs.py)
+files=(tests/kernels/test_*.py tests/kernels/*/test_*.py)
+[[ $device == cpu ]] && files=(tests/kernels/rows/test_token_logprobs.py tests/kernels/head/test_linear_logprobs.py)
 mkdir -p "$RESULTS/tests"
 processes=()
 for file in "${files[@]}"; do
@@ -43,8 +43,8 @@ for file in "${files[@]}"; do
     processes+=($!)
 done
 # Of the trainer: the attention's backends, and whole runs in every precision.
-run 150 tests/test_trainer.log "$PYTHON" -m pytest tests/trainer/test_attention.py tests/trainer/test_reference.py \
-    tests/trainer/test_models.py tests/trainer/test_trainer.py -k "gpu or flash or varlen or first_ratio or half_precision" \
+run 150 tests/test_trainer.log "$PYTHON" -m pytest tests/fastp3o/models/test_attention.py tests/fastp3o/models/test_reference.py \
+    tests/fastp3o/models/test_packed_model.py tests/fastp3o/stages/test_online.py -k "gpu or flash or varlen or first_ratio or half_precision" \
     -q -p no:cacheprovider --durations=3 &
 processes+=($!)
 tests=0

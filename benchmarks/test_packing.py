@@ -19,15 +19,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
+from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.config import P3OConfig
-from fastp3o.models import Head, PackedModel, scored_logprobs, scores
-from fastp3o.p3o import pairs_loss
-from fastp3o.packing import Ids, PackedRow, pack
-from fastp3o.update import Pairs
+from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs, scores
+from fastp3o.objectives.p3o import pairs_loss
+from fastp3o.packing.pack import Ids, PackedRow, pack
+from fastp3o.training.minibatches import Pairs
 from fastp3o_kernels import p3o_loss, sequence_logprobs
-from tests.kernels.memory import PeakMemory
 
 DEFAULTS = P3OConfig(model="", output_dir="", prompts="", reward="")
 
@@ -208,14 +208,14 @@ def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole,
 
 
 def test_training_memory_of_fastp3o_policy(benchmark, policy, groups, row):
-    body = partial(forward_and_backward, partial(policy, row, row.scored_rows, total))
+    body = partial(forward_and_backward, partial(policy, row, row.scored_at, total))
     whole = LAYOUTS["shared prompts"](policy, *groups).run
     record_memory(benchmark, "policy, forward and backward", policy, groups, body, whole, trains=True)
 
 
 @torch.no_grad()
 def test_training_memory_of_fastp3o_reference(benchmark, policy, groups, row):
-    body = partial(policy, row, row.scored_rows, total)
+    body = partial(policy, row, row.scored_at, total)
     whole = partial(scored_logprobs, policy, row)
     record_memory(benchmark, "reference log-probs", policy, groups, body, whole, trains=False)
 
@@ -223,6 +223,6 @@ def test_training_memory_of_fastp3o_reference(benchmark, policy, groups, row):
 @torch.no_grad()
 def test_training_memory_of_fastp3o_reward_model(benchmark, groups, row):
     model = random_model(AutoModelForSequenceClassification)
-    body = partial(model, row, row.last_rows, total)
+    body = partial(model, row, row.ends_at, total)
     whole = partial(scores, model, row)
     record_memory(benchmark, "reward scores", model, groups, body, whole, trains=False)

@@ -32,7 +32,7 @@ class StageConfig:
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
     eval_split: str = option("train", "Split of the evaluation data.")
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
-    skip_bad_rows: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
+    skip_bad_records: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
     limit: int | None = option(None, "Use only the first this many training rows.")
     eval_limit: int | None = option(None, "Use only the first this many evaluation rows.")
 
@@ -45,7 +45,7 @@ class StageConfig:
     weight_decay: float = option(1e-6, "AdamW weight decay (first author's setting).")
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
 
-    tokens_per_microbatch: int = option(
+    tokens_per_row: int = option(
         8192, "Tokens of one packed row, that is of one forward and backward pass on one device; prompts included."
     )
     share_prompts: bool = option(True, "Compute the prompt of several responses once.")
@@ -68,7 +68,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         self.check(self.max_prompt_tokens >= 1, "max_prompt_tokens", "at least 1")
-        self.check(self.tokens_per_microbatch >= 1, "tokens_per_microbatch", "at least 1")
+        self.check(self.tokens_per_row >= 1, "tokens_per_row", "at least 1")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
         self.check(self.max_grad_norm > 0, "max_grad_norm", "above 0")
         self.check(self.save_every >= 0, "save_every", "0 or more")
@@ -150,16 +150,18 @@ class OnlineConfig(TrainableConfig, StageConfig):
 
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).")
     updates: int = option(500, "Rounds of rollouts and inner epochs.")
-    pairs_per_update: int = option(
+    prompts_per_update: int = option(
         64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64)."
     )
-    pairs_per_minibatch: int = option(4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B).")
+    prompts_per_minibatch: int = option(
+        4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B)."
+    )
     responses_per_prompt: int = option(
         2, "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged."
     )
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
 
-    max_new_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
+    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
     missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
     rollout_batch_size: int = option(64, "Prompts generated at once on one device.")
 
@@ -173,15 +175,15 @@ class OnlineConfig(TrainableConfig, StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_trainable()
-        positive = ("updates", "pairs_per_update", "pairs_per_minibatch", "inner_epochs")
-        for name in (*positive, "max_new_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
+        positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs")
+        for name in (*positive, "max_response_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
             self.check(getattr(self, name) >= 1, name, "at least 1")
         self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
         self.check(all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at), "eval_at", COUNTS)
-        if self.pairs_per_update % self.pairs_per_minibatch:
+        if self.prompts_per_update % self.prompts_per_minibatch:
             raise ValueError(
-                f"--pairs_per_update ({self.pairs_per_update}) must be a multiple of "
-                f"--pairs_per_minibatch ({self.pairs_per_minibatch}), so that every step averages over as many pairs"
+                f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
+                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
             )
 
     def evaluates_after(self, update: int) -> bool:

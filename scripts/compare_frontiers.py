@@ -11,9 +11,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from fastp3o.checkpoints import CONFIG
-from fastp3o.frontier import Evaluations, read_run
-from fastp3o.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
+from fastp3o.evaluation.frontier import Evaluations, read_run
+from fastp3o.evaluation.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
+from fastp3o.training.checkpoints import CONFIG
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 
 from fastp3o.config import TrainableConfig, option, required
-from fastp3o.memory import Lengths, Model, frozen_memory, update_memory
-from fastp3o.models import PackedModel
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.trainable import choose_trainable
 from fastp3o.precision import PRECISIONS, precision_of
-from fastp3o.trainable import choose_trainable
+from fastp3o.training.memory import Lengths, Model, frozen_memory, update_memory
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,7 @@ class MemoryConfig(TrainableConfig):
     prompt_tokens: int = option(350, "Mean length of a prompt.")
     response_tokens: int = option(40, "Mean length of a response.")
     responses_per_prompt: int = option(2, "Responses to each prompt.")
-    tokens_per_microbatch: int = option(8192, "As in training.")
+    tokens_per_row: int = option(8192, "As in training.")
     share_prompts: bool = option(True, "As in training.")
     precision: str = option("fp16", f"As in training: {', '.join(PRECISIONS[1:])}.")
     gradient_checkpointing: bool = option(False, "As in training.")
@@ -37,7 +37,7 @@ class MemoryConfig(TrainableConfig):
 def main(config: MemoryConfig) -> None:
     model = sizes(config)
     lengths = Lengths.of_groups(
-        config.tokens_per_microbatch,
+        config.tokens_per_row,
         prompt=config.prompt_tokens,
         response=config.response_tokens,
         responses=config.responses_per_prompt,

@@ -1,7 +1,7 @@
 """Stage 3, P3O. `python scripts/p3o.py --help` explains every option."""
 
 from fastp3o.config import P3OConfig, parse
-from fastp3o.trainer import train
+from fastp3o.stages.online import train
 
 if __name__ == "__main__":
     train(parse(P3OConfig))

@@ -6,7 +6,7 @@ python scripts/plot_frontier.py runs/joint runs/separate --output frontier.png
 import argparse
 from pathlib import Path
 
-from fastp3o.frontier import plot, print_table, read_run
+from fastp3o.evaluation.frontier import plot, print_table, read_run
 
 
 def main() -> None:

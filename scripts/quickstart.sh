@@ -34,7 +34,7 @@ if [[ ! -f "$RUN/init/config.json" ]]; then
     "$PYTHON" scripts/make_tiny_llama.py --text "$DATA/sft.train.jsonl" --output_dir "$RUN/init"
 fi
 
-lengths=(--max_prompt_tokens 192 --tokens_per_microbatch 2048)
+lengths=(--max_prompt_tokens 192 --tokens_per_row 2048)
 stage "Stage 1: supervised fine-tuning, of prompts too, as the model knows no language yet" sft.py "$RUN/sft" \
     "${lengths[@]}" --max_response_tokens 64 --model "$RUN/init" --train_data "$DATA/sft.train.jsonl" \
     --eval_data "$DATA/sft.eval.jsonl" --eval_limit 64 --train_on_prompt --limit 4096 \
@@ -46,8 +46,8 @@ stage "Stage 2: reward model" reward_model.py "$RUN/reward_model" "${lengths[@]}
 stage "Stage 3: P3O" p3o.py "$RUN/p3o" "${lengths[@]}" \
     --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
     --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/prompts.eval.jsonl" --eval_limit 128 --eval_every 5 \
-    --updates 10 --pairs_per_update 32 --pairs_per_minibatch 16 --inner_epochs 2 \
-    --max_new_tokens 32 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 10
+    --updates 10 --prompts_per_update 32 --prompts_per_minibatch 16 --inner_epochs 2 \
+    --max_response_tokens 32 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 10
 
 echo "== Result"
 "$PYTHON" scripts/plot_frontier.py "$RUN/p3o" --output "$RUN/frontier.png"

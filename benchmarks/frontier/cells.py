@@ -4,7 +4,7 @@ import math
 
 from benchmarks.frontier.records import Record, by_task
 from benchmarks.goals import NOT_MEASURED
-from fastp3o.matched_kl import Estimate, Seed, interval
+from fastp3o.evaluation.matched_kl import Estimate, Seed, interval
 
 NOT_REACHED = "not reached"
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from benchmarks.frontier import cells
 from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS, KL_COEFS, LEARNING_RATES
 from benchmarks.frontier.records import OFFSETS, OUTCOMES, Arm, Study, enough, gains_at
-from fastp3o.matched_kl import Estimate, Seed, paired_difference
+from fastp3o.evaluation.matched_kl import Estimate, Seed, paired_difference
 
 KLS = {"languages": (1.0, 2.0, 4.0), DOCSTRINGS: (0.1, 0.2, 0.4)}  # nats per response
 # P3O and DPO see differences of rewards only, for which one kind of offset is proof enough.

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.frontier.records import Arm, Record, Study, enough
-from fastp3o.matched_kl import gains
+from fastp3o.evaluation.matched_kl import gains
 
 # In the order of plan.ALGORITHMS; what P3O's clippings share, joint shows.
 LOOKS = {

@@ -14,10 +14,10 @@ from benchmarks.frontier.plan import Run, group_of, main
 from benchmarks.frontier.records import Record, by_task, name_of
 from benchmarks.frontier.runs import record_of
 from benchmarks.frontier.tasks import ROLLOUTS, Task
-from fastp3o.matched_kl import gain_at_kl, interval
-from fastp3o.pretrained import load_tokenizer
-from fastp3o.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
-from fastp3o.win_rates.rates import win_rate
+from fastp3o.evaluation.matched_kl import gain_at_kl, interval
+from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
+from fastp3o.evaluation.win_rates.rates import win_rate
+from fastp3o.models.loading import load_tokenizer
 
 FIRST = "joint"
 START = "sft"
@@ -122,7 +122,7 @@ def responses_of(model: str, task: Task, seed: int) -> dict[str, Responses]:
         reward=task.reward_model,
         limit=settings.get("eval_limit"),
         max_prompt_tokens=settings["max_prompt_tokens"],
-        max_new_tokens=settings["max_new_tokens"],
+        max_response_tokens=settings["max_response_tokens"],
         eval_samples=settings["eval_samples"],
         seed=seed,
     )

@@ -4,7 +4,7 @@ from benchmarks.frontier import cells
 from benchmarks.frontier.comparisons import matched_kls
 from benchmarks.frontier.plan import ALGORITHMS, HIGH_LEARNING_RATE, KL_COEFS
 from benchmarks.frontier.records import OUTCOMES, Arm, Record, Study, by_seed, final_gain, gains_at
-from fastp3o.matched_kl import Evaluations, line
+from fastp3o.evaluation.matched_kl import Evaluations, line
 
 CLIPPINGS = ("joint", "separate", "none")
 HIGH_KLS = (2.0, 4.0, 8.0, 12.0)  # nats per response

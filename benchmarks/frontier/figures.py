@@ -42,7 +42,7 @@ from benchmarks.frontier.plan import (
 )
 from benchmarks.frontier.records import OFFSETS, OUTCOMES, RESULTS, Arm, Record, Study, by_task, load, read
 from benchmarks.frontier.sanity import SMALLEST_ESS, Optimum
-from fastp3o.matched_kl import interval, line
+from fastp3o.evaluation.matched_kl import interval, line
 
 LANGUAGES = "languages"
 OFFSET_TITLES = {"none": "no offset", "learnable": "learnable offset", "unlearnable": "unlearnable offset"}

@@ -8,8 +8,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # offsets alone need no torch
-    from fastp3o.rewards import Reward
-    from fastp3o.rollouts import Rollouts
+    from fastp3o.rewards.reward import Reward
+    from fastp3o.rollouts.transformers_sampler import Rollouts
 
 # Multiples of it up to 2^13 have 23 bits, so fp32 holds them and their sums exactly: the difference of two rewards has
 # the same bits with an offset as without.

@@ -9,9 +9,9 @@ import numpy as np
 from benchmarks.frontier.plan import group_of
 from benchmarks.frontier.tasks import ROLLOUTS, Task
 from fastp3o.data import load_prompts
-from fastp3o.pretrained import load_policy, load_tokenizer
-from fastp3o.rewards import load_reward
-from fastp3o.rollouts import sample
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.rewards.reward import load_reward
+from fastp3o.rollouts.transformers_sampler import sample
 
 SAMPLES = 256
 PROMPTS = 128
@@ -49,7 +49,7 @@ def sampled(task: Task, group: str) -> np.ndarray:
         prompts["prompt"],
         prompts["prompt_ids"],
         responses_per_prompt=SAMPLES,
-        max_new_tokens=ROLLOUTS[group]["max_new_tokens"],
+        max_response_tokens=ROLLOUTS[group]["max_response_tokens"],
         batch_size=4,
         seed=0,
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.frontier.plan import DOCSTRINGS, KL_COEFS, OFFSET_SD, SEEDS, Run, group_of
-from fastp3o.matched_kl import Seed, gain_at_kl
+from fastp3o.evaluation.matched_kl import Seed, gain_at_kl
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER.parent / "results" / "frontier"

@@ -34,7 +34,7 @@ from benchmarks.frontier.plan import (
 from benchmarks.frontier.records import RESULTS, name_of
 from benchmarks.frontier.runs import record_of
 from benchmarks.frontier.tasks import Task, make
-from fastp3o.matched_kl import gain_at_kl
+from fastp3o.evaluation.matched_kl import gain_at_kl
 
 # Where learning rates are compared, in nats per response, and how much further a run must get, so that others get
 # there too.

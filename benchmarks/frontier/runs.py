@@ -16,15 +16,15 @@ from accelerate.state import AcceleratorState
 from benchmarks.frontier.offsets import OFFSETS, OffsetReward
 from benchmarks.frontier.plan import Run, group_of
 from benchmarks.frontier.tasks import ROLLOUTS, Task
-from fastp3o.baselines.config import OnlineDPOConfig, PPOConfig
-from fastp3o.baselines.dpo import OnlineDPO
-from fastp3o.baselines.ppo import PPO
 from fastp3o.config import OnlineConfig, P3OConfig
-from fastp3o.p3o import P3O
-from fastp3o.pretrained import load_tokenizer
-from fastp3o.reporting import EVALUATIONS
-from fastp3o.rewards import load_reward
-from fastp3o.trainer import train
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.objectives.config import OnlineDPOConfig, PPOConfig
+from fastp3o.objectives.online_dpo import OnlineDPO
+from fastp3o.objectives.p3o import P3O
+from fastp3o.objectives.ppo import PPO
+from fastp3o.rewards.reward import load_reward
+from fastp3o.stages.online import train
+from fastp3o.training.reporting import EVALUATIONS
 
 # Optimizer steps of an inner epoch.
 MINIBATCHES = 4
@@ -71,7 +71,7 @@ def config_and_algorithm(run: Run, task: Task, output: Path, updates: int | None
         "kl_coef": run.kl_coef,
         "seed": run.seed,
         "responses_per_prompt": run.responses_per_prompt,
-        "pairs_per_update": run.prompts_per_update,
+        "prompts_per_update": run.prompts_per_update,
         "precision": "fp32",
         "report_to": "none",
         "samples_every": 0,
@@ -79,7 +79,7 @@ def config_and_algorithm(run: Run, task: Task, output: Path, updates: int | None
     if updates is not None:
         settings["updates"] = updates
     # As many optimizer steps, whatever the number of prompts.
-    settings["pairs_per_minibatch"] = run.prompts_per_update // MINIBATCHES
+    settings["prompts_per_minibatch"] = run.prompts_per_update // MINIBATCHES
     if run.algorithm == "ppo":
         return PPOConfig(**settings, **PPO_SETTINGS), PPO
     if run.algorithm == "dpo":

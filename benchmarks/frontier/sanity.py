@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.frontier.records import Record, name_of
-from fastp3o.frontier import standard_error
-from fastp3o.matched_kl import gains
+from fastp3o.evaluation.frontier import standard_error
+from fastp3o.evaluation.matched_kl import gains
 
 Optimum = dict[str, list[dict[str, float]]]  # task -> points of kl (nats per response), reward_gain and ess
 SMALLEST_ESS = 30

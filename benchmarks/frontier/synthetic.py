@@ -23,7 +23,7 @@ PREFERENCE_SCALE, FLIPPED = 1.7, 0.05
 
 END, PAD = "<end>", "<pad>"
 
-LIMITS: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_microbatch": 2048}
+LIMITS: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_row": 2048}
 
 # Fields of SFTConfig and RewardModelConfig with which one thread learns both in four minutes.
 SFT: dict[str, Any] = LIMITS | {

@@ -14,12 +14,13 @@ import torch
 from benchmarks.frontier import synthetic
 from benchmarks.frontier.language import Language
 from benchmarks.frontier.plan import DOCSTRINGS, LANGUAGES
-from fastp3o import reward_modeling, sft
 from fastp3o.config import RewardModelConfig, SFTConfig
 from fastp3o.data import load_prompts
-from fastp3o.pretrained import load_policy, load_tokenizer
-from fastp3o.rewards import Reward, load_reward
-from fastp3o.rollouts import sample
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rollouts.transformers_sampler import sample
+from fastp3o.stages import reward_model as reward_modeling
+from fastp3o.stages import sft
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,8 +30,8 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
         "updates": 30,
         "inner_epochs": 4,
         "max_prompt_tokens": 16,
-        "max_new_tokens": 32,
-        "tokens_per_microbatch": 2048,
+        "max_response_tokens": 32,
+        "tokens_per_row": 2048,
         "eval_at": "1,2,3,5,7,10,14,20",
         "eval_samples": 4,
         "eval_batch_size": 128,
@@ -39,8 +40,8 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
         "updates": 10,
         "inner_epochs": 4,
         "max_prompt_tokens": 64,
-        "max_new_tokens": 32,
-        "tokens_per_microbatch": 2048,
+        "max_response_tokens": 32,
+        "tokens_per_row": 2048,
         "missing_eos_penalty": 1.0,
         "eval_at": "1,2,3,5,7",
         "eval_samples": 1,
@@ -130,7 +131,7 @@ def make_docstrings(folder: Path) -> dict[str, str]:
             train_data=str(folder / "data" / "sft.train.jsonl"),
             max_prompt_tokens=192,
             max_response_tokens=32,
-            tokens_per_microbatch=2048,
+            tokens_per_row=2048,
             batch_size=64,
             learning_rate=1e-3,
             lr_schedule="cosine",
@@ -157,7 +158,7 @@ def sampled_rewards(given: dict[str, str], prompts: int = 256) -> list[float]:
         rows["prompt"],
         rows["prompt_ids"],
         responses_per_prompt=2,
-        max_new_tokens=32,
+        max_response_tokens=32,
         batch_size=64,
         seed=0,
     )

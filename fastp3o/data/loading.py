@@ -41,7 +41,7 @@ def load_prompts(
     *,
     split: str = "train",
     max_prompt_tokens: int,
-    skip_bad_rows: bool = False,
+    skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
     """The prompts of any layout (see layouts.py).
@@ -51,7 +51,7 @@ def load_prompts(
             glob, or a folder, of which the files named after `split` are taken where files are named so.
         split: the hub's split; of files, only a folder looks at it.
         max_prompt_tokens: longer prompts lose their beginning and are counted.
-        skip_bad_rows: skip and count rows that cannot be used, instead of stopping at the first.
+        skip_bad_records: skip and count rows that cannot be used, instead of stopping at the first.
         limit: take this many usable rows and read no further.
 
     Returns:
@@ -64,7 +64,7 @@ def load_prompts(
         ValueError: a limit leaves no room.
     """
     encoder = Encoder.of(tokenizer, max_prompt_tokens, None)
-    return load(source, encoder, (), split, skip_bad_rows, limit)
+    return load(source, encoder, (), split, skip_bad_records, limit)
 
 
 def load_demonstrations(
@@ -74,7 +74,7 @@ def load_demonstrations(
     split: str = "train",
     max_prompt_tokens: int,
     max_response_tokens: int,
-    skip_bad_rows: bool = False,
+    skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
     """Prompts with one response each, for SFT; of preference pairs, the chosen one. Arguments as in `load_prompts`.
@@ -87,7 +87,7 @@ def load_demonstrations(
         DataError, ValueError: as `load_prompts`; also where the tokenizer has no end-of-sequence token.
     """
     encoder = Encoder.of(tokenizer, max_prompt_tokens, max_response_tokens)
-    return load(source, encoder, ("response_ids",), split, skip_bad_rows, limit)
+    return load(source, encoder, ("response_ids",), split, skip_bad_records, limit)
 
 
 def load_preferences(
@@ -97,7 +97,7 @@ def load_preferences(
     split: str = "train",
     max_prompt_tokens: int,
     max_response_tokens: int,
-    skip_bad_rows: bool = False,
+    skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
     """Prompts with a chosen and a rejected response, for the reward model. Arguments as in `load_prompts`.
@@ -110,7 +110,7 @@ def load_preferences(
         DataError, ValueError: as `load_demonstrations`.
     """
     encoder = Encoder.of(tokenizer, max_prompt_tokens, max_response_tokens)
-    return load(source, encoder, ("chosen_ids", "rejected_ids"), split, skip_bad_rows, limit)
+    return load(source, encoder, ("chosen_ids", "rejected_ids"), split, skip_bad_records, limit)
 
 
 def load(
@@ -118,7 +118,7 @@ def load(
     encoder: Encoder,
     response_columns: tuple[str, ...],
     split: str,
-    skip_bad_rows: bool,
+    skip_bad_records: bool,
     limit: int | None,
 ) -> tuple[Dataset, DataReport]:
     """What the three loaders share; they differ in the columns that hold responses."""
@@ -126,7 +126,7 @@ def load(
         raise ValueError(f"limit must be at least 1, got {limit}")
     ids = List(Value("int32"))
     features = Features({"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(response_columns, ids)})
-    loading = Loading(encoder, response_columns, skip_bad_rows, DataReport())
+    loading = Loading(encoder, response_columns, skip_bad_records, DataReport())
     path = new_arrow_file()
     with pa.ipc.new_stream(path, features.arrow_schema) as writer:
         for records in loading.records(read_rows(str(source), split), limit):
@@ -142,7 +142,7 @@ class Loading:
 
     encoder: Encoder
     response_columns: tuple[str, ...]
-    skip_bad_rows: bool
+    skip_bad_records: bool
     report: DataReport
 
     def records(self, rows: Iterator[Row], limit: int | None) -> Iterator[list[dict]]:
@@ -196,7 +196,7 @@ class Loading:
         return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses}
 
     def reject(self, row: Row, problem: RowError) -> None:
-        if not self.skip_bad_rows:
+        if not self.skip_bad_records:
             raise problem.at(row.file, row.number) from problem
         self.report.skipped += 1
         self.report.reasons[problem.reason] += 1

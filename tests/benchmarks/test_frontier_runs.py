@@ -32,7 +32,7 @@ def task(tmp_path, monkeypatch) -> Task:
             synthetic.write(tmp_path / name, [{"prompt": prompt} for prompt in language.prompts(16, rng)])
     (tmp_path / "length.py").write_text("def reward(prompts, responses):\n    return [len(r) / 8 for r in responses]\n")
     monkeypatch.chdir(tmp_path)
-    small = {"updates": 2, "inner_epochs": 1, "eval_at": "1", "eval_samples": 2, "max_new_tokens": 8}
+    small = {"updates": 2, "inner_epochs": 1, "eval_at": "1", "eval_samples": 2, "max_response_tokens": 8}
     monkeypatch.setitem(tasks.ROLLOUTS, "languages", {"max_prompt_tokens": 16} | small)
     return Task(
         name="language-0",

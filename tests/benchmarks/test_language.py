@@ -24,8 +24,8 @@ from benchmarks.frontier.language import (
 )
 from benchmarks.frontier.offsets import GRID, OFFSETS, OffsetReward, learnable, on_grid, unlearnable
 from fastp3o.data import load_demonstrations, load_preferences, load_prompts
-from fastp3o.pretrained import load_policy, load_tokenizer
-from fastp3o.rollouts import Rollouts
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.rollouts.transformers_sampler import Rollouts
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "topic3 style1 w017 w045 w092 w003"

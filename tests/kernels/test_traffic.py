@@ -5,11 +5,11 @@ import torch
 
 from fastp3o_kernels import logits_p3o_loss
 from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.objective import Objective
-from fastp3o_kernels.on_policy_rows import launch_on_policy
-from fastp3o_kernels.pair_loss import PairInputs, launch_pairs
-from fastp3o_kernels.token_logprobs import launch_dlogits, launch_logprobs
-from fastp3o_kernels.transform import LogitsTransform
+from fastp3o_kernels.p3o.objective import Objective
+from fastp3o_kernels.p3o.pair_kernel import PairInputs, launch_pairs
+from fastp3o_kernels.rows.on_policy import launch_on_policy
+from fastp3o_kernels.rows.token_logprobs import launch_dlogits, launch_logprobs
+from fastp3o_kernels.rows.transform import LogitsTransform
 from tests.kernels.conftest import random_pairs
 from tests.kernels.interpreted import counted_launches, counted_traffic
 

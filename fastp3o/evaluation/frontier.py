@@ -1,0 +1,112 @@
+"""The KL-reward frontier of finished or running runs: reading, table, line and figure (arXiv 2310.00212, figure 3)."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fastp3o.training.reporting import EVALUATIONS
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Evaluations = list[dict[str, float]]
+
+
+def read_run(folder: Path) -> Evaluations:
+    """The evaluations of a run, in order. Raises ValueError naming the file and line that cannot be used."""
+    path = folder / EVALUATIONS
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the folder of a P3O run with evaluations (--eval_prompts)")
+    evaluations = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            evaluation = json.loads(line)
+            evaluations.append({name: float(value) for name, value in evaluation.items()})
+            missing = {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys()
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} line {number}: expected a JSON object of numbers: {error}") from error
+        if missing:
+            raise ValueError(f"{path} line {number} lacks {', '.join(sorted(missing))}")
+    if not evaluations:
+        raise ValueError(f"{path} is empty")
+    return evaluations
+
+
+def linear_fit(evaluations: Evaluations) -> tuple[float, float] | None:
+    """Slope and intercept of reward over KL by least squares; None where fewer than two KLs differ."""
+    kl = np.array([e["kl"] for e in evaluations])
+    reward = np.array([e["reward"] for e in evaluations])
+    if len(np.unique(kl)) < 2:
+        return None
+    slope, intercept = np.polyfit(kl, reward, deg=1)
+    return float(slope), float(intercept)
+
+
+def standard_error(evaluation: dict[str, float], name: str) -> float:
+    return evaluation[f"{name}_std"] / evaluation["prompts"] ** 0.5
+
+
+def print_table(runs: dict[str, Evaluations]) -> None:
+    """First and last evaluation of each run; ± is the standard deviation over the evaluation prompts."""
+    table = Table(title="evaluation prompts: mean ± standard deviation (standard error)")
+    for column in ("run", "update", "prompts", "reward", "KL to the reference, nats"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, evaluations in runs.items():
+        for evaluation in (evaluations[0], evaluations[-1])[: len(evaluations)]:
+            table.add_row(
+                name,
+                f"{evaluation['step']:.0f}",
+                f"{evaluation['prompts']:.0f}",
+                *(
+                    f"{evaluation[key]:.3f} ± {evaluation[key + '_std']:.3f} ({standard_error(evaluation, key):.3f})"
+                    for key in ("reward", "kl")
+                ),
+            )
+    Console(width=110).print(table)
+
+
+def plot(runs: dict[str, Evaluations], output: Path) -> None:
+    """Writes a PNG: a point an evaluation with its standard errors, update numbers beside, a fitted line a run."""
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    for number, (name, evaluations) in enumerate(runs.items()):
+        color = f"C{number}"
+        kl = [e["kl"] for e in evaluations]
+        reward = [e["reward"] for e in evaluations]
+        axes.errorbar(
+            kl,
+            reward,
+            xerr=[standard_error(e, "kl") for e in evaluations],
+            yerr=[standard_error(e, "reward") for e in evaluations],
+            fmt="o",
+            markersize=5,
+            elinewidth=0.8,
+            color=color,
+            label=name,
+        )
+        for evaluation in evaluations:
+            axes.annotate(
+                f"{evaluation['step']:.0f}",
+                (evaluation["kl"], evaluation["reward"]),
+                xytext=(5, -10),
+                textcoords="offset points",
+                fontsize=8,
+                color=color,
+            )
+        fit = linear_fit(evaluations)
+        if fit is not None:
+            slope, intercept = fit
+            ends = np.array([min(kl), max(kl)])
+            label = f"{name}: {slope:.3f} · KL {'+' if intercept >= 0 else '−'} {abs(intercept):.2f}"
+            axes.plot(ends, slope * ends + intercept, "--", linewidth=1, color=color, label=label)
+    axes.set_xlabel("KL to the reference, nats per response")
+    axes.set_ylabel("reward")
+    axes.set_title("KL–reward frontier (numbers: updates; bars: standard error over prompts)", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(output, dpi=150)
+    plt.close(figure)

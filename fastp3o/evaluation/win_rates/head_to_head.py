@@ -1,0 +1,175 @@
+"""Two checkpoints respond to the same prompts; a reward or a judge says whose responses are better."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.config import option, required
+from fastp3o.data import load_prompts
+from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
+from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
+from fastp3o.evaluation.win_rates.rates import WinRate, verdicts_of_rewards, win_rate
+from fastp3o.evaluation.win_rates.verdicts import Verdict
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.precision import precision_of
+from fastp3o.rewards.reward import load_reward, rewards_of
+from fastp3o.rollouts.transformers_sampler import Rollouts, sample
+
+
+@dataclass(kw_only=True)
+class WinRateConfig:
+    """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
+
+    first: str = required(
+        "The checkpoint whose win rate is asked for: a Hugging Face causal LM, as hub name or folder."
+    )
+    second: str = required("The checkpoint that it plays against.")
+    prompts: str = required("Prompts that both respond to: a hub name (or name:config), or JSONL or parquet files.")
+    reward: str | None = option(
+        None, "Higher reward wins: a reward model (folder or hub name) or a function, as module:function."
+    )
+    judge: str | None = option(
+        None, "A judge of texts, as module:function; FunctionJudge in win_rates/judge.py says more."
+    )
+    judge_url: str | None = option(
+        None,
+        "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
+        "variable OPENAI_API_KEY holds its key, if it needs one.",
+    )
+    judge_model: str | None = option(None, "Name of the model at judge_url.")
+    judge_requests: int = option(8, "Requests to judge_url under way at once.")
+    verdicts: str | None = option(
+        None, "JSONL file that keeps the verdicts from judge_url as they come; those in it are not asked for again."
+    )
+    output: str | None = option(None, "JSON file to write the result to.")
+    trust_remote_code: bool = option(False, "Run model code that comes with a checkpoint. Only for sources you trust.")
+
+    split: str = option("train", "Split of the prompts, for hub data sets and folders that have several.")
+    limit: int | None = option(None, "Use only the first this many prompts.")
+    skip_bad_records: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
+    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
+    max_response_tokens: int = option(128, "Longest response, in tokens.")
+    eval_samples: int = option(1, "Responses per prompt; response k of one plays against response k of the other.")
+    eval_batch_size: int = option(64, "Prompts responded to at once.")
+    seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_response_tokens", "eval_samples", "eval_batch_size", "judge_requests"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.reward or self.judge or self.judge_url):
+            raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
+        if self.judge and self.judge_url:
+            raise ValueError("--judge and --judge_url exclude each other")
+        if bool(self.judge_url) != bool(self.judge_model):
+            raise ValueError("--judge_url and --judge_model go together")
+        if self.verdicts and not self.judge_url:
+            raise ValueError("--verdicts keeps the verdicts of --judge_url, which is not given")
+
+
+@dataclass(frozen=True)
+class Responses:
+    """One checkpoint's responses, and a reward for each where one is asked for."""
+
+    rollouts: Rollouts
+    rewards: list[float] | None
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens per response, ends of sequences included."""
+        return float(np.mean([len(ids) for ids in self.rollouts.response_ids]))
+
+
+def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
+    """Both checkpoints' responses to the same prompts with the same seed, and their rewards if asked for.
+
+    One checkpoint is in memory at a time. Raises ValueError where their tokenizers make different texts of the prompts
+    (chat template, limit on the length), for then they would not respond to the same.
+    """
+    checkpoints = (config.first, config.second)
+    tokenizers = [load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in checkpoints]
+    first, second = (prompts_for(tokenizer, config) for tokenizer in tokenizers)
+    if first["prompt"] != second["prompt"]:
+        raise ValueError(
+            f"the tokenizers of {config.first} and {config.second} make different texts of {config.prompts}: their "
+            "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
+        )
+    return respond(config.first, tokenizers[0], first, config), respond(config.second, tokenizers[1], second, config)
+
+
+def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> dict[str, list]:
+    """Texts (`prompt`) and token ids (`prompt_ids`) of the prompts."""
+    prompts, report = load_prompts(
+        config.prompts,
+        tokenizer,
+        split=config.split,
+        limit=config.limit,
+        max_prompt_tokens=config.max_prompt_tokens,
+        skip_bad_records=config.skip_bad_records,
+    )
+    print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
+    return prompts[:]
+
+
+def respond(
+    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, list], config: WinRateConfig
+) -> Responses:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # As P3O samples and rewards.
+    dtype = precision_of("auto", automatic="fp16").weights
+    loading = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    reward = load_reward(config.reward, tokenizer, **loading) if config.reward else None
+    policy = load_policy(checkpoint, **loading)
+    policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
+    rollouts = sample(
+        policy,
+        tokenizer,
+        prompts["prompt"],
+        prompts["prompt_ids"],
+        responses_per_prompt=config.eval_samples,
+        max_response_tokens=config.max_response_tokens,
+        batch_size=config.eval_batch_size,
+        seed=config.seed,
+    )
+    return Responses(rollouts, None if reward is None else rewards_of(reward, rollouts).tolist())
+
+
+def win_rates(
+    config: WinRateConfig, judge: Judge | None, first: Responses, second: Responses
+) -> Iterator[tuple[str, WinRate]]:
+    """Win rates of the first checkpoint by "reward" and by "judge", those asked for, each as soon as it is known."""
+    if config.reward:
+        yield "reward", rate_of(by_reward(first, second), config)
+    if judge is not None:
+        yield (
+            "judge",
+            rate_of(judge(first.rollouts.prompts, first.rollouts.responses, second.rollouts.responses), config),
+        )
+
+
+def rate_of(verdicts: list[Verdict], config: WinRateConfig) -> WinRate:
+    return win_rate(verdicts, samples_per_prompt=config.eval_samples, seed=config.seed)
+
+
+def by_reward(first: Responses, second: Responses) -> list[Verdict]:
+    """Equal responses are a tie: packed beside others their rewards may differ by rounding, which is no victory."""
+    ends = (zip(side.rollouts.responses, side.rollouts.finished, strict=True) for side in (first, second))
+    same = [one == other for one, other in zip(*ends, strict=True)]
+    verdicts = verdicts_of_rewards(first.rewards, second.rewards)
+    return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
+
+
+def load_judge(config: WinRateConfig) -> Judge | None:
+    if config.judge:
+        return FunctionJudge(config.judge)
+    if config.judge_url:
+        return EndpointJudge(
+            ChatEndpoint(config.judge_url, config.judge_model),
+            path=Path(config.verdicts) if config.verdicts else None,
+            requests=config.judge_requests,
+        )
+    return None

@@ -1,0 +1,76 @@
+"""Wins of one checkpoint's responses against another's, from verdicts or rewards, and how certain their share is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
+from fastp3o.evaluation.win_rates.verdicts import Verdict
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Of the first against the second.
+
+    win_rate: wins and half the ties, over comparisons with a verdict; 0.5 is even.
+    low, high: ends of its 95% interval over prompts.
+    wins, ties, losses: comparisons, of the first.
+    missing: comparisons without a verdict, which count nowhere else.
+    prompts: that have a verdict.
+    """
+
+    win_rate: float
+    low: float
+    high: float
+    wins: int
+    ties: int
+    losses: int
+    missing: int
+    prompts: int
+
+
+def win_rate(verdicts: Sequence[Verdict], *, samples_per_prompt: int = 1, seed: int = 0) -> WinRate:
+    """Win rate from verdicts on P * K comparisons; comparison k of prompt p is verdict p * K + k, K the samples.
+
+    The interval draws prompts, each with all its comparisons: these are not independent of each other.
+
+    Raises ValueError where there is no verdict at all, or their number is no multiple of `samples_per_prompt`.
+    """
+    if len(verdicts) % samples_per_prompt:
+        raise ValueError(f"{len(verdicts)} verdicts are not {samples_per_prompt} a prompt")
+    count = {verdict: sum(v == verdict for v in verdicts) for verdict in Verdict}
+    if count[Verdict.NONE] == len(verdicts):
+        raise ValueError(f"none of {len(verdicts)} comparisons has a verdict")
+    points = np.array([POINTS[verdict] for verdict in verdicts]).reshape(-1, samples_per_prompt)
+    judged = (~np.isnan(points)).sum(axis=1)
+    points, judged = np.nansum(points, axis=1)[judged > 0], judged[judged > 0]
+    low, high = percentile_interval(points, judged, seed=seed)
+    return WinRate(
+        win_rate=float(points.sum() / judged.sum()),
+        low=low,
+        high=high,
+        wins=count[Verdict.FIRST],
+        ties=count[Verdict.TIE],
+        losses=count[Verdict.SECOND],
+        missing=count[Verdict.NONE],
+        prompts=len(judged),
+    )
+
+
+POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NONE: np.nan}
+
+
+def verdicts_of_rewards(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:
+    """The higher reward wins, equal ones are a tie. Raises ValueError on a reward that is not finite."""
+    for name, rewards in (("first", firsts), ("second", seconds)):
+        broken = np.flatnonzero(~np.isfinite(rewards))
+        if len(broken):
+            raise ValueError(
+                f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint are not finite, that of response "
+                f"{broken[0]} to begin with: {rewards[broken[0]]}"
+            )
+    return [
+        Verdict.FIRST if first > second else Verdict.SECOND if second > first else Verdict.TIE
+        for first, second in zip(firsts, seconds, strict=True)
+    ]

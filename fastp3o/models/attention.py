@@ -1,0 +1,209 @@
+"""Attention over packed segments, for any transformers model: flash_attn, torch's varlen_attn, SDPA one by one.
+
+The first that can do a call does it. All are causal, aligned at the end of a segment's keys, with grouped heads and a
+sliding window.
+
+    flash_attn     fp16 and bf16 on a GPU, where it is installed; has soft capping
+    varlen_attn    fp16 and bf16 on a GPU, part of torch; no soft capping
+    one by one     everything else: any dtype and device, one kernel for each segment
+
+T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.utils.logging import get_logger
+
+from fastp3o.packing.pack import Segments, SharedKeys
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
+
+logger = get_logger(__name__)
+
+# transformers treats names with "flash" in a way of its own.
+NAME = "fastp3o_segments"
+# Of both libraries.
+LARGEST_HEAD = 256
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    *,
+    segments: Segments | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls in each layer; `segments` comes with the call of the model.
+
+    Args:
+        query: [1, H, T, D]. key, value: [1, Hkv, T, D]. scaling: of the products, 1/√D if None.
+        sliding_window: keys that a query sees at most, its own included. softcap: of the scaled products (Gemma 2).
+
+    Returns:
+        [1, T, H, D], and no weights.
+
+    Raises:
+        ValueError: for a batch that is not packed, and for dropout.
+    """
+    if segments is None or attention_mask is not None or len(query) != 1:
+        raise ValueError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
+    if dropout:
+        raise ValueError(f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0")
+    if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        # Rotary embeddings leave queries and keys in fp32, values come in half precision.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    if segments.shared is not None:
+        key, value = (gather(tensor, segments.shared) for tensor in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attend = fastest(query, softcap)
+    with torch.autocast(query.device.type, enabled=False):
+        return attend(query, key, value, segments, scale, sliding_window, softcap).unsqueeze(0), None
+
+
+AttentionInterface.register(NAME, segment_attention)
+AttentionMaskInterface.register(NAME, flash_attention_mask)
+
+
+def fastest(query: Tensor, softcap: float | None):
+    """The first backend that can attend from these queries."""
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD:
+        if flash_attn_varlen_func is not None:
+            return by_flash_attn
+        if softcap:
+            logger.warning_once(
+                "This model caps its attention's products, which of the fast backends flash-attn alone can do: without "
+                "it segments are computed one by one. Install flash-attn (pip install 'fastp3o[flash]')."
+            )
+        elif varlen_attn is not None and query.shape[-1] % 8 == 0:
+            return by_varlen_attn
+    return one_by_one
+
+
+class Gather(torch.autograd.Function):
+    """Keys of all segments from the tokens' own; gradients are added in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, tokens, shared):
+        ctx.shared = shared
+        return tokens[shared.rows]
+
+    @staticmethod
+    def backward(ctx, grad_keys):
+        grad = grad_keys[ctx.shared.own]
+        for tokens, keys in ctx.shared.again:
+            grad.index_add_(0, tokens, grad_keys[keys])
+        return grad, None
+
+
+def gather(tokens: Tensor, shared: SharedKeys) -> Tensor:
+    """[T, Hkv, D] -> [U, Hkv, D]."""
+    return Gather.apply(tokens, shared)
+
+
+def by_flash_attn(query, key, value, segments, scale, window, softcap):
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        segments.cu_queries,
+        segments.cu_keys,
+        max(segments.query_lengths),
+        max(segments.key_lengths),
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@cache
+def has_grouped_heads(function: Callable) -> bool:
+    """torch's kernel, from 2.13 on. Asked in every layer, so looked up once."""
+    return "enable_gqa" in inspect.signature(function).parameters
+
+
+def by_varlen_attn(query, key, value, segments, scale, window, softcap):
+    if has_grouped_heads(varlen_attn):
+        options = {"enable_gqa": True}
+    else:
+        options = {}
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    return varlen_attn(
+        query,
+        key,
+        value,
+        segments.cu_queries,
+        segments.cu_keys,
+        max(segments.query_lengths),
+        max(segments.key_lengths),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **options,
+    )
+
+
+def one_by_one(query, key, value, segments, scale, window, softcap):
+    # Splitting, unlike slicing, adds up the pieces' gradients in one operation.
+    pieces = zip(
+        query.split(segments.query_lengths),
+        key.split(segments.key_lengths),
+        value.split(segments.key_lengths),
+        strict=True,
+    )
+    attend = with_softcap if softcap else with_sdpa
+    return torch.cat(
+        [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces], dim=1
+    ).transpose(0, 1)
+
+
+def with_sdpa(query, key, value, scale, window, softcap):
+    queries, keys = query.shape[1], key.shape[1]
+    square = queries == keys and (window is None or window >= keys)
+    return F.scaled_dot_product_attention(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        attn_mask=None if square else seen(queries, keys, window, query.device),
+        is_causal=square,
+        scale=scale,
+        enable_gqa=query.shape[0] != key.shape[0],
+    ).squeeze(0)
+
+
+def with_softcap(query, key, value, scale, window, softcap):
+    key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
+    precise = torch.promote_types(query.dtype, torch.float32)
+    products = softcap * torch.tanh(query @ key.transpose(1, 2) * (scale / softcap))
+    hidden = ~seen(query.shape[1], key.shape[1], window, query.device)
+    return products.masked_fill(hidden, float("-inf")).softmax(-1, dtype=precise).to(value.dtype) @ value
+
+
+def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] bool: whether a query sees a key, the last of both at the same position."""
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    past = everything.tril(keys - queries)
+    return past if window is None else past.triu(keys - queries - window + 1)

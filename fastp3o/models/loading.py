@@ -1,0 +1,96 @@
+"""Tokenizers and models from checkpoints, as the stages take them."""
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import find_adapter_config_file
+
+from fastp3o.models.packable import require_packable
+from fastp3o.models.packed_model import PackedModel
+
+CPU = torch.device("cpu")
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. Raises ValueError where it has no end-of-sequence token: responses could not end."""
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
+    if tokenizer.pad_token_id is None:
+        # Padding is masked wherever it is used, so any id serves.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_policy(
+    name: str,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> PackedModel:
+    """A causal LM without dropout: a policy's log-probabilities must not be random. LoRA adapters are merged into it.
+
+    Raises ValueError where the model cannot be run on packed rows.
+    """
+    base, adapter = name, find_adapter_config_file(name)
+    if adapter is not None:
+        from peft import PeftConfig, PeftModel
+
+        base = PeftConfig.from_pretrained(name).base_model_name_or_path
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype, trust_remote_code=trust_remote_code, **dropout_off(base, trust_remote_code)
+    )
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, name).merge_and_unload()
+    return require_packable(PackedModel(model.to(device)), name)
+
+
+def load_reward_model(
+    name: str,
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> PackedModel:
+    """A sequence classifier with one output. From a causal LM's checkpoint the scalar head starts at zero.
+
+    Raises ValueError where the model has no linear `score` head over hidden states, or more than one output, or cannot
+    be run on packed rows.
+    """
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        name,
+        num_labels=1,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+        **dropout_off(name, trust_remote_code),
+    )
+    head = getattr(model, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
+    if head.out_features != 1:
+        raise ValueError(f"{name} has {head.out_features} outputs; a reward model has one")
+    if model.config.pad_token_id is None:
+        # transformers' classifier, which users load the saved model with, refuses batches otherwise.
+        model.config.pad_token_id = model.config.eos_token_id
+    packable = require_packable(PackedModel(model.to(device)), name)
+    if any(key.startswith("score.") for key in loading["missing_keys"]):
+        nn.init.zeros_(head.weight)
+    return packable
+
+
+def dropout_off(name: str, trust_remote_code: bool) -> dict[str, float]:
+    """Zero for every dropout probability that the model's configuration has."""
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return {
+        key: 0.0
+        for key, value in config.to_dict().items()
+        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop", "drop"))
+    }

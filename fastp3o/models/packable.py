@@ -1,0 +1,84 @@
+"""Which models may run on packed rows: those that give each response what it gets alone. The others are refused."""
+
+from math import isfinite
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
+from fastp3o.packing.pack import pack
+
+ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
+PROMPTS = [[11, 3, 5, 7], [2, 9]]
+RESPONSES = [[4, 8, 6], [10, 5], [7], [3, 11, 12, 4, 9]]  # two to each prompt
+# Of log-probabilities or scores, on average: rounding stays far below, and a leak or a wrong position far above.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+def require_packable(model: PackedModel, name: str) -> PackedModel:
+    """Returns the model after a look at its kind and a try on a few tokens.
+
+    Raises ValueError where a packed row gives other results than its responses alone, with the reason if known.
+    """
+    inner = model.model
+    refused = f"{name} ({type(inner).__name__}) cannot be run on packed sequences: "
+    stateful = sorted(set(getattr(inner.config, "layer_types", None) or ()) - ISOLATING_LAYERS)
+    if inner._is_stateful or stateful:
+        kinds = ", ".join(stateful) or "recurrent"
+        raise ValueError(
+            f"{refused}its layers ({kinds}) are not plain or sliding attention, which alone keeps sequences apart"
+        )
+    if not inner._supports_attention_backend:
+        raise ValueError(
+            f"{refused}its attention does not go through transformers' AttentionInterface, which keeps them apart"
+        )
+    try:
+        packed, alone = packed_and_alone(model)
+    except Exception as error:  # from anywhere in a model that does not hand the segments on
+        raise ValueError(f"{refused}a try failed with: {error}") from error
+    difference = (packed - alone).abs().mean().item()
+    if not isfinite(difference):
+        raise ValueError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
+    if difference > TOLERANCE[inner.dtype]:
+        raise ValueError(
+            f"{refused}they get other results than alone (off by {difference:.2g} on average), so something in it "
+            "looks beyond the segments of the attention, or changes logits behind the head"
+        )
+    return model
+
+
+@torch.no_grad()
+def packed_and_alone(model: PackedModel) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, or a reward model's scores, of a few responses, in one row and from transformers alone."""
+    inner, was_training = model.model, model.training
+    model.eval()
+    of_row, of_sequence = (scores, score_alone) if hasattr(inner, "score") else (scored_logprobs, logprobs_alone)
+    prompts, responses = ([known(inner, ids) for ids in lists] for lists in (PROMPTS, RESPONSES))
+    (row,) = pack(prompts, [responses[:2], responses[2:]], tokens_per_row=100)
+    try:
+        packed = of_row(model, row.to(inner.device))
+        with model.as_transformers_has_it():
+            alone = [of_sequence(inner, prompts[s // 2], responses[s]) for s in row.sequences]
+    finally:
+        model.train(was_training)
+    return packed, torch.cat(alone)
+
+
+def known(model: PreTrainedModel, ids: list[int]) -> list[int]:
+    """The ids within a small vocabulary; transformers' classifiers skip padding, so none of them is that."""
+    largest = model.config.get_text_config().vocab_size - 1
+    return [min(token + (token == model.config.pad_token_id), largest) for token in ids]
+
+
+def logprobs_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+    logits = logits_of(model, prompt + response)[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(response, device=logits.device)[:, None]).squeeze(1)
+
+
+def score_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+    return logits_of(model, prompt + response).squeeze(1)
+
+
+def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    return model(torch.tensor([ids], device=model.device), use_cache=False).logits.float()

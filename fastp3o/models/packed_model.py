@@ -1,0 +1,160 @@
+"""Policy, reference and reward model: what packed rows give, hidden states -> log-probabilities, loss or scores.
+
+D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fastp3o.models import attention
+from fastp3o.packing.pack import PackedRow
+from fastp3o_kernels import linear_logprobs
+
+Result = TypeVar("Result")
+
+
+class Head(NamedTuple):
+    """What turns hidden states into logits: (softcap tanh((hidden weightᵀ + bias) / softcap)) / temperature."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    softcap: float | None
+    temperature: float
+
+
+class PackedModel(nn.Module):
+    """A transformers model over packed rows: its body, then what is asked for from some hidden states and the head.
+
+    Everything happens within one forward call, so that a distributed wrapper sees it. The head is never applied to more
+    than what is asked for: no logits, unless `of_hidden` makes them.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        """Raises ValueError for a model, or a configuration of another, that is in a PackedModel already."""
+        super().__init__()
+        if model.config._attn_implementation == attention.NAME:
+            raise ValueError("the model, or another with the same configuration object, is in a PackedModel already")
+        self.model = model
+        self.longest_sequence = longest_sequence(model.config)
+        # transformers' SDPA forgets soft capping.
+        softcapped = getattr(model.config, "attn_logit_softcapping", None)
+        self.own_attention = "eager" if softcapped else model.config._attn_implementation
+        model.set_attn_implementation(attention.NAME)
+
+    def forward(self, row: PackedRow, rows: Tensor, of_hidden: Callable[[Tensor, Head], Result]) -> Result:
+        """`of_hidden` of the hidden states [len(rows), D] and the head.
+
+        Raises ValueError for a sequence beyond the reach of the model's positions.
+        """
+        self.check_reach(max(row.segments.key_lengths))
+        output = self.model.base_model(
+            input_ids=row.input_ids, position_ids=row.position_ids, segments=row.segments, use_cache=False
+        )
+        return of_hidden(output.last_hidden_state.squeeze(0)[rows], self.head())
+
+    def check_reach(self, tokens: int) -> None:
+        """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""
+        if self.longest_sequence is not None and tokens > self.longest_sequence:
+            raise ValueError(
+                f"prompt and response take up to {tokens} tokens together, and the positions of "
+                f"{type(self.model).__name__} end at {self.longest_sequence}: lower --max_prompt_tokens or the longest "
+                "response"
+            )
+
+    def recompute_activations(self) -> None:
+        """Gradient checkpointing: the backward pass computes each layer's activations again."""
+        # Its name before transformers 5.23, where the old one warns.
+        old = self.model.gradient_checkpointing_enable
+        getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+
+    @contextmanager
+    def as_transformers_has_it(self) -> Iterator[PreTrainedModel]:
+        """The model for rectangular batches, which it samples from."""
+        self.model.set_attn_implementation(self.own_attention)
+        try:
+            yield self.model
+        finally:
+            self.model.set_attn_implementation(attention.NAME)
+
+    def head(self) -> Head:
+        """Raises ValueError where the head is not a plain linear layer, such as one with a LoRA adapter."""
+        layer = getattr(self.model, "score", None) or self.model.get_output_embeddings()
+        if type(layer) is not nn.Linear:
+            kind = f"{type(layer).__module__}.{type(layer).__name__}"
+            raise ValueError(
+                f"the head of {type(self.model).__name__} is a {kind}; fastp3o's losses need a plain linear layer. "
+                "LoRA of the head itself is not supported: leave it out of --lora_targets"
+            )
+        config = self.model.config
+        return Head(
+            layer.weight,
+            layer.bias,
+            softcap=getattr(config, "final_logit_softcapping", None),
+            # Granite divides its logits, Cohere multiplies them.
+            temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
+        )
+
+
+def unwrap(model: nn.Module) -> PackedModel:
+    """The model inside a distributed wrapper."""
+    return getattr(model, "module", model)
+
+
+def longest_sequence(config: PretrainedConfig) -> int | None:
+    """Tokens that prompt and response may take together, None for no limit.
+
+    Absolute position embeddings end somewhere. Dynamic and longrope rotary positions turn otherwise once a sequence is
+    longer than the original length, and with it all its neighbours in a row.
+    """
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return getattr(config, "max_position_embeddings", None)
+    # Some have parameters for each kind of layer.
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
+    return min(
+        (
+            kind.get("original_max_position_embeddings", config.max_position_embeddings)
+            for kind in kinds
+            if kind.get("rope_type") in ("dynamic", "longrope")
+        ),
+        default=None,
+    )
+
+
+def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
+    """Log-probabilities of the scored tokens of a row, [N] fp32; differentiable."""
+    return model(row, row.scored_at, lambda hidden, head: label_logprobs(hidden, head, row))
+
+
+def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
+    """The same from the hidden states [N, D] that predict them."""
+    # The loss cuts its chunks between prompts; the same chunks give the same bits.
+    K = row.responses_per_prompt or 1
+    return linear_logprobs(
+        hidden,
+        head.weight,
+        row.labels,
+        bias=head.bias,
+        softcap=head.softcap,
+        temperature=head.temperature,
+        cu_seqlens=row.cu_seqlens_on_host if K > 1 else None,
+        responses_per_prompt=K,
+    )
+
+
+def scores(model: nn.Module, row: PackedRow) -> Tensor:
+    """A reward model's score of each response of a row, read at its last token, [S] fp32."""
+    return model(row, row.ends_at, lambda hidden, head: scalars(hidden, head.weight))
+
+
+def scalars(hidden: Tensor, weight: Tensor) -> Tensor:
+    """One number for each hidden state, in fp32 whatever the precision: [N, D], [1, D] -> [N]."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden.float(), weight.float()).squeeze(1)

@@ -1,0 +1,70 @@
+"""What every stage does before its loop: accelerator, seed, precision, data."""
+
+from collections.abc import Callable
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from fastp3o.config import StageConfig
+from fastp3o.data import DataReport
+from fastp3o.precision import Precision
+
+
+def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
+    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set."""
+    set_seed(config.seed)
+    disable_progress_bar()  # of loading and saving weights, which would break up the run's own
+    return Accelerator(
+        mixed_precision="no" if precision.autocast is None else "bf16",
+        log_with=None if config.report_to == "none" else config.report_to.split(","),
+        project_dir=config.output_dir,
+    )
+
+
+def start_trackers(accelerator: Accelerator, config: StageConfig) -> None:
+    plain = {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool)}
+    accelerator.init_trackers("trackers", config=plain)
+
+
+def share(accelerator: Accelerator, total: int, name: str) -> int:
+    """The part of `total` that falls to one process. Raises ValueError where it does not divide evenly."""
+    processes = accelerator.num_processes
+    if total % processes:
+        raise ValueError(f"--{name} ({total}) must be a multiple of the number of processes ({processes})")
+    return total // processes
+
+
+def load_data(
+    accelerator: Accelerator,
+    loader: Callable[..., tuple[Dataset, DataReport]],
+    train_source: str,
+    eval_source: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: StageConfig,
+    **lengths: int,
+) -> tuple[Dataset, Dataset | None]:
+    """Training and evaluation data, the same on every process.
+
+    Raises ValueError where there are fewer evaluation rows than processes.
+    """
+
+    def load(source: str, split: str, limit: int | None) -> Dataset:
+        data, report = loader(
+            source,
+            tokenizer,
+            split=split,
+            limit=limit,
+            max_prompt_tokens=config.max_prompt_tokens,
+            skip_bad_records=config.skip_bad_records,
+            **lengths,
+        )
+        accelerator.print(f"{source}: {report}")
+        if len(data) < accelerator.num_processes:
+            raise ValueError(f"{source} has {len(data)} usable rows, fewer than there are processes")
+        return data
+
+    train = load(train_source, config.split, config.limit)
+    return train, load(eval_source, config.eval_split, config.eval_limit) if eval_source else None

@@ -1,0 +1,175 @@
+"""Predicts the memory of P3O's passes from a model's configuration and the lengths.
+
+Per parameter, in bytes:
+
+    precision        weights    fp32 masters    gradients    AdamW
+    fp32             4          0               4            8
+    bf16-autocast    4 + 2      0               4            8        (+ 2: autocast's copies within a pass)
+    bf16, fp16       2          4               4            8
+
+Masters, gradients and AdamW count for what trains alone; with gradient checkpointing autocast copies one layer at a
+time. Activations of a llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size,
+for each of T tokens in each layer:
+
+    norms · D + item · (4 F + 3 Q + 2 R U / T)        norms = 24, 26 or 16 bytes; item = 4, 2 or 2
+
+U / T is the number of gathered keys over the number of tokens: 1, or more where prompts are shared. With gradient
+checkpointing only the input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations come on top.
+Beyond activations, the larger of two moments counts: the head's (its budget for logits and their gradient, or what the
+scored rows need where that is less, its weight's gradient and the last norm's activations), and that of a layer's
+backward pass, 2 (F + D) elements a token.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PretrainedConfig
+
+from fastp3o.packing.pack import group_tokens
+from fastp3o.precision import Precision
+from fastp3o_kernels.head.chunks import MEMORY_BUDGET
+
+
+class Lengths(NamedTuple):
+    """A packed row: tokens T, gathered keys U, scored tokens N, and S responses."""
+
+    tokens: int
+    keys: int
+    scored: int
+    responses: int
+
+    @classmethod
+    def of_groups(
+        cls, tokens_per_row: int, *, prompt: int, response: int, responses: int = 2, share_prompts: bool = True
+    ) -> "Lengths":
+        """A row as full as whole groups of these mean lengths make it, but one at least."""
+        group = group_tokens(prompt, [response] * responses, share_prompts=share_prompts)
+        groups = max(1, tokens_per_row // group)
+        sequences = groups * responses
+        return cls(groups * group, sequences * (prompt + response), sequences * response, sequences)
+
+
+class Model(NamedTuple):
+    """Sizes of a llama-like model.
+
+    `queries` and `keys` are heads times head size; `trained_layers` those from the lowest that trains upwards, the only
+    ones with activations to keep. LoRA trains in all.
+    """
+
+    parameters: int
+    trained: int
+    layers: int
+    trained_layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int
+    vocabulary: int
+    head_trains: bool
+
+    @classmethod
+    def of(
+        cls,
+        config: PretrainedConfig,
+        parameters: int,
+        trained: int,
+        *,
+        trained_layers: int = 0,
+        head_trains: bool = True,
+    ) -> "Model":
+        """`trained_layers` 0 means all, as in the configuration."""
+        config = config.get_text_config()
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        return cls(
+            parameters,
+            trained,
+            config.num_hidden_layers,
+            trained_layers or config.num_hidden_layers,
+            config.hidden_size,
+            intermediate,
+            head * config.num_attention_heads,
+            head * key_heads,
+            config.vocab_size,
+            head_trains,
+        )
+
+
+@dataclass
+class Memory:
+    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts."""
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    layer: int
+
+    @property
+    def peak(self) -> int:
+        kept = self.weights + self.masters + self.gradients + self.optimizer + self.activations
+        return kept + max(self.head, self.layer)
+
+
+def update_memory(
+    model: Model,
+    lengths: Lengths,
+    precision: Precision,
+    *,
+    checkpointing: bool = False,
+    memory_budget: int = MEMORY_BUDGET,
+) -> Memory:
+    """What an update of the policy needs on one device."""
+    norms, item = bytes_of(precision)
+    of_layer = lengths.tokens * (norms * model.hidden + item * (4 * model.intermediate + 3 * model.queries))
+    of_layer += lengths.keys * 2 * item * model.keys
+    of_input = lengths.tokens * model.hidden * precision.weights.itemsize
+    of_rows = lengths.scored * model.hidden * item
+    logits = min(lengths.scored * model.vocabulary * (4 + item), memory_budget)
+    head_gradient = 4 * model.vocabulary * model.hidden if model.head_trains else 0
+    return Memory(
+        weights=weights(model, precision, one_layer_at_a_time=checkpointing),
+        masters=4 * model.trained if precision.half else 0,
+        gradients=4 * model.trained,
+        optimizer=8 * model.trained,
+        activations=model.trained_layers * (of_input if checkpointing else of_layer),
+        head=logits + 3 * of_rows + head_gradient + lengths.tokens * model.hidden * norms // 2,
+        layer=feed_forward(model, lengths, item) + (of_layer if checkpointing else 0),
+    )
+
+
+def frozen_memory(
+    model: Model, lengths: Lengths, precision: Precision, *, memory_budget: int = MEMORY_BUDGET
+) -> Memory:
+    """What the reference needs for its log-probabilities; a reward model needs all but the head's part."""
+    _, item = bytes_of(precision)
+    logits = min(4 * lengths.scored * model.vocabulary, memory_budget)
+    return Memory(
+        weights=weights(model, precision, one_layer_at_a_time=False),
+        masters=0,
+        gradients=0,
+        optimizer=0,
+        activations=0,
+        head=logits + lengths.scored * model.hidden * item,
+        layer=feed_forward(model, lengths, item) + lengths.keys * 2 * item * model.keys,
+    )
+
+
+def bytes_of(precision: Precision) -> tuple[int, int]:
+    """Of the two norms of a layer, for each hidden element of a token; and of an element of a product."""
+    if precision.half:
+        return 16, 2
+    return (24, 4) if precision.autocast is None else (26, 2)
+
+
+def weights(model: Model, precision: Precision, *, one_layer_at_a_time: bool) -> int:
+    copies = 0 if precision.autocast is None else 2 * model.parameters
+    return model.parameters * precision.weights.itemsize + copies // (model.layers if one_layer_at_a_time else 1)
+
+
+def feed_forward(model: Model, lengths: Lengths, item: int) -> int:
+    """The widest moment of a layer beyond its saved activations."""
+    return lengths.tokens * item * 2 * (model.intermediate + model.hidden)

@@ -1,0 +1,50 @@
+"""How much of a ratio is rounding: the same responses and weights, in another way that is mathematically equal."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fastp3o.models.packed_model import scored_logprobs, unwrap
+from fastp3o.packing.pack import in_order, pack
+from fastp3o.rollouts.transformers_sampler import Rollouts
+from fastp3o.training.minibatches import Pairs
+from fastp3o_kernels import sequence_logprobs
+
+# Of the clip range; beyond it, clipping acts on rounding more often than users would want.
+TOLERATED = 0.2
+
+
+@torch.no_grad()
+def ratio_noise(policy: nn.Module, rollouts: Rollouts, pairs: Pairs) -> Tensor:
+    """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
+
+    One is the row of `pairs`, on which the policy trains. In the other each of its responses has its prompt to itself,
+    in the opposite order, so that every matrix product has another shape; and rotary positions begin at 1, which turns
+    queries and keys alike and rounds all of them anew. Without rotary positions only the shapes differ, and where
+    libraries round a row the same in every shape, as on CPUs, that shows nothing.
+    """
+    responses = pairs.row.sequences[::-1]
+    prompt_ids = [rollouts.prompt_ids[s] for s in responses]
+    response_ids = [rollouts.response_ids[s] for s in responses]
+    (row,) = pack(
+        prompt_ids,
+        [[ids] for ids in response_ids],
+        tokens_per_row=sum(map(len, prompt_ids + response_ids)),
+        sequences=responses,
+    )
+    if unwrap(policy).longest_sequence is None:
+        row = replace(row, position_ids=row.position_ids + 1)
+    row = row.to(pairs.old_logprobs.device)
+    again = sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)
+    here = pairs.old_logprobs.flatten()
+    return (in_order([row], [again]) - in_order([pairs.row], [here])).square().mean().sqrt()
+
+
+def noise_warning(noise: float, clip_range: float, precision: str) -> str:
+    better = {"fp32": "--precision fp32 has the least: use", "fp16": "Use --precision fp32,"}
+    return (
+        f"warning: rounding alone moves log-ratios by {noise:.3f} (ratio/noise), more than {TOLERATED:.0%} of the clip "
+        f"range {clip_range}: part of the clipping is noise. "
+        f"{better.get(precision, 'Use --precision fp16 or fp32,')} shorter responses, or a wider clip range."
+    )

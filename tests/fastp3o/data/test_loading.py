@@ -1,0 +1,305 @@
+"""The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may come."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fastp3o.data import DataError, DataReport, load_demonstrations, load_preferences, load_prompts
+
+EOS = "</s>"
+LENGTHS = {"max_prompt_tokens": 100, "max_response_tokens": 100}
+PAIR = {"prompt": "Hi", "chosen": " you", "rejected": " there"}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return tokenizer
+
+
+class Line(str):
+    """A line as it is, where any other value is written as JSON."""
+
+
+def jsonl(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join((row if isinstance(row, Line) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    source = jsonl(tmp_path, [PAIR, {**PAIR, "prompt": "Zoë 🎈"}])
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text).input_ids
+
+    end = [tokenizer.eos_token_id]
+    prompts = [{"prompt": text, "prompt_ids": ids(text)} for text in ("Hi", "Zoë 🎈")]
+    data, report = load_prompts(source, tokenizer, max_prompt_tokens=100)
+    assert data.to_list() == prompts
+    assert report == DataReport(rows=2)
+
+    data, report = load_demonstrations(source, tokenizer, **LENGTHS)
+    assert data.to_list() == [row | {"response_ids": ids(" you") + end} for row in prompts]
+
+    data, report = load_preferences(source, tokenizer, **LENGTHS)
+    responses = {"chosen_ids": ids(" you") + end, "rejected_ids": ids(" there") + end}
+    assert data.to_list() == [row | responses for row in prompts]
+    assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
+
+
+def test_data_is_memory_mapped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    data, _ = load_prompts(jsonl(tmp_path, [PAIR] * 10), tokenizer, max_prompt_tokens=100)
+    assert data.cache_files
+    assert data.shuffle(seed=0).map(lambda row: {"length": len(row["prompt_ids"])})["length"][:] == [2] * 10
+
+
+def test_more_rows_than_a_batch_stay_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    rows = [{"prompt": f"row {i}"} for i in range(2345)]
+    data, report = load_prompts(jsonl(tmp_path, rows), tokenizer, max_prompt_tokens=100)
+    assert data["prompt"][:] == [row["prompt"] for row in rows]
+    assert report.rows == 2345
+
+
+def test_nothing_is_remembered_between_tokenizers_or_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"H": 0, "i": 1, "o": 2}, [])))
+    source = jsonl(tmp_path, [{"prompt": "Hi"}])
+    first, _ = load_prompts(source, tokenizer, max_prompt_tokens=100)
+    second, _ = load_prompts(source, small, max_prompt_tokens=100)
+    third, _ = load_prompts(jsonl(tmp_path, [{"prompt": "Ho"}]), small, max_prompt_tokens=100)
+    assert [second[0]["prompt_ids"], third[0]["prompt_ids"]] == [[0, 1], [0, 2]]
+    assert first[0]["prompt_ids"] == tokenizer("Hi").input_ids
+
+
+def test_parquet_and_hub_give_what_json_lines_give(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [PAIR, {**PAIR, "prompt": "Ho"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_list(rows))
+    sources = (jsonl(tmp_path, rows), str(tmp_path / "rows.parquet"), "owner/name")
+    results = [load_preferences(source, tokenizer, **LENGTHS)[0].to_list() for source in sources]
+    assert results[0] == results[1] == results[2]
+
+
+def test_conversations(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "you"}]
+    source = jsonl(tmp_path, [{"messages": conversation}])
+    data, _ = load_demonstrations(source, chat_tokenizer, **LENGTHS)
+    assert data[0]["prompt"] == "u:Hi;a:"
+    assert chat_tokenizer.decode(data[0]["response_ids"]) == "you;" + EOS
+    assert load_prompts(source, chat_tokenizer, max_prompt_tokens=100)[0][0]["prompt"] == "u:Hi;a:"
+
+
+def test_messages_need_a_chat_template_whatever_is_skipped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}]}])
+    with pytest.raises(DataError, match=r"rows\.jsonl row 1: .*no chat template"):
+        load_prompts(source, tokenizer, max_prompt_tokens=100, skip_bad_records=True)
+
+
+# --- bad rows -------------------------------------------------------------------------------------------------------
+
+BAD_ROWS = [
+    ({**PAIR, "chosen": None}, "row 2 field 'chosen': expected text, got null"),
+    ({**PAIR, "chosen": 7}, "row 2 field 'chosen': expected text, got the number 7"),
+    ({"prompt": "Hi", "chosen": "a"}, "row 2 field 'rejected': expected text, got nothing: the field is missing"),
+    ({**PAIR, "prompt": " "}, "row 2 field 'prompt': expected text, got only white space"),
+    ({**PAIR, "rejected": " you"}, "row 2 field 'rejected': expected another response than 'chosen', got the same"),
+    ({**PAIR, "chosen": EOS}, "row 2 field 'chosen': expected text that the tokenizer knows, got no token"),
+    (Line("{"), "row 2: expected valid JSON, got text that is not"),
+    ([PAIR], "row 2: expected an object, got a list of 1"),
+    (3, "row 2: expected an object, got the number 3"),
+]
+
+
+@pytest.mark.parametrize(("bad", "said"), BAD_ROWS)
+def test_a_bad_row_stops_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: Any, said: str):
+    source = jsonl(tmp_path, [PAIR, bad])
+    with pytest.raises(DataError) as caught:
+        load_preferences(source, tokenizer, **LENGTHS)
+    assert str(caught.value).startswith(f"{source} {said}")
+
+
+def test_bad_rows_are_skipped_and_counted_on_request(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    bad = [row for row, _ in BAD_ROWS]
+    source = jsonl(
+        tmp_path, [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}, {**PAIR, "prompt": 1}]
+    )
+    # The first row that has a layout decides it, so the row without `rejected` is bad for one reason before and after.
+    data, report = load_preferences(source, tokenizer, skip_bad_records=True, **LENGTHS)
+    assert data["prompt"][:] == ["Hi", "Ho"]
+    assert (report.rows, report.skipped) == (2, 2 * len(bad) + 2)
+    assert sum(report.reasons.values()) == report.skipped
+    assert report.reasons["field 'prompt': expected text"] == 4
+    assert str(report).startswith("2 rows, 0 prompts and 0 responses truncated, 20 rows skipped (")
+
+
+def test_the_file_of_a_bad_row_is_the_right_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    jsonl(tmp_path, [PAIR, PAIR], "a.jsonl")
+    second = jsonl(tmp_path, [PAIR, PAIR, {**PAIR, "prompt": None}], "b.jsonl")
+    with pytest.raises(DataError) as caught:
+        load_preferences(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)
+    assert str(caught.value) == f"{second} row 3 field 'prompt': expected text, got null"
+
+
+def test_files_may_differ_in_layout_but_rows_of_one_file_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    labelled, completed = {"prompt": "Hi", "label": "a"}, {"prompt": "Hi", "completion": "a"}
+    jsonl(tmp_path, [labelled], "a.jsonl")
+    jsonl(tmp_path, [completed], "b.jsonl")
+    assert load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)[1].rows == 2
+    with pytest.raises(DataError, match=r"mixed\.jsonl row 2 field 'label'"):
+        load_demonstrations(jsonl(tmp_path, [labelled, completed], "mixed.jsonl"), tokenizer, **LENGTHS)
+
+
+@pytest.mark.parametrize("rows", [[], [Line(), Line("  ")]])
+def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[Any]):
+    with pytest.raises(DataError, match=r"rows\.jsonl: expected at least one usable row, got none"):
+        load_prompts(jsonl(tmp_path, rows), tokenizer, max_prompt_tokens=100)
+
+
+def test_a_file_of_which_no_row_can_be_used_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(
+        DataError, match=r"got none \(0 rows, .* 3 rows skipped \(3 × field 'prompt': expected text\)\)"
+    ):
+        load_prompts(jsonl(tmp_path, [{"prompt": 1}] * 3), tokenizer, max_prompt_tokens=100, skip_bad_records=True)
+
+
+def test_parquet_columns_of_another_type_name_the_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet row 1 field 'prompt': expected text, got the number 1"):
+        load_prompts(str(tmp_path / "rows.parquet"), tokenizer, max_prompt_tokens=100)
+
+
+# --- lengths and limits ---------------------------------------------------------------------------------------------
+
+
+def test_truncations_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    rows = [PAIR, {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"}, {**PAIR, "chosen": "abcdefgh"}]
+    source = jsonl(tmp_path, rows)
+    data, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=7)
+    assert data[1]["prompt"] == "6789"
+    assert tokenizer.decode(data[2]["chosen_ids"]) == "abcdefg"
+    assert (report.truncated_prompts, report.truncated_responses) == (1, 1)
+    _, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=6)
+    assert (report.truncated_prompts, report.truncated_responses) == (1, 5)
+
+
+def test_a_pair_that_is_equal_once_truncated_cannot_be_used(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    source = jsonl(tmp_path, [{"prompt": "Hi", "chosen": "same start", "rejected": "same end"}])
+    with pytest.raises(DataError, match="field 'rejected': expected another response than 'chosen'"):
+        load_preferences(source, tokenizer, max_prompt_tokens=9, max_response_tokens=4)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_limit_takes_usable_rows_and_reads_no_further(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, limit: int):
+    good = [{"prompt": f"row {i}"} for i in range(limit)]
+    source = jsonl(tmp_path, [{"prompt": None}, *good, {"prompt": None}])
+    with pytest.raises(DataError, match="row 1 field 'prompt'"):
+        load_prompts(source, tokenizer, max_prompt_tokens=9, limit=limit)
+    data, report = load_prompts(source, tokenizer, max_prompt_tokens=9, limit=limit, skip_bad_records=True)
+    assert data["prompt"][:] == [row["prompt"] for row in good]
+    assert (report.rows, report.skipped) == (limit, 1)
+    assert load_prompts(source, tokenizer, max_prompt_tokens=9, limit=99, skip_bad_records=True)[1].skipped == 2
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        load_prompts(source, tokenizer, max_prompt_tokens=9, limit=0)
+
+
+# --- any JSON -------------------------------------------------------------------------------------------------------
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+NESTED = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+AWKWARD = st.sampled_from(["", " ", "\ud800", EOS, f"a{EOS}b", "\n\nAssistant:"]) | NESTED
+
+
+def mostly(usual: st.SearchStrategy, unusual: st.SearchStrategy = AWKWARD) -> st.SearchStrategy:
+    return st.integers(0, 9).flatmap(lambda roll: unusual if roll == 0 else usual)
+
+
+TEXT = mostly(st.text(min_size=1, max_size=9))
+DIALOGUE = mostly(TEXT.map(lambda reply: f"\n\nHuman: Hi\n\nAssistant: {reply}"))
+USER, ASSISTANT = (
+    st.fixed_dictionaries({"role": mostly(st.just(role)), "content": TEXT}) for role in ("user", "assistant")
+)
+CONVERSATION = mostly(st.tuples(st.just({"role": "user", "content": "Hi"}), ASSISTANT).map(list))
+PROMPT, REPLY = mostly(USER.map(lambda message: [message])), mostly(ASSISTANT.map(lambda message: [message]))
+SUMMARY = mostly(st.fixed_dictionaries({"text": TEXT}))
+COMPARISON = {
+    "info": mostly(st.fixed_dictionaries({"post": TEXT}, optional={"title": TEXT, "subreddit": TEXT})),
+    "summaries": mostly(st.lists(SUMMARY, min_size=2, max_size=2)),
+    "choice": mostly(st.integers(0, 1)),
+}
+LAYOUTS = [
+    {"prompt": TEXT},
+    *({"prompt": TEXT, column: TEXT} for column in ("label", "completion", "response")),
+    {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
+    {"prompt": PROMPT, "completion": REPLY},
+    {"prompt": PROMPT, "chosen": REPLY, "rejected": REPLY},
+    {"messages": CONVERSATION},
+    {"chosen": DIALOGUE, "rejected": DIALOGUE},
+    {"chosen": CONVERSATION, "rejected": CONVERSATION},
+    COMPARISON,
+]
+ANY_COLUMNS = st.dictionaries(st.sampled_from(sorted({column for layout in LAYOUTS for column in layout})), AWKWARD)
+FILES = st.sampled_from(LAYOUTS).flatmap(
+    lambda layout: st.lists(mostly(st.fixed_dictionaries(layout), ANY_COLUMNS | NESTED), max_size=5)
+)
+
+
+@pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences])
+@settings(max_examples=150, deadline=None)
+@given(rows=FILES, skip=st.booleans())
+def test_any_json_gives_usable_rows_or_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory,
+    chat_tokenizer: PreTrainedTokenizerFast,
+    load: Any,
+    rows: list[Any],
+    skip: bool,
+):
+    lengths = LENGTHS if load is not load_prompts else {"max_prompt_tokens": 100}
+    source = jsonl(tmp_path_factory.mktemp("fuzz"), rows)
+    try:
+        data, report = load(source, chat_tokenizer, skip_bad_records=skip, **lengths)
+    except DataError:
+        return
+    event("usable")
+    assert len(data) == report.rows > 0
+    assert report.rows + report.skipped == len(rows), "every row is used or counted"
+    assert report.reasons == Counter() or skip
+    for row in data:
+        assert all(row[column] for column in data.column_names)
+        assert row.get("chosen_ids", [0]) != row.get("rejected_ids", [1])

@@ -1,0 +1,125 @@
+import math
+
+import numpy as np
+import pytest
+
+from fastp3o.evaluation import matched_kl
+from fastp3o.evaluation.matched_kl import gain_at_kl, gains, interval, line, paired_difference, t_quantile
+
+
+def run(*points, start=1.0):
+    """Evaluations from (KL, gain) at updates 0, 1, 2, ..."""
+    return [{"step": step, "kl": kl, "reward": start + gain} for step, (kl, gain) in enumerate(points)]
+
+
+def test_the_gain_lies_on_the_line_between_the_evaluations_around_the_crossing():
+    evaluations = run((0.0, 0.0), (0.5, 0.2), (1.5, 0.8), (3.0, 1.0))
+    assert gain_at_kl(evaluations, 1.0) == pytest.approx(0.5)
+    assert gain_at_kl(evaluations, 1.5) == pytest.approx(0.8)
+    assert gain_at_kl(evaluations, 2.25) == pytest.approx(0.9)
+
+
+def test_the_first_crossing_counts():
+    assert gain_at_kl(run((0, 0), (0.5, 0.1), (1.5, 0.3), (0.8, 0.2), (1.2, 9.0)), 1.0) == pytest.approx(0.2)
+
+
+def test_no_gain_is_invented():
+    evaluations = run((0.0, 0.0), (1.5, 0.8), (0.5, 0.6), (2.0, 0.9))
+    assert gain_at_kl(evaluations, 1.0) is None, "between the start and a late first evaluation"
+    assert gain_at_kl(evaluations, 2.5) is None, "never reached"
+    assert gain_at_kl(evaluations[:1], 1.0) is None
+
+
+def test_other_rewards_and_constant_shifts():
+    evaluations = [e | {"gold": 2 * e["reward"]} for e in run((0, 0), (0.5, 0.2), (1.5, 0.8), start=10.0)]
+    assert gain_at_kl(evaluations, 1.0, of="gold") == pytest.approx(1.0)
+    assert [e["reward"] for e in gains(evaluations, of="gold")] == pytest.approx([0, 0.4, 1.6])
+    with pytest.raises(ValueError, match="step 0"):
+        gain_at_kl(evaluations[1:], 1.0)
+    with pytest.raises(ValueError, match="step 0"):
+        gains([])
+
+
+@pytest.mark.parametrize(
+    ("tail", "degrees", "tabulated"),
+    [
+        (0.025, 1, 12.7062),
+        (0.025, 2, 4.3027),
+        (0.025, 7, 2.3646),
+        (0.025, 14, 2.1448),
+        (0.005, 7, 3.4995),
+        (0.0005, 7, 5.4079),
+        (0.0005, 30, 3.6460),
+        (0.05, 120, 1.6577),
+    ],
+)
+def test_quantiles_of_student_are_those_of_the_tables(tail, degrees, tabulated):
+    assert t_quantile(tail, degrees) == pytest.approx(tabulated, abs=6e-5)
+
+
+def coverage(draw, mean, seeds, tasks, comparisons=1, repetitions=1000):
+    hits = 0
+    for _ in range(repetitions):
+        estimate = interval([draw(seeds) for _ in range(tasks)], comparisons)
+        hits += estimate.low <= mean <= estimate.high
+    return hits / repetitions
+
+
+def test_intervals_of_eight_seeds_cover_what_they_promise(monkeypatch):
+    monkeypatch.setattr(matched_kl, "RESAMPLES", 4000)
+    matched_kl._resampling.cache_clear()
+    generator = np.random.default_rng(0)
+    normal, skewed = generator.standard_normal, lambda size: generator.gamma(4.0, size=size)
+    try:
+        assert 0.92 < coverage(normal, 0.0, seeds=8, tasks=1) < 0.97
+        assert 0.91 < coverage(skewed, 4.0, seeds=8, tasks=1) < 0.97
+        assert 0.91 < coverage(normal, 0.0, seeds=4, tasks=2) < 0.97
+        assert coverage(normal, 0.0, seeds=8, tasks=1, comparisons=40) > 0.992
+    finally:
+        matched_kl._resampling.cache_clear()
+
+
+def test_tasks_that_differ_do_not_widen_the_interval():
+    values = np.random.default_rng(1).standard_normal((2, 8))
+    apart = values + np.array([[0.0], [100.0]])
+    together, stratified = interval([values.ravel()]), interval(apart)
+    assert stratified.mean == pytest.approx(together.mean + 50)
+    assert stratified.high - stratified.low == pytest.approx(together.high - together.low, rel=0.2)
+    assert interval([apart.ravel()]).high - interval([apart.ravel()]).low > 50
+
+
+def test_more_comparisons_widen_the_interval_in_its_shape():
+    values = [np.random.default_rng(2).exponential(size=8)]
+    one, many = interval(values), interval(values, comparisons=20)
+    assert many.low < one.low < one.mean < one.high < many.high
+    assert (many.high - many.mean) / (many.mean - many.low) == pytest.approx(
+        (one.high - one.mean) / (one.mean - one.low)
+    )
+    assert interval(values) == one, "the same values give the same interval"
+
+
+def test_too_few_seeds_have_a_mean_and_no_interval():
+    assert interval([[1.0, 3.0]]) == (2.0, -math.inf, math.inf, 2)
+    assert interval([[1.0], [3.0, 3.0, 3.0, 3.0]])[1:3] == (-math.inf, math.inf)
+    with pytest.raises(ValueError, match="needs values"):
+        interval([[], []])
+
+
+def test_pairs_are_of_the_same_task_and_seed_and_both_measured():
+    first = {(task, seed): seed + 0.5 for task in "ab" for seed in range(6)}
+    second = {(task, seed): float(seed) for task in "ba" for seed in range(5)} | {("a", 0): None, ("c", 9): 100.0}
+    assert paired_difference(first, second) == (0.5, 0.5, 0.5, 9)
+    assert paired_difference({("a", 0): 1.0}, {("b", 0): 1.0}) is None
+
+
+def test_the_line_through_many_runs():
+    generator = np.random.default_rng(3)
+    slopes = 0.5 + 0.05 * generator.standard_normal(8)
+    runs = [run(*[(kl, slope * kl) for kl in (0, 1, 2, 4)], start=0.2) for slope in slopes]
+    found = line(runs)
+    assert found.slope == pytest.approx(slopes.mean())
+    assert found.intercept == pytest.approx(0.2)
+    by_hand = interval([slopes])
+    assert (found.low, found.high) == pytest.approx((by_hand.low, by_hand.high))
+    assert line([run((0.0, 0.0))]) is None
+    assert line(runs[:2])[2:] == (-math.inf, math.inf)

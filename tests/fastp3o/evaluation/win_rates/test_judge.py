@@ -1,0 +1,511 @@
+"""Judges against an endpoint that answers well, badly, slowly, or not at all."""
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint, EndpointError, seconds
+from fastp3o.evaluation.win_rates.judge import MARKS, EndpointJudge, FunctionJudge, agreed, verdict_of
+from fastp3o.evaluation.win_rates.rates import win_rate
+from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
+from fastp3o.named_function import imported
+
+FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
+KEY = "sk-secret-of-the-tests"
+
+
+class Reply(NamedTuple):
+    status: int = 200
+    body: bytes = b""
+    headers: dict[str, str] = {}  # noqa: RUF012
+    delay: float = 0.0  # seconds before it is sent
+    drop: float = 0.0  # seconds before each byte of the body
+    lacks: int = 0  # bytes that are announced and not sent
+
+
+def says(text: str | None, **more) -> bytes:
+    return json.dumps({"choices": [{"message": {"role": "assistant", "content": text}, **more}]}).encode()
+
+
+class Question(NamedTuple):
+    """What a request asks, and the how-manieth request it is."""
+
+    prompt: str
+    first: str
+    second: str
+    number: int
+
+
+class Server(ThreadingHTTPServer):
+    """Answers with `reply(question)` and keeps the requests."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply: Callable[[Question], Reply] = prefers_the_longer
+        self.requests: list[dict] = []
+        self.headers: list[dict[str, str]] = []
+        self.times: list[float] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients that have gone are what some tests are about."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append(body)
+            self.server.headers.append(dict(self.headers))
+            self.server.times.append(time.monotonic())
+            number = len(self.server.requests)
+        text = body["messages"][0]["content"]
+        reply = self.server.reply(Question(*between_tags(text), number))
+        if self.path != "/v1/chat/completions":
+            reply = Reply(404, b'{"detail": "no such path"}')
+        time.sleep(reply.delay)
+        self.send_response(reply.status)
+        self.send_header("Content-Length", str(len(reply.body) + reply.lacks))
+        for name, value in reply.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for part in [reply.body[i : i + 1] for i in range(len(reply.body))] if reply.drop else [reply.body]:
+            time.sleep(reply.drop)
+            self.wfile.write(part)
+            self.wfile.flush()
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+def between_tags(text: str) -> list[str]:
+    boundary = re.search(r"<prompt (\w+)>", text)[1]
+    return [
+        re.search(f"<{tag} {boundary}>\n(.*)\n</{tag} {boundary}>", text, re.DOTALL)[1]
+        for tag in ("prompt", "response_A", "response_B")
+    ]
+
+
+def prefers_the_longer(question: Question) -> Reply:
+    difference = len(question.first) - len(question.second)
+    mark = "[[A]]" if difference > 0 else "[[B]]" if difference < 0 else "[[C]]"
+    return Reply(body=says(f"One mentions [[C]], but length decides.\n{mark}"))
+
+
+def always(**reply) -> Callable[[Question], Reply]:
+    return lambda question: Reply(**reply)
+
+
+def then_fine(*replies: Reply) -> Callable[[Question], Reply]:
+    """These to the first requests, and good answers to the later ones."""
+    return lambda question: (
+        replies[question.number - 1] if question.number <= len(replies) else prefers_the_longer(question)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def judge_at(url: str, path: Path | None = None, model: str = "m", requests: int = 4, **changes) -> EndpointJudge:
+    patience = {"timeout": 0.2, "retries": 2, "backoff": 0.01, "longest_wait": 2.0} | changes
+    return EndpointJudge(ChatEndpoint(url, model, **patience), path=path, requests=requests)
+
+
+COMPARISONS = (["p", "q", "r", "s"], ["long", "a", "ab", "same"], ["b", "longer", "cd", "same"])
+RIGHT = [FIRST, SECOND, TIE, TIE]
+
+
+# What is asked, and what becomes of answers
+
+
+def test_both_orders_are_asked_and_agree(server):
+    assert judge_at(server.url)(*COMPARISONS) == RIGHT
+    assert len(server.requests) == 6  # equal responses are not worth asking
+    assert all(request["temperature"] == 0 and request["model"] == "m" for request in server.requests)
+
+
+def test_a_judge_of_positions_gives_ties(server):
+    for mark in ("[[A]]", "[[B]]"):
+        server.reply = always(body=says(mark))
+        assert judge_at(server.url)(*COMPARISONS) == [TIE] * 4
+
+
+def test_a_tie_and_a_victory_are_a_tie(server):
+    server.reply = lambda question: Reply(body=says("[[A]]" if question.first == "long" else "[[C]]"))
+    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [TIE]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        says("Both are fine."),
+        says(""),
+        says(None),
+        says("[[D]] [A] [[ A ]] [[a]]"),
+        says("I must end with [[A]], [[B]] or [[C]]", finish_reason="length"),
+        b'{"choices": [{"message": {"refusal": "no"}}]}',
+    ],
+)
+def test_answers_without_a_verdict_are_missing_and_no_victories(server, answer):
+    server.reply = lambda question: Reply(body=answer) if question.prompt == "p" else prefers_the_longer(question)
+    verdicts = judge_at(server.url)(*COMPARISONS)
+    assert verdicts == [NONE, SECOND, TIE, TIE]
+    rate = win_rate(verdicts)
+    assert (rate.missing, rate.wins, rate.win_rate) == (1, 0, 1 / 3)
+
+
+def test_one_order_without_a_verdict_leaves_none(server):
+    server.reply = lambda question: Reply(body=says("[[A]]" if question.first == "long" else "?"))
+    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [NONE]
+
+
+def test_texts_reach_the_judge_as_they_are(server):
+    prompt = "$first {second} </prompt> <response_A>\u0000\ud800 Größe 東京 🦜\n" * 500
+    first, second = "[[A]]\n</response_A>\n" + "🦜" * 100_000, "$$ $boundary \\1 [[C]]"
+    seen = []
+
+    def reply(question: Question) -> Reply:
+        seen.append(question[:3])
+        return prefers_the_longer(question)
+
+    server.reply = reply
+    assert judge_at(server.url, timeout=5.0)([prompt], [first], [second]) == [FIRST]
+    assert seen == [(prompt, first, second), (prompt, second, first)]
+
+
+def test_a_template_of_ones_own(server):
+    tags = {"prompt": "prompt", "response_A": "first", "response_B": "second"}
+    template = "".join(f"<{tag} 1>\n${place}\n</{tag} 1>" for tag, place in tags.items()) + " $$"
+    judge = EndpointJudge(ChatEndpoint(server.url, "m"), template=template)
+    assert judge(["p"], ["long"], ["b"]) == [FIRST]
+    assert server.requests[0]["messages"][0]["content"].endswith("</response_B 1> $")
+
+
+@pytest.mark.parametrize("template", ["$prompt $first", "$prompt $first $second $third", "$prompt $first $second $ 1"])
+def test_a_template_that_cannot_be_filled_is_refused(template):
+    with pytest.raises(ValueError, match=r"must hold \$prompt, \$first and \$second"):
+        EndpointJudge(ChatEndpoint("http://localhost", "m"), template=template)
+
+
+@given(st.text(), st.sampled_from(sorted(MARKS)), st.text(alphabet=st.characters(exclude_characters="[]")))
+def test_the_last_mark_counts_whatever_stands_around_it(before, mark, after):
+    assert verdict_of(Answer(f"{before}\n{mark}{after}", finished=True)) == MARKS[mark]
+    assert verdict_of(Answer(f"{before}\n{mark}{after}", finished=False)) == NONE
+
+
+@given(st.text(alphabet="[]ABC \n"))
+def test_no_mark_no_verdict(text):
+    marks = [text[i : i + 5] for i in range(len(text)) if text[i : i + 5] in MARKS]
+    assert verdict_of(Answer(text, finished=True)) == (MARKS[marks[-1]] if marks else NONE)
+
+
+@given(st.sampled_from(Verdict), st.sampled_from(Verdict))
+def test_agreement_does_not_depend_on_names_or_order(one, other):
+    assert agreed(one, other) == agreed(other, one)
+    assert agreed(one, other).swapped == agreed(one.swapped, other.swapped)
+
+
+# An endpoint that is busy, broken, slow or away
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Reply(500, b"oops"),
+        Reply(529),
+        Reply(408),
+        Reply(429, headers={"Retry-After": "0"}),
+        Reply(body=b"<html>Bad gateway</html>"),
+        Reply(body=b'{"choices": []}'),
+        Reply(body=b'{"error": {"message": "overloaded"}}'),
+        Reply(body=b'["choices"]'),
+        Reply(body=b'{"choices": [{"message": "text"}]}'),
+        Reply(body=b"[" * 100_000),
+        Reply(body=b"\xff\xfe\x00"),
+        Reply(body=says("[[A]]"), delay=0.3),
+        Reply(body=says("[[A]]"), drop=0.02),
+        Reply(body=says("[[A]]"), lacks=10),
+    ],
+    ids=lambda reply: f"{reply.status}-{reply.body[:12]}",
+)
+def test_trouble_that_passes_is_sat_out(server, trouble):
+    server.reply = then_fine(trouble, trouble)
+    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [FIRST]
+    assert len(server.requests) == 4
+
+
+def test_retry_after_is_respected(server):
+    server.reply = then_fine(Reply(429, headers={"Retry-After": "1"}))
+    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [FIRST]
+    assert server.times[1] - server.times[0] >= 1
+
+
+def test_retry_after_beyond_patience_is_an_error(server):
+    server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
+    with pytest.raises(EndpointError, match=r"429: quota \(attempts: 1, and asks to wait 3600 s\)"):
+        judge_at(server.url)(["p"], ["long"], ["b"])
+    assert len(server.requests) == 1
+
+
+def test_retry_after_as_seconds_date_or_nonsense():
+    assert seconds(" 7 ") == 7
+    assert seconds(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=2)
+    assert [seconds(header) for header in (None, "soon", "-1", formatdate(0), "")] == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("trouble", "message"),
+    [
+        (Reply(503, b"<h1>away</h1>\n\x1b[31mfor long"), r"status 503: <h1>away</h1> \[31mfor long \(attempts: 3\)"),
+        (Reply(body=b"<html>Welcome</html>"), "Welcome</html> — which is not a chat completion"),
+        (Reply(body=says("[[A]]"), delay=0.25), "does not answer: .*timed out"),
+        (Reply(body=says("[[A]]"), drop=0.02), "no end of the answer within 0.2 s"),
+        (Reply(body=b"x" * (2**24 + 1)), "longer than"),
+    ],
+    ids=["broken", "another page", "slow", "in drops", "endless"],
+)
+def test_trouble_that_stays_is_an_error_after_retries(server, trouble, message):
+    server.reply = lambda question: trouble
+    with pytest.raises(EndpointError, match=f"(?s){server.url}/chat/completions .*{message}"):
+        judge_at(server.url, requests=1)(["p"], ["long"], ["b"])
+    assert len(server.requests) == 3
+
+
+def test_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(EndpointError, match=f"{url}/chat/completions does not answer: .*refused.*attempts: 3"):
+            judge_at(url)(*COMPARISONS)
+        assert time.monotonic() - start < 2
+
+
+def test_a_host_that_never_speaks():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(EndpointError, match="does not answer: TimeoutError"),
+    ):
+        judge_at(f"http://127.0.0.1:{silent.getsockname()[1]}", retries=1)(*COMPARISONS)
+
+
+@pytest.mark.parametrize("status", [301, 307, 400, 401, 403, 404, 422])
+def test_a_refusal_stops_at_once_and_never_shows_the_key(server, monkeypatch, status):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY + "\n")
+    elsewhere = {"Location": f"{server.url}/chat/completions"}
+    server.reply = always(status=status, body=f"no, {KEY}: ".encode() + b"x" * 5000, headers=elsewhere)
+    with pytest.raises(EndpointError, match=f"{server.url}/chat/completions answered with status {status}") as error:
+        judge_at(server.url)(["p"], ["long"], ["b"])
+    assert len(server.requests) == 1
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_wrong_path_is_named(server):
+    with pytest.raises(
+        EndpointError, match=r"/v2/chat/completions answered with status 404: \{.detail.: .no such path"
+    ):
+        judge_at(server.url.replace("v1", "v2"))(*COMPARISONS)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8000",
+        "ftp://a/v1",
+        "http://",
+        "http://a:port/v1",
+        "http://me:pass@a/v1",
+        "http://a/v1?x=1",
+        "http://a b",
+    ],
+)
+def test_a_url_that_cannot_be_one_is_refused(url):
+    with pytest.raises(ValueError, match="must be a URL such as http://localhost:8000/v1") as error:
+        ChatEndpoint(url, "m")
+    assert "pass" not in str(error.value)
+
+
+def test_a_key_that_no_header_can_hold_is_refused_unseen(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret\nInjected: yes")
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
+        ChatEndpoint("http://localhost", "m")
+    assert "secret" not in str(error.value)
+
+
+def test_no_key_no_header(server):
+    judge_at(server.url)(["p"], ["long"], ["b"])
+    assert "Authorization" not in server.headers[0]
+
+
+# The file of verdicts
+
+
+def many(number: int) -> tuple[list[str], list[str], list[str]]:
+    return [f"p{n}" for n in range(number)], ["long"] * number, ["b"] * number
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(server, tmp_path):
+    path = tmp_path / "new" / "verdicts.jsonl"
+    server.reply = lambda question: prefers_the_longer(question) if question.number <= 14 else Reply(401, b"no more")
+    with pytest.raises(EndpointError, match="no more"):
+        judge_at(server.url, path, requests=1)(*many(20))
+    assert len(path.read_text().splitlines()) == 7
+    server.reply = prefers_the_longer
+    server.requests.clear()
+    assert judge_at(server.url, path)(*many(20)) == [FIRST] * 20
+    assert len(server.requests) == 2 * 13
+    assert judge_at("http://127.0.0.1:1", path)(*many(20)) == [FIRST] * 20
+
+
+def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+
+    def reply(question: Question) -> Reply:
+        good = prefers_the_longer(question)._replace(delay=0.1)
+        return Reply(401) if question.prompt == "p0" else good
+
+    server.reply = reply
+    with pytest.raises(EndpointError):
+        judge_at(server.url, path, requests=4)(*many(4))
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_verdicts_of_another_model_or_question_are_not_taken(server, tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+    comparison = (["p"], ["long"], ["b"])
+    judge_at(server.url, path)(*comparison)
+    for other in (judge_at(server.url, path, model="other"), judge_at(server.url, path)):
+        other(*comparison)
+    assert len(server.requests) == 4
+    judge_at(server.url, path)(["p"], ["b"], ["long"])
+    assert len(server.requests) == 6
+
+
+def test_equal_comparisons_are_asked_once_and_no_verdict_is_kept_too(server, tmp_path):
+    server.reply = always(body=says("hm"))
+    for _ in range(2):
+        assert judge_at(server.url, tmp_path / "v.jsonl")(["p"] * 3, ["long"] * 3, ["b"] * 3) == [NONE] * 3
+    assert len(server.requests) == 2
+    assert json.loads((tmp_path / "v.jsonl").read_text())["answers"] == ["hm", "hm"]
+
+
+@pytest.mark.parametrize("length", range(1, 50, 6))
+def test_an_unfinished_last_line_is_asked_again(tmp_path, length):
+    path = tmp_path / "v.jsonl"
+    VerdictFile(path).add("one", FIRST, ["a"])
+    whole = path.read_bytes()
+    VerdictFile(path).add("two", SECOND, ["a"])
+    path.write_bytes(path.read_bytes()[: len(whole) + length])
+    file = VerdictFile(path)
+    assert file.verdicts == {"one": FIRST}
+    file.add("two", TIE, ["b"])
+    assert VerdictFile(path).verdicts == {"one": FIRST, "two": TIE}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"prompt": "my data"}\n', 1),
+        ('{"key": "k", "verdict": "tie"}\n{"key": "k", "verdict": "both"}\n', 2),
+        ('{"key": "k", "verdict": "tie"}\n[1]\n', 2),
+        ("\n", 1),
+        ('{"key": "k", "verdict": "tie"}\n{"prompt": "without end"}', 2),
+        ("a file of something else", 1),
+    ],
+)
+def test_another_file_is_refused_and_left_as_it_is(tmp_path, text, line):
+    path = tmp_path / "v.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"v.jsonl line {line}: expected a"):
+        VerdictFile(path)
+    assert path.read_text() == text
+
+
+# Functions
+
+FUNCTIONS = """
+def longer(prompts, firsts, seconds):
+    assert all(isinstance(texts, list) for texts in (prompts, firsts, seconds))
+    return ["first" if len(a) > len(b) else "second" if len(b) > len(a) else "tie" for a, b in zip(firsts, seconds)]
+
+def one_too_few(prompts, firsts, seconds):
+    return ["none"] * (len(prompts) - 1)
+
+def words_of_its_own(prompts, firsts, seconds):
+    return ["tie", "A"] * 2
+
+constant = 1
+"""
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch) -> None:
+    (tmp_path / "judges_for_tests.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_judges():
+    assert FunctionJudge("judges_for_tests:longer")(*COMPARISONS) == RIGHT
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_too_few", "one_too_few returned 3 verdicts for 4 comparisons"),
+        ("words_of_its_own", "words_of_its_own: verdict 1 must be one of first, second, tie, none, got 'A'"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        FunctionJudge(f"judges_for_tests:{name}")(*COMPARISONS)
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "cannot load the judge 'no_such_module:f'"),
+        ("judges_for_tests:f", "cannot load the judge 'judges_for_tests:f'"),
+        ("judges_for_tests:constant", "it is a int, not a function"),
+        ("judges_for_tests", "must be given as module:function"),
+        (":f", "must be given as module:function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        imported(name, "judge")

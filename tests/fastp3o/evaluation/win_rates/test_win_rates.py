@@ -1,0 +1,255 @@
+"""Win rates: the arithmetic on examples made by hand, their intervals, and the script on tiny models."""
+
+import functools
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fastp3o.config import parse
+from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
+from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
+from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward
+from fastp3o.evaluation.win_rates.rates import verdicts_of_rewards, win_rate
+from fastp3o.evaluation.win_rates.verdicts import Verdict
+from fastp3o.rollouts.transformers_sampler import Rollouts
+
+SCRIPT = Path(__file__).parents[4] / "scripts" / "win_rate.py"
+FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
+
+
+# Arithmetic
+
+
+def test_ties_count_half_and_missing_verdicts_nowhere():
+    rate = win_rate([FIRST, FIRST, TIE, SECOND, NONE, FIRST, NONE])
+    assert (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts) == (3, 1, 1, 2, 5)
+    assert rate.win_rate == 3.5 / 5
+    assert rate.low < rate.win_rate < rate.high
+
+
+def test_several_samples_of_a_prompt_count_alike_and_are_one_prompt():
+    rate = win_rate([FIRST, NONE, TIE, SECOND, NONE, NONE], samples_per_prompt=2)
+    assert (rate.win_rate, rate.missing, rate.prompts) == (0.5, 3, 2)
+
+
+def test_responses_to_one_prompt_stay_together():
+    of_prompts = [FIRST] * 20 + [SECOND] * 20
+    alone, together = win_rate(of_prompts), win_rate([v for v in of_prompts for _ in range(9)], samples_per_prompt=9)
+    assert (alone.low, alone.high) == (together.low, together.high)
+
+
+def test_only_one_opinion_leaves_an_interval_of_no_width():
+    for verdict, rate in ((FIRST, 1.0), (TIE, 0.5), (SECOND, 0.0)):
+        result = win_rate([verdict] * 3)
+        assert (result.low, result.win_rate, result.high) == (rate, rate, rate)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "samples", "message"),
+    [
+        ([], 1, "none of 0"),
+        ([NONE] * 4, 2, "none of 4 comparisons has a verdict"),
+        ([TIE] * 3, 2, "3 verdicts are not 2"),
+    ],
+)
+def test_nothing_to_count_is_an_error(verdicts, samples, message):
+    with pytest.raises(ValueError, match=message):
+        win_rate(verdicts, samples_per_prompt=samples)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.sampled_from(Verdict), min_size=1, max_size=8).filter(lambda verdicts: set(verdicts) != {NONE}))
+def test_the_second_wins_what_the_first_does_not(verdicts):
+    forth, back = win_rate(verdicts), win_rate([verdict.swapped for verdict in verdicts])
+    assert forth.win_rate + back.win_rate == pytest.approx(1)
+    assert (forth.low + back.high, forth.high + back.low) == pytest.approx((1, 1))
+    assert (forth.wins, forth.ties, forth.missing) == (back.losses, back.ties, back.missing)
+
+
+def test_the_higher_reward_wins():
+    assert verdicts_of_rewards([1.0, -1.0, 0.5], [0.0, 2.0, 0.5]) == [FIRST, SECOND, TIE]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_named(broken):
+    with pytest.raises(ValueError, match="2 of 3 rewards of the second checkpoint are not finite, that of response 1"):
+        verdicts_of_rewards([0.0, 0.0, 0.0], [0.0, broken, broken])
+
+
+def test_rounding_does_not_part_equal_responses():
+    def responses(finished: list[bool], rewards: list[float]) -> Responses:
+        texts = ["a", "b", "c"]
+        return Responses(Rollouts([[1]] * 3, [[2]] * 3, ["p"] * 3, texts, finished), rewards)
+
+    first, second = (
+        responses([True, True, True], [1.0, 1.0, 1.0]),
+        responses([True, False, True], [1.0, 0.5, 1.0000001]),
+    )
+    assert by_reward(first, second) == [TIE, FIRST, TIE]
+
+
+# Intervals
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    random = np.random.default_rng(0)
+    covered, experiments, prompts, samples = 0, 200, 40, 3
+    for experiment in range(experiments):
+        # Each prompt has its own chance to win, so that comparisons of one prompt go together; their mean is 0.5.
+        chances = random.choice([0.2, 0.8], size=(prompts, 1))
+        points = random.binomial(1, chances, size=(prompts, samples)).sum(axis=1)
+        low, high = percentile_interval(points, np.full(prompts, samples), seed=experiment, resamples=400)
+        covered += low <= 0.5 <= high
+    assert 0.90 <= covered / experiments <= 0.99
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_law():
+    values = np.random.default_rng(1).normal(size=400)
+    low, high = percentile_interval(values, np.ones(400), seed=0)
+    half = 1.96 * values.std() / 20
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.01)
+    wider = percentile_interval(values, np.ones(400), seed=0, confidence=0.99)
+    assert wider[0] < low < high < wider[1]
+
+
+def test_equal_seeds_give_equal_intervals():
+    values = np.random.default_rng(1).normal(size=20)
+    intervals = [percentile_interval(values, np.ones(20), seed=seed, resamples=100) for seed in (0, 0, 1)]
+    assert intervals[0] == intervals[1] != intervals[2]
+
+
+@pytest.mark.parametrize(
+    ("numerators", "denominators"), [([], []), ([1, 2], [1]), ([[1]], [[1]]), ([1, 1], [1, 0]), ([1, 1], [1, np.nan])]
+)
+def test_units_that_cannot_be_drawn_are_refused(numerators, denominators):
+    with pytest.raises(ValueError, match="expected"):
+        percentile_interval(np.array(numerators), np.array(denominators), seed=0)
+
+
+# The script
+
+JUDGES = """
+def longer(prompts, firsts, seconds):
+    return ["first" if len(a) > len(b) else "second" if len(b) > len(a) else "tie" for a, b in zip(firsts, seconds)]
+
+def silent(prompts, firsts, seconds):
+    return ["none"] * len(prompts)
+"""
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("win_rate_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_model, tmp_path_factory) -> str:
+    """The tiny model with weights a little apart."""
+    folder = tmp_path_factory.mktemp("other")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def play(script, workplace, monkeypatch):
+    """Runs the script and returns what it wrote."""
+    (workplace / "judges_of_win_rates.py").write_text(JUDGES)
+
+    def run(first: str, second: str, *flags: str) -> dict:
+        shared = ["--prompts", "prompts.jsonl", "--max_response_tokens", "8", "--max_prompt_tokens", "32"]
+        config = parse(WinRateConfig, ["--first", first, "--second", second, *shared, "--output", "new/o.json", *flags])
+        script.main(config)
+        return json.loads(Path("new/o.json").read_text())
+
+    return run
+
+
+def test_a_checkpoint_against_itself_is_all_ties(play, tiny_model, capsys):
+    flags = ["--reward", "rewards_for_tests:vowels", "--judge", "judges_of_win_rates:longer", "--eval_samples", "2"]
+    result = play(tiny_model, tiny_model, *flags)
+    even = {"win_rate": 0.5, "low": 0.5, "high": 0.5, "wins": 0, "ties": 16, "losses": 0, "missing": 0, "prompts": 8}
+    assert result["win_rates"] == {"reward": even, "judge": even}
+    table = capsys.readouterr().out
+    assert table.count("0.500 to 0.500") == 2
+    assert "tokens per response: 8.0 of the first, 8.0 of the second" in table
+
+
+def test_a_reward_model_plays_too(play, tiny_model):
+    result = play(tiny_model, tiny_model, "--reward", tiny_model, "--limit", "3")
+    assert result["win_rates"]["reward"]["ties"] == 3
+
+
+def test_exchanged_checkpoints_exchange_wins(play, tiny_model, other_model):
+    flags = ["--reward", "rewards_for_tests:vowels", "--eval_samples", "4", "--seed", "3"]
+    forth, back = play(tiny_model, other_model, *flags), play(other_model, tiny_model, *flags)
+    one, other = forth["win_rates"]["reward"], back["win_rates"]["reward"]
+    assert one["wins"] + one["losses"] > 0
+    assert (one["wins"], one["losses"]) == (other["losses"], other["wins"])
+    assert one["win_rate"] + other["win_rate"] == pytest.approx(1)
+    assert forth["tokens_per_response"]["first"] == back["tokens_per_response"]["second"]
+    assert forth["config"]["first"] == tiny_model
+
+
+def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):
+    with pytest.raises(ValueError, match="none of 8 comparisons has a verdict"):
+        play(tiny_model, tiny_model, "--judge", "judges_of_win_rates:silent")
+
+
+def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_model, other_model, monkeypatch, capsys):
+    impatient = {"timeout": 0.2, "retries": 1, "backoff": 0.01, "longest_wait": 1.0}
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(
+        "fastp3o.evaluation.win_rates.head_to_head.ChatEndpoint", functools.partial(ChatEndpoint, **impatient)
+    )
+    judged = ["--judge_url", "http://127.0.0.1:1", "--judge_model", "m"]
+    with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
+        play(tiny_model, other_model, *judged, "--reward", "rewards_for_tests:vowels")
+    assert "│ reward │" in capsys.readouterr().out, "what was found before is not lost"
+
+
+def test_different_texts_of_a_prompt_are_refused(play, tiny_model):
+    message = {"role": "user", "content": "Say tree:"}
+    Path("messages.jsonl").write_text(json.dumps({"messages": [message]}) + "\n")
+    for name in ("plain", "loud"):
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+        tokenizer.chat_template = "{{ messages[0]['content'] }}" + ("!" if name == "loud" else "")
+        tokenizer.save_pretrained(name)
+        AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(name)
+    flags = ["--reward", "rewards_for_tests:vowels", "--prompts", "messages.jsonl"]
+    assert play("plain", "plain", *flags)["win_rates"]["reward"]["ties"] == 1
+    with pytest.raises(ValueError, match=r"plain and loud make different texts of messages\.jsonl"):
+        play("plain", "loud", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing says who wins"),
+        (["--judge", "m:f", "--judge_url", "http://a", "--judge_model", "m"], "exclude each other"),
+        (["--judge_url", "http://a"], "go together"),
+        (["--judge_model", "m", "--reward", "r"], "go together"),
+        (["--reward", "r", "--verdicts", "v.jsonl"], "--verdicts keeps"),
+        (["--reward", "r", "--eval_samples", "0"], "--eval_samples must be at least 1, got 0"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse(WinRateConfig, ["--first", "a", "--second", "b", "--prompts", "p", *flags])
+    assert message in capsys.readouterr().err

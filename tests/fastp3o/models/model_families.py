@@ -1,0 +1,202 @@
+"""Tiny random models of many families, and what transformers gives for their responses one at a time.
+
+The weights are large enough that a leak between responses would show.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from fastp3o.config import P3OConfig
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.objectives.p3o import pairs_loss
+from fastp3o.packing.pack import Ids, PackedRow, pack
+from fastp3o.training.minibatches import Pairs
+from fastp3o_kernels import p3o_loss, token_p3o_loss
+
+VOCABULARY = 48
+WINDOW = 4
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+UNGROUPED = SIZES | {"intermediate_size": 48}
+GROUPED = UNGROUPED | {"num_key_value_heads": 1}
+GEMMA = GROUPED | {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+SOFTCAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: hf.LlamaConfig(**GROUPED),
+    "qwen2": lambda: hf.Qwen2Config(**GROUPED),
+    "qwen3": lambda: hf.Qwen3Config(**GROUPED, head_dim=16),
+    "mistral": lambda: hf.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: hf.Gemma2Config(**GEMMA, **SOFTCAPS),
+    "gemma3": lambda: hf.Gemma3TextConfig(**GEMMA),
+    "gpt2": lambda: hf.GPT2Config(**SIZES, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**UNGROUPED),
+    "opt": lambda: hf.OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "cohere": lambda: hf.CohereConfig(**GROUPED, logit_scale=0.25),
+    "granite": lambda: hf.GraniteConfig(**GROUPED, logits_scaling=3.0, embedding_multiplier=2.0),
+}
+FAMILIES = tuple(CONFIGS)
+
+
+def random_model(family: str, auto=hf.AutoModelForCausalLM, **changes) -> PreTrainedModel:
+    """With transformers' eager attention, the plainest there is."""
+    config = CONFIGS[family]()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = auto.from_config(config, attn_implementation="eager")
+    enlarge(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def enlarge(model: nn.Module) -> None:
+    """Matrices of standard deviation 0.3, and norms and biases that are not 1 and 0."""
+    for parameter in model.parameters():
+        noise = 0.3 * torch.randn_like(parameter)
+        parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+
+
+@dataclass
+class Groups:
+    """Prompts with their responses, and random numbers of a rollout. Sequence s is a response, counted over all."""
+
+    prompts: list[Ids]
+    responses: list[list[Ids]]
+
+    @property
+    def sequences(self) -> list[tuple[Ids, Ids]]:
+        return [(x, y) for x, of_prompt in zip(self.prompts, self.responses, strict=True) for y in of_prompt]
+
+    def row(self, *, share_prompts: bool = True) -> PackedRow:
+        (row,) = pack(self.prompts, self.responses, tokens_per_row=1000, share_prompts=share_prompts)
+        return row
+
+    def replaced(self, group: int, response: int, ids: Ids) -> "Groups":
+        responses = [list(of_prompt) for of_prompt in self.responses]
+        responses[group][response] = ids
+        return Groups(self.prompts, responses)
+
+
+# Longer than the window, and of one token; the largest group, which packing puts first, is not the first.
+PAIRS = Groups(
+    prompts=[[3], [5, 6, 7, 8, 9, 10, 11], [12, 13]],
+    responses=[[[4], [14, 15, 16, 2]], [[17, 18, 19, 20, 21, 22], [23]], [[24, 25], [26, 27, 2]]],
+)
+FOURS = Groups(
+    prompts=[[5, 6, 7, 8, 9, 10], [3]],
+    responses=[[[17, 18, 2], [23], [24, 25, 26, 27, 28, 29], [30, 2]], [[4, 2], [31, 32, 33, 34, 35], [36], [37]]],
+)
+GROUPS = {"pairs": PAIRS, "fours": FOURS}
+
+
+@dataclass
+class Rollout:
+    """What a loss knows of the responses beside the policy: moved a little since, and a reference further away."""
+
+    old: list[Tensor]  # log-probabilities of each response's tokens
+    ref: list[Tensor]
+    rewards: Tensor  # [P, 2]
+
+
+def rollout_near(logprobs: Sequence[Tensor]) -> Rollout:
+    generator = torch.Generator().manual_seed(0)
+
+    def near(distance: float) -> list[Tensor]:
+        return [part.detach() + distance * torch.randn(part.shape, generator=generator) for part in logprobs]
+
+    return Rollout(near(0.03), near(0.3), torch.randn(len(logprobs) // 2, 2, generator=generator))
+
+
+@dataclass
+class Outcome:
+    logprobs: list[Tensor]  # of each response's tokens
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def loss_config(clipping: str = "joint") -> P3OConfig:
+    return P3OConfig(model="", output_dir="", prompts="", reward="", clipping=clipping, kl_coef=0.2)
+
+
+def logprobs_alone(model: PreTrainedModel, prompt: Ids, response: Ids) -> Tensor:
+    logits = model(torch.tensor([prompt + response]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def alone(model: PreTrainedModel, groups: Groups, clipping: str = "joint") -> tuple[Outcome, Rollout]:
+    """One sequence at a time through transformers, P3O from the sums."""
+    logprobs = [logprobs_alone(model, prompt, response) for prompt, response in groups.sequences]
+    rollout = rollout_near(logprobs)
+    config = loss_config(clipping)
+    settings = {name: getattr(config, name) for name in ("clipping", "clip_range", "ratio_cap", "kl_coef")}
+    known = sums(rollout.old), sums(rollout.ref), rollout.rewards
+    if clipping == "token":
+        lengths = torch.tensor([0, *map(len, logprobs)]).cumsum(0)
+        loss = token_p3o_loss(
+            torch.cat(logprobs), lengths, *known, old_token_logprobs=torch.cat(rollout.old), **settings
+        ).loss
+    else:
+        loss = p3o_loss(sums(logprobs), *known, **settings).loss
+    return outcome_of(model, logprobs, loss), rollout
+
+
+def packed(model: PackedModel, row: PackedRow, rollout: Rollout, clipping: str = "joint") -> Outcome:
+    """The same through a packed row."""
+    logprobs: list[Tensor] = [torch.empty(0)] * len(row.sequences)
+    for s, part in zip(row.sequences, scored_logprobs(model, row).split(row.scored_lengths), strict=True):
+        logprobs[s] = part
+    old, ref = ([values[s] for s in row.sequences] for values in (rollout.old, rollout.ref))
+    pairs = Pairs(
+        row=row,
+        rewards=rollout.rewards[[s // 2 for s in row.sequences[::2]]],
+        old_token_logprobs=torch.cat(old),
+        ref_token_logprobs=torch.cat(ref),
+        old_logprobs=sums(old),
+        ref_logprobs=sums(ref),
+        weight=1.0,
+    )
+    return outcome_of(model.model, logprobs, pairs_loss(model, pairs, loss_config(clipping)).loss)
+
+
+def sums(logprobs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([part.sum() for part in logprobs]).view(-1, 2)
+
+
+def outcome_of(model: nn.Module, logprobs: list[Tensor], loss: Tensor) -> Outcome:
+    model.zero_grad()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    return Outcome([part.detach() for part in logprobs], loss.detach(), gradients)
+
+
+def assert_equal(got: Outcome, expected: Outcome) -> None:
+    """Up to rounding. Some gradients are zero but for that, such as those of keys' biases without rotary positions."""
+    for part, of_response in zip(got.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(part, of_response, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(got.loss, expected.loss, atol=2e-5, rtol=1e-5)
+    assert got.gradients.keys() == expected.gradients.keys()
+    largest = max(gradient.norm() for gradient in expected.gradients.values())
+    assert largest > 0
+    for name, gradient in expected.gradients.items():
+        error = (got.gradients[name] - gradient).norm()
+        assert error <= 3e-5 * gradient.norm() + 3e-6 * largest, f"{name}: {error} of {gradient.norm()}"

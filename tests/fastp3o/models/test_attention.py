@@ -1,0 +1,282 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fastp3o.models import attention
+from fastp3o.models.attention import fastest, gather, one_by_one, segment_attention
+from fastp3o.packing.pack import Segments, offsets
+from tests.fastp3o.models.model_families import FOURS, PAIRS, Groups
+
+
+def segments_of(lengths: list[tuple[int, int]]) -> Segments:
+    queries, keys = [q for q, _ in lengths], [k for _, k in lengths]
+    return Segments(offsets(queries), offsets(keys), tuple(queries), tuple(keys), None)
+
+
+def random_tensors(segments: Segments, heads: int, groups: int, size: int, dtype=torch.float64) -> list[Tensor]:
+    """Queries [T, H, D], keys and values [U, Hkv, D]."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(segments.query_lengths), heads, size)] + 2 * [(sum(segments.key_lengths), heads // groups, size)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def dense(query, key, value, segments, scale, window, softcap) -> Tensor:
+    """Every query against every key of the row, most of them masked."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    segment_of_query = torch.tensor([g for g, length in enumerate(segments.query_lengths) for _ in range(length)])
+    segment_of_key = torch.tensor([g for g, length in enumerate(segments.key_lengths) for _ in range(length)])
+    lengths = list(zip(segments.query_lengths, segments.key_lengths, strict=True))
+    position_of_query = torch.tensor([k - q + i for q, k in lengths for i in range(q)])
+    position_of_key = torch.tensor([i for _, k in lengths for i in range(k)])
+    distance = position_of_query[:, None] - position_of_key
+    visible = (segment_of_query[:, None] == segment_of_key) & (distance >= 0)
+    if window is not None:
+        visible &= distance < window
+    products = scale * torch.einsum("thd,uhd->htu", query, key)
+    if softcap:
+        products = softcap * torch.tanh(products / softcap)
+    weights = products.masked_fill(~visible, -math.inf).softmax(-1)
+    return torch.einsum("htu,uhd->thd", weights, value)
+
+
+def with_gradients(attend, tensors, *options) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    output = attend(*leaves, *options)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64, device=output.device).view_as(output)
+    output.backward(weights.to(output.dtype))
+    return [output.detach(), *(leaf.grad for leaf in leaves)]
+
+
+one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths: (lengths[0], sum(lengths)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(one_segment, min_size=1, max_size=4),
+    st.sampled_from([1, 2]),
+    st.none() | st.integers(1, 8),
+    st.none() | st.just(0.7),
+)
+def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap):
+    segments = segments_of(lengths)
+    tensors = random_tensors(segments, 2, groups, 4)
+    got = with_gradients(one_by_one, tensors, segments, 0.8, window, softcap)
+    expected = with_gradients(dense, tensors, segments, 0.8, window, softcap)
+    # With soft capping the softmax is fp32, as transformers' is.
+    tolerance = 1e-12 if softcap is None else 2e-6
+    for tensor, of_dense in zip(got, expected, strict=True):
+        torch.testing.assert_close(tensor, of_dense, atol=tolerance, rtol=tolerance)
+
+
+SHARED = Groups([[1, 2], [3], [4, 5, 6]], [[[1], [2, 3], [4]], [[5, 6], [7], [8]], [[9]]])
+
+
+def test_gathering_shared_keys_is_indexing():
+    shared = SHARED.row().segments.shared
+    assert len(shared.again) == 2
+    tokens = torch.randn(len(shared.own), 1, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(gather(tokens, shared), tokens[shared.rows])
+    assert torch.autograd.gradcheck(lambda t: gather(t, shared), tokens)
+    weights = torch.randn(len(shared.rows), 1, 2, dtype=torch.float64)
+    (got,) = torch.autograd.grad(gather(tokens, shared), tokens, weights)
+    (expected,) = torch.autograd.grad(tokens[shared.rows], tokens, weights)
+    torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
+
+
+def of_row(groups: Groups, dtype=torch.float32, **options):
+    """Queries, keys and values [1, H, T, D] as transformers hands them over, of the same tokens in any packing."""
+    row = groups.row(**options)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(3, 64, 64, 2, 4, generator=generator).to(dtype)
+    query, key, value = (t[row.position_ids[0], row.input_ids[0]].transpose(0, 1)[None] for t in table)
+    return (query, key[:, :1], value[:, :1]), row
+
+
+@pytest.mark.parametrize("groups", [PAIRS, FOURS, SHARED], ids=["pairs", "fours", "mixed"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
+def test_shared_prompts_attend_as_prompts_of_their_own(groups, window, softcap):
+    outputs = []
+    for share_prompts in (True, False):
+        tensors, row = of_row(groups, torch.float64, share_prompts=share_prompts)
+        output, weights = segment_attention(
+            nn.Module(), *tensors, None, sliding_window=window, softcap=softcap, segments=row.segments
+        )
+        assert weights is None
+        assert output.shape == (1, row.tokens, 2, 4)
+        parts = output[0, row.scored_at].split(row.scored_lengths)
+        outputs.append(dict(zip(row.sequences, parts, strict=True)))
+    first, second = outputs
+    for s, part in first.items():
+        torch.testing.assert_close(part, second[s], atol=1e-12, rtol=1e-12)
+
+
+def test_the_scale_is_one_over_the_root_unless_given():
+    tensors, row = of_row(PAIRS)
+    default, given_half, other = (
+        segment_attention(nn.Module(), *tensors, None, scaling=scaling, segments=row.segments)[0]
+        for scaling in (None, 0.5, 0.7)
+    )
+    assert torch.equal(default, given_half)
+    assert not torch.allclose(default, other)
+
+
+def test_what_is_not_a_packed_row_is_refused():
+    tensors, row = of_row(PAIRS)
+    with pytest.raises(ValueError, match="one packed row with its segments"):
+        segment_attention(nn.Module(), *tensors, None)
+    with pytest.raises(ValueError, match="no attention mask"):
+        segment_attention(nn.Module(), *tensors, torch.ones(1, row.tokens), segments=row.segments)
+    with pytest.raises(ValueError, match="one packed row"):
+        segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), None, segments=row.segments)
+    with pytest.raises(ValueError, match=r"dropout of attention weights \(0.1\)"):
+        segment_attention(nn.Module(), *tensors, None, dropout=0.1, segments=row.segments)
+    longer = segments_of([(row.tokens + 1, row.tokens + 1)])
+    with pytest.raises(RuntimeError):
+        segment_attention(nn.Module(), *tensors, None, segments=longer)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_autocast_brings_queries_keys_and_values_to_its_dtype(softcap):
+    (query, key, value), row = of_row(PAIRS)
+    tensors = query, key, value.bfloat16()
+    expected, _ = segment_attention(nn.Module(), query, key, value, None, softcap=softcap, segments=row.segments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, _ = segment_attention(nn.Module(), *tensors, None, softcap=softcap, segments=row.segments)
+        doubles, _ = segment_attention(nn.Module(), *(t.double() for t in tensors), None, segments=row.segments)
+    assert got.dtype == torch.bfloat16
+    assert doubles.dtype == torch.float64
+    torch.testing.assert_close(got.float(), expected, atol=0.05, rtol=0.02)
+
+
+class OnGpu:
+    """Of a query only what the choice of a backend looks at."""
+
+    is_cuda = True
+
+    def __init__(self, dtype: torch.dtype, size: int):
+        self.dtype, self.shape = dtype, (8, 2, size)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "softcap", "with_flash", "without"),
+    [
+        (torch.float16, 64, None, "by_flash_attn", "by_varlen_attn"),
+        (torch.bfloat16, 256, None, "by_flash_attn", "by_varlen_attn"),
+        (torch.bfloat16, 64, 30.0, "by_flash_attn", "one_by_one"),
+        (torch.bfloat16, 20, None, "by_flash_attn", "one_by_one"),
+        (torch.bfloat16, 264, None, "one_by_one", "one_by_one"),
+        (torch.float32, 64, None, "one_by_one", "one_by_one"),
+    ],
+)
+def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap, with_flash, without):
+    monkeypatch.setattr(attention, "varlen_attn", lambda: None)
+    for installed, expected in ((lambda: None, with_flash), (None, without)):
+        monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
+        assert fastest(OnGpu(dtype, size), softcap).__name__ == expected
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    assert fastest(OnGpu(dtype, size), softcap) is one_by_one
+
+
+LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
+
+
+def by_offsets(query, key, value, cu_queries, cu_keys, scale, left, softcap) -> Tensor:
+    """A stand-in for both libraries: causal at the end of the keys, `left` further keys seen, all if negative."""
+    lengths = list(zip(cu_queries.diff().tolist(), cu_keys.diff().tolist(), strict=True))
+    return dense(query, key, value, segments_of(lengths), scale, None if left < 0 else left + 1, softcap)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (1, 30.0)])
+def test_flash_attn_is_called_as_it_documents(monkeypatch, window, softcap):
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        assert (max_seqlen_q, max_seqlen_k) == (5, 9)
+        assert cu_seqlens_q.tolist() == [0, 3, 4, 9, 11]
+        assert cu_seqlens_k.tolist() == [0, 3, 7, 16, 18]
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        calls.append(options)
+        left, right = options["window_size"]
+        # Its causal flag makes the right side 0.
+        assert right in (-1, 0)
+        return by_offsets(q, k, v, cu_seqlens_q, cu_seqlens_k, options["softmax_scale"], left, options["softcap"])
+
+    calls = []
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn_varlen_func)
+    segments = segments_of(LENGTHS)
+    tensors = random_tensors(segments, 4, 2, 4)
+    got = attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
+    torch.testing.assert_close(got, one_by_one(*tensors, segments, 0.3, window, softcap))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
+    expected = {
+        "softmax_scale": 0.3,
+        "causal": True,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": softcap or 0.0,
+    }
+    assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("window", [None, 3, 1])
+def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, grouped):
+    def call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
+        assert (max_q, max_k) == (5, 9)
+        assert cu_seq_q.tolist() == [0, 3, 4, 9, 11]
+        assert cu_seq_k.tolist() == [0, 3, 7, 16, 18]
+        left, right = window_size
+        assert (left, right) == (-1 if window is None else window - 1, 0)  # a right side of 0 makes it causal
+        key_heads.append(key.shape[1])
+        return by_offsets(query, key, value, cu_seq_q, cu_seq_k, scale, left, None)
+
+    # Older versions of torch take no groups.
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+    def newer(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert enable_gqa
+        return call(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+    key_heads = []
+    monkeypatch.setattr(attention, "varlen_attn", newer if grouped else older)
+    segments = segments_of(LENGTHS)
+    tensors = random_tensors(segments, 4, 2, 4)
+    got = attention.by_varlen_attn(*tensors, segments, 0.3, window, None)
+    torch.testing.assert_close(got, one_by_one(*tensors, segments, 0.3, window, None))
+    assert key_heads == [2 if grouped else 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("backend", "softcap"), [("by_varlen_attn", None), ("by_flash_attn", None), ("by_flash_attn", 20.0)]
+)
+def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, device):
+    if backend == "by_flash_attn" and attention.flash_attn_varlen_func is None:
+        pytest.skip("flash_attn is not installed")
+    if backend == "by_varlen_attn" and attention.varlen_attn is None:
+        pytest.skip("this torch has no varlen_attn")
+    segments = segments_of([(37, 37), (1, 4), (5, 130), (64, 64), (1, 1)]).to(device)
+    rounded = [tensor.to(device) for tensor in random_tensors(segments, 4, 2, 64, dtype)]
+    options = segments, 0.125, window, softcap
+    got = with_gradients(getattr(attention, backend), rounded, *options)
+    expected = with_gradients(one_by_one, [tensor.double() for tensor in rounded], *options)
+    for tensor, exact in zip(got, expected, strict=True):
+        assert tensor.dtype == dtype
+        assert (tensor.double() - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.gpu
+def test_a_row_of_half_precision_on_a_gpu_equals_the_cpus(device):
+    for window in (None, 3):
+        tensors, row = of_row(FOURS)
+        tensors = [torch.cat([tensor, tensor], dim=-1) for tensor in tensors]  # heads of 8
+        expected, _ = segment_attention(nn.Module(), *tensors, None, sliding_window=window, segments=row.segments)
+        there = [tensor.to(device).half() for tensor in tensors]
+        got, _ = segment_attention(nn.Module(), *there, None, sliding_window=window, segments=row.to(device).segments)
+        torch.testing.assert_close(got.cpu().float(), expected, atol=0.01, rtol=0.01)

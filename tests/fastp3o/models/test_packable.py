@@ -1,0 +1,172 @@
+import pytest
+import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
+
+from fastp3o.models import attention
+from fastp3o.models.loading import load_policy
+from fastp3o.models.packable import TOLERANCE, known, packed_and_alone, require_packable
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.pack import Segments, offsets
+from tests.fastp3o.models.model_families import FAMILIES, GROUPED, UNGROUPED, VOCABULARY, enlarge, random_model
+
+CARRIES_STATE = "are not plain or sliding attention"
+NOT_THROUGH_INTERFACE = "its attention does not go through transformers' AttentionInterface"
+OTHER_RESULTS = "they get other results than alone"
+OLD_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+REFUSED = {
+    "bloom": (
+        lambda: hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2),
+        NOT_THROUGH_INTERFACE,
+    ),
+    "gptj": (lambda: hf.GPTJConfig(**OLD_SIZES, rotary_dim=8, n_positions=64), NOT_THROUGH_INTERFACE),
+    "falcon": (
+        lambda: hf.FalconConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2),
+        NOT_THROUGH_INTERFACE,
+    ),
+    "mamba": (
+        lambda: hf.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4),
+        CARRIES_STATE,
+    ),
+    "recurrent_gemma": (
+        lambda: hf.RecurrentGemmaConfig(
+            **(UNGROUPED | {"num_hidden_layers": 3}), lru_width=32, attention_window_size=4
+        ),
+        CARRIES_STATE,
+    ),
+    "qwen3_next": (
+        lambda: hf.Qwen3NextConfig(
+            **GROUPED,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
+        CARRIES_STATE,
+    ),
+    "gpt_oss": (
+        lambda: hf.GptOssConfig(
+            **GROUPED,
+            head_dim=16,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+        OTHER_RESULTS,  # its attention has sinks
+    ),
+    "nemotron": (lambda: hf.NemotronConfig(**GROUPED), ""),  # it does not hand the segments on
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED.values(), ids=REFUSED)
+def test_models_that_do_not_keep_sequences_apart_are_refused(config, reason):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config())
+    enlarge(model)
+    with pytest.raises(ValueError, match=rf"some/model \({type(model).__name__}\) cannot.*{reason}"):
+        require_packable(PackedModel(model), "some/model")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_keep_them_apart_are_accepted_and_left_as_they_were(family):
+    model = PackedModel(random_model(family)).train()
+    assert require_packable(model, family) is model
+    assert model.training
+    assert model.model.training
+    assert model.model.config._attn_implementation == attention.NAME
+    assert all(parameter.grad is None for parameter in model.parameters())
+    packed, alone = packed_and_alone(model)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_reward_models_are_tried_by_their_scores(family):
+    model = PackedModel(random_model(family, AutoModelForSequenceClassification, num_labels=1))
+    packed, alone = packed_and_alone(require_packable(model, family))
+    assert packed.shape == (4,)
+    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_leak(dtype):
+    packed, alone = packed_and_alone(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
+    assert 0 < (packed - alone).abs().mean() < TOLERANCE[dtype]
+
+
+def one_segment(query, key, value, segments, *options):
+    queries, keys = (len(query),), (len(key),)
+    everything = Segments(offsets(queries), offsets(keys), queries, keys, None)
+    return ORIGINAL(query, key, value, everything, *options)
+
+
+ORIGINAL = attention.one_by_one
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForSequenceClassification])
+def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, auto):
+    model = PackedModel(random_model(family, auto, **({} if auto is AutoModelForCausalLM else {"num_labels": 1})))
+    monkeypatch.setattr(attention, "one_by_one", one_segment)
+    with pytest.raises(ValueError, match=OTHER_RESULTS):
+        require_packable(model, "leaking")
+
+
+def test_positions_that_go_on_through_the_row_are_noticed():
+    model = PackedModel(random_model("gpt2"))
+
+    def ignore_positions(module, args, kwargs):
+        return args, kwargs | {"position_ids": None}
+
+    model.model.base_model.register_forward_pre_hook(ignore_positions, with_kwargs=True)
+    with pytest.raises(ValueError, match=OTHER_RESULTS):
+        require_packable(model, "without positions")
+
+
+class Louder(LlamaForCausalLM):
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = 1.1 * output.logits
+        return output
+
+
+def test_logits_that_change_behind_the_head_are_noticed():
+    torch.manual_seed(0)
+    model = Louder(random_model("llama").config)
+    enlarge(model)
+    with pytest.raises(ValueError, match="changes logits behind the head"):
+        require_packable(PackedModel(model), "louder")
+
+
+def test_values_that_are_not_finite_are_named():
+    model = random_model("llama").half()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(6e4)
+    with pytest.raises(ValueError, match=r"gives values that are not finite in torch\.float16: use another --prec"):
+        require_packable(PackedModel(model), "too large")
+
+
+def test_a_failing_try_leaves_the_model_packed(monkeypatch):
+    model = PackedModel(random_model("llama"))
+    monkeypatch.setattr(attention, "one_by_one", one_segment)
+    with pytest.raises(ValueError, match=OTHER_RESULTS):
+        require_packable(model, "leaking")
+    assert model.model.config._attn_implementation == attention.NAME
+
+
+def test_a_small_vocabulary_and_its_padding_are_respected():
+    config = hf.LlamaConfig(**(GROUPED | {"vocab_size": 5, "pad_token_id": 3}))
+    model = LlamaForCausalLM(config)
+    assert known(model, [2, 3, 11]) == [2, 4, 4]
+    require_packable(PackedModel(model), "small")
+
+
+def test_a_checkpoint_is_refused_by_name(tmp_path):
+    AutoModelForCausalLM.from_config(hf.GPTJConfig(**OLD_SIZES, rotary_dim=8)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path} \(GPTJForCausalLM\) cannot be run on packed sequences"):
+        load_policy(str(tmp_path))

@@ -1,0 +1,296 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
+from fastp3o.models.packable import require_packable
+from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
+from fastp3o.models.trainable import add_lora, stack_of
+from fastp3o.packing.pack import in_order, pack
+from tests.fastp3o.models.model_families import (
+    FAMILIES,
+    FOURS,
+    GROUPS,
+    PAIRS,
+    VOCABULARY,
+    Groups,
+    alone,
+    assert_equal,
+    enlarge,
+    logprobs_alone,
+    packed,
+    random_model,
+)
+
+shared_or_not = pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_equals_one_sequence_at_a_time(family, groups):
+    model = random_model(family)
+    expected, rollout = alone(model, groups)
+    model = PackedModel(model)
+    for share_prompts in (True, False):
+        assert_equal(packed(model, groups.row(share_prompts=share_prompts), rollout), expected)
+
+
+@pytest.mark.parametrize("clipping", ["separate", "none", "token"])
+def test_so_do_the_other_losses(clipping):
+    model = random_model("gemma2")
+    expected, rollout = alone(model, FOURS, clipping)
+    assert_equal(packed(PackedModel(model), FOURS.row(), rollout, clipping), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_does_one_whose_activations_are_computed_again(family):
+    model = random_model(family)
+    expected, rollout = alone(model, FOURS)
+    model = PackedModel(model)
+    model.recompute_activations()
+    model.train()
+    calls = []
+    first_layer = stack_of(model.model.base_model, 2)[0]
+    norm = next(module for module in first_layer.modules() if "Norm" in type(module).__name__)
+    norm.register_forward_hook(lambda *_: calls.append(norm))
+    assert_equal(packed(model, FOURS.row(), rollout), expected)
+    # Of log-probabilities and of the loss, whose backward pass comes upon the layer again.
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_do_lora_adapters_over_a_frozen_base(family):
+    model = PackedModel(random_model(family))
+    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
+    adapters = {name: p for name, p in model.model.named_parameters() if p.requires_grad}
+    assert adapters
+    assert all(".lora_" in name for name in adapters)
+    enlarge(nn.ParameterList(adapters.values()))
+    with model.as_transformers_has_it() as inner:
+        expected, rollout = alone(inner, PAIRS)
+    assert expected.gradients.keys() == adapters.keys()
+    for share_prompts in (True, False):
+        assert_equal(packed(model, PAIRS.row(share_prompts=share_prompts), rollout), expected)
+    model.recompute_activations()
+    assert_equal(packed(model.train(), PAIRS.row(), rollout), expected)
+
+
+ids = st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=9)
+
+
+@pytest.fixture(scope="module")
+def some_models():
+    return [random_model(family) for family in ("mistral", "gemma2", "gpt2")]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=3), st.booleans())
+def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_prompts):
+    groups = Groups([prompt for prompt, _ in groups], [responses for _, responses in groups])
+    row = groups.row(share_prompts=share_prompts)
+    for model in some_models:
+        got = dict(zip(row.sequences, of_row(PackedModel(model), row), strict=True))
+        model.set_attn_implementation("eager")
+        for s, (prompt, response) in enumerate(groups.sequences):
+            with torch.no_grad():
+                expected = logprobs_alone(model, prompt, response)
+            torch.testing.assert_close(got[s], expected, atol=2e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def of_row(model, row):
+    """Log-probabilities of each response of a row, in the row's order."""
+    return scored_logprobs(model, row).split(row.scored_lengths)
+
+
+def in_groups(model, groups, share_prompts):
+    row = groups.row(share_prompts=share_prompts)
+    return {s: part.tolist() for s, part in zip(row.sequences, of_row(model, row), strict=True)}
+
+
+@shared_or_not
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_response_sees_its_prompt_and_no_other_response(family, share_prompts):
+    model = PackedModel(random_model(family))
+    before = in_groups(model, FOURS, share_prompts)
+    changed = FOURS.replaced(group=0, response=0, ids=[41, 42, 43])
+    after = in_groups(model, changed, share_prompts)
+    assert after.pop(0) != before.pop(0)
+    assert after == before  # bit for bit
+
+    before = in_groups(model, FOURS, share_prompts)
+    changed = replace(FOURS, prompts=[FOURS.prompts[0], [44]])
+    after = in_groups(model, changed, share_prompts)
+    assert [after[s] for s in range(4)] == [before[s] for s in range(4)]
+    assert all(after[s] != before[s] for s in range(4, 8))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_scores_equal_transformers_on_single_sequences(family):
+    model = random_model(family, AutoModelForSequenceClassification, num_labels=1)
+    with torch.no_grad():
+        expected = torch.cat([model(torch.tensor([x + y])).logits[0] for x, y in FOURS.sequences])
+    model = PackedModel(model)
+    for share_prompts in (True, False):
+        row = FOURS.row(share_prompts=share_prompts)
+        torch.testing.assert_close(in_order([row], [scores(model, row)]), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_scored_prompts_equal_one_sequence_at_a_time():
+    model = random_model("gpt2")
+    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], tokens_per_row=100, score_prompts=True)
+    expected = []
+    for s in row.sequences:
+        first, *others = PAIRS.prompts[s] + PAIRS.responses[s][0]
+        expected.append(logprobs_alone(model, [first], others))
+    torch.testing.assert_close(scored_logprobs(PackedModel(model), row), torch.cat(expected), atol=2e-5, rtol=1e-5)
+
+
+def test_logprobs_reach_every_parameter(tiny_model):
+    model = load_policy(tiny_model)
+    scored_logprobs(model, PAIRS.row()).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
+
+
+def test_logits_stay_fp32_under_autocast(tiny_model):
+    model = load_policy(tiny_model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs = scored_logprobs(model, PAIRS.row())
+    assert logprobs.dtype == torch.float32
+    assert not torch.equal(logprobs, logprobs.bfloat16().float())
+    torch.testing.assert_close(logprobs, scored_logprobs(model, PAIRS.row()), atol=0.05, rtol=0.0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_half_precision_weights_stay_near(family):
+    model = PackedModel(random_model(family))
+    expected = scored_logprobs(model, PAIRS.row())
+    got = scored_logprobs(model.bfloat16(), PAIRS.row())
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().mean() < 0.2
+
+
+def test_sampling_sees_a_rectangular_batch_and_gives_the_row_back():
+    model = PackedModel(random_model("gemma2"))
+    before = of_row(model, PAIRS.row())
+    with model.as_transformers_has_it() as inner:
+        sampled = inner.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=2, do_sample=False)
+        with torch.no_grad():
+            logits = inner(sampled[:, :-1]).logits[:, -2:]
+        stopped = (sampled[:, 3] == 2).unsqueeze(1)
+        assert torch.equal(logits.argmax(-1).masked_fill(stopped, -1), sampled[:, 3:].masked_fill(stopped, -1))
+    assert all(torch.equal(*parts) for parts in zip(of_row(model, PAIRS.row()), before, strict=True))
+    with pytest.raises(RuntimeError, match="inside"), model.as_transformers_has_it():
+        raise RuntimeError("inside")
+    assert all(torch.equal(*parts) for parts in zip(of_row(model, PAIRS.row()), before, strict=True))
+
+
+def test_the_head_has_the_models_own_scales():
+    heads = {family: PackedModel(random_model(family)).head() for family in FAMILIES}
+    assert {family: head.softcap for family, head in heads.items() if head.softcap} == {"gemma2": 2.0}
+    temperatures = {family: head.temperature for family, head in heads.items() if head.temperature != 1}
+    assert temperatures == {"cohere": 4.0, "granite": 3.0}
+
+
+def test_a_reward_model_from_a_language_model_starts_at_zero(tiny_model):
+    assert scores(load_reward_model(tiny_model), PAIRS.row()).tolist() == [0] * 6
+
+
+def test_a_saved_reward_model_is_what_transformers_loads(tiny_model, tmp_path):
+    model = load_reward_model(tiny_model)
+    nn.init.normal_(model.model.score.weight)
+    model.model.save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    row = PAIRS.row()
+    got = in_order([row], [scores(load_reward_model(str(tmp_path)), row)])
+    expected = [classifier(torch.tensor([x + y])).logits.item() for x, y in PAIRS.sequences]
+    torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
+
+
+def test_a_policy_has_no_dropout(tmp_path):
+    GPT2LMHeadModel(random_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3).config).save_pretrained(
+        tmp_path
+    )
+    policy = load_policy(str(tmp_path)).train()
+    assert all(module.p == 0 for module in policy.modules() if isinstance(module, nn.Dropout))
+
+
+def test_a_classifier_with_two_outputs_is_refused(tmp_path, tiny_model):
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises((ValueError, RuntimeError)):
+        load_reward_model(str(tmp_path))
+
+
+def test_an_adapters_folder_gives_the_merged_policy(tiny_model, tmp_path):
+    model = load_policy(tiny_model)
+    add_lora(model, rank=2, alpha=4.0, targets="q_proj,down_proj")
+    enlarge(nn.ParameterList(p for p in model.parameters() if p.requires_grad))
+    model.model.save_pretrained(tmp_path)
+    loaded = load_policy(str(tmp_path))
+    assert type(loaded.model) is LlamaForCausalLM
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    row = PAIRS.row()
+    torch.testing.assert_close(scored_logprobs(loaded, row), scored_logprobs(model, row), atol=1e-5, rtol=1e-5)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert (loaded.eos_token, loaded.pad_token) == ("<end>", "<pad>")
+    loaded.pad_token = None
+    loaded.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token == "<end>"
+    loaded.eos_token = None
+    loaded.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_absolute_positions_have_an_end():
+    model = PackedModel(random_model("gpt2"))
+    model.check_reach(64)
+    with pytest.raises(ValueError, match="up to 65 tokens together, and the positions of GPT2LMHeadModel end at 64"):
+        model.check_reach(65)
+    PackedModel(random_model("llama")).check_reach(65)
+
+
+def test_a_head_that_is_not_linear_is_refused(tiny_model):
+    model = LlamaForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    model.score = nn.Sequential(nn.Linear(32, 1))
+    with pytest.raises(ValueError, match=r"is a torch\.nn\.modules\.container\.Sequential"):
+        PackedModel(model).head()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "longrope",
+            "factor": 4.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [4.0] * 8,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_positions_that_depend_on_the_longest_sequence_of_a_row_end_at_their_original_length(rope):
+    length = 16 if rope["rope_type"] == "dynamic" else 64
+    model = random_model("llama", rope_parameters=rope | {"rope_theta": 10000.0}, max_position_embeddings=length)
+    packed = require_packable(PackedModel(model), "some/model")
+    (row,) = pack([[5] * 10], [[[6] * 6, [7] * 3]], tokens_per_row=100)
+    scored_logprobs(packed, row)
+    (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], tokens_per_row=100)
+    with pytest.raises(ValueError, match="up to 17 tokens together, and the positions of LlamaForCausalLM end at 16"):
+        scored_logprobs(packed, row)

@@ -1,0 +1,193 @@
+import builtins
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fastp3o.config import TrainableConfig
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.trainable import adapters_off, add_lora, choose_trainable, freeze_below, whole_model
+from tests.fastp3o.models.model_families import FAMILIES, PAIRS, alone, assert_equal, enlarge, packed, random_model
+
+LAYERS = {
+    "gpt2": ("transformer.h.1.", {"transformer.ln_f.weight", "transformer.ln_f.bias"}),
+    "gpt_neox": ("gpt_neox.layers.1.", {"gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"}),
+    "opt": (
+        "model.decoder.layers.1.",
+        {"model.decoder.final_layer_norm.weight", "model.decoder.final_layer_norm.bias"},
+    ),
+}
+OTHERS = ("model.layers.1.", {"model.norm.weight"})
+
+
+def trained(model: PackedModel) -> set[str]:
+    return {name for name, parameter in model.model.named_parameters() if parameter.requires_grad}
+
+
+def with_adapters(family: str, targets: str = "all-linear") -> PackedModel:
+    model = PackedModel(random_model(family))
+    add_lora(model, rank=3, alpha=6.0, targets=targets)
+    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_layers_leave_the_top_and_the_last_norm(family):
+    model = PackedModel(random_model(family))
+    top, norm = LAYERS.get(family, OTHERS)
+    of_top = {name for name, _ in model.model.named_parameters() if name.startswith(top)}
+    assert of_top
+    freeze_below(model, 1)
+    assert trained(model) == of_top | norm
+
+
+def test_their_gradients_are_those_of_the_whole_and_the_others_get_none():
+    model = random_model("llama")
+    expected, rollout = alone(model, PAIRS)
+    model = PackedModel(model)
+    freeze_below(model, 1)
+    expected.gradients = {name: expected.gradients[name] for name in trained(model)}
+    assert_equal(packed(model, PAIRS.row(), rollout), expected)
+    assert len(expected.gradients) == 10
+    scored_logprobs(model, PAIRS.row()).sum().backward()
+    assert {name for name, parameter in model.model.named_parameters() if parameter.grad is not None} == trained(model)
+
+
+@pytest.mark.parametrize(("layers", "frozen"), [(1, True), (2, False)])
+def test_all_layers_still_leave_out_embeddings_and_head(layers, frozen):
+    model = PackedModel(random_model("llama"))
+    freeze_below(model, layers)
+    assert not any("embed_tokens" in name or "lm_head" in name for name in trained(model))
+    assert any("layers.0" in name for name in trained(model)) != frozen
+
+
+def test_more_layers_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="--trainable_layers is 3, and the model has 2 layers"):
+        freeze_below(PackedModel(random_model("llama")), 3)
+
+
+def test_the_configuration_chooses():
+    def chosen(**settings):
+        model = PackedModel(random_model("llama"))
+        everything = trained(model)
+        choose_trainable(model, TrainableConfig(**settings))
+        return trained(model), everything
+
+    got, everything = chosen()
+    assert got == everything
+    got, everything = chosen(trainable_layers=1)
+    assert got < everything
+    got, everything = chosen(lora_rank=2, lora_targets="q_proj,v_proj")
+    assert len(got) == 2 * 2 * 2
+    assert all(("q_proj.lora_" in name) or ("v_proj.lora_" in name) for name in got)
+
+
+def test_adapters_of_the_head_are_refused():
+    with pytest.raises(ValueError, match="LoRA of the head itself is not supported"):
+        add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets="lm_head,down_proj")
+
+
+def test_targets_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="no_such_layer"):
+        add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets="no_such_layer")
+
+
+def test_without_peft_its_installation_is_named(monkeypatch):
+    original = builtins.__import__
+
+    def without_peft(name, *args, **kwargs):
+        if name == "peft":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    model = PackedModel(random_model("llama"))
+    monkeypatch.setattr(builtins, "__import__", without_peft)
+    with pytest.raises(ValueError, match=r"pip install 'fastp3o\[lora\]'"):
+        add_lora(model, rank=2, alpha=4.0, targets="all-linear")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_without_adapters_it_is_the_base_bit_for_bit(family):
+    row = PAIRS.row()
+    with torch.no_grad():
+        base = scored_logprobs(PackedModel(random_model(family)), row)
+        model = with_adapters(family)
+        adapted = scored_logprobs(model, row)
+        with adapters_off(model):
+            off = scored_logprobs(model, row)
+        with pytest.raises(RuntimeError, match="inside"), adapters_off(model):
+            raise RuntimeError("inside")
+        again = scored_logprobs(model, row)
+    assert torch.equal(off, base)
+    assert torch.equal(again, adapted)
+    assert (adapted - base).abs().max() > 0.1
+
+
+def test_new_adapters_change_nothing():
+    row = PAIRS.row()
+    model = PackedModel(random_model("llama"))
+    before = scored_logprobs(model, row)
+    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
+    assert torch.equal(scored_logprobs(model, row), before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_adapters_are_a_model_that_transformers_loads(family, tmp_path):
+    model = with_adapters(family)
+    before = {name: value.clone() for name, value in model.model.state_dict().items()}
+    whole, weights = whole_model(model.model)
+    assert not any("lora" in name or "base_layer" in name for name in weights)
+    whole.save_pretrained(tmp_path, state_dict=weights)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+    with model.as_transformers_has_it() as adapted, torch.no_grad():
+        expected = adapted(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-4, rtol=1e-4)
+    # The policy itself is as it was.
+    after = model.model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapted_embedding_leaves_the_head_it_is_tied_to(tmp_path):
+    model = with_adapters("gemma2", targets="embed_tokens,q_proj")
+    whole, weights = whole_model(model.model)
+    assert not torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    whole.save_pretrained(tmp_path, state_dict=weights)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    expected, rollout = alone(loaded, PAIRS)
+    got = packed(model, PAIRS.row(), rollout)
+    torch.testing.assert_close(got.logprobs, expected.logprobs, atol=2e-5, rtol=1e-5)
+
+
+def test_half_precision_is_merged_in_fp32():
+    model = with_adapters("llama", targets="q_proj")
+    model.bfloat16()
+    _, weights = whole_model(model.model)
+    layer = model.model.model.layers[0].self_attn.q_proj
+    assert weights["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    delta = layer.get_delta_weight("default").float()
+    expected = (layer.base_layer.weight.float() + delta).bfloat16()
+    assert torch.equal(weights["model.layers.0.self_attn.q_proj.weight"], expected)
+
+
+def test_a_model_without_adapters_is_whole():
+    model = random_model("llama")
+    whole, weights = whole_model(model)
+    assert whole is model
+    assert weights.keys() == model.state_dict().keys()
+
+
+def test_the_settings_of_sampling_go_with_the_whole_model():
+    model = with_adapters("llama")
+    model.model.generation_config.temperature = 0.6
+    assert whole_model(model.model)[0].generation_config.temperature == 0.6
+
+
+def test_a_classifier_is_frozen_below_too():
+    model = PackedModel(random_model("llama", AutoModelForSequenceClassification, num_labels=1))
+    freeze_below(model, 1)
+    assert "score.weight" not in trained(model)
+    assert "model.norm.weight" in trained(model)

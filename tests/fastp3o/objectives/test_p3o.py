@@ -1,0 +1,77 @@
+"""A reward shifted per prompt, r(x, y) + δ(x), leaves every preference as it is: whole runs with δ and without.
+
+Rewards and δ on a grid of powers of two have exact differences in fp32. Scaling and clipping of differences are on.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastp3o.config import P3OConfig
+from fastp3o.objectives.config import OnlineDPOConfig, PPOConfig
+from fastp3o.objectives.online_dpo import OnlineDPO
+from fastp3o.objectives.p3o import P3O
+from fastp3o.objectives.ppo import PPO
+from fastp3o.stages.online import train
+from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
+
+UPDATES = 10
+# Low enough that some differences are clipped, which test_the_bound_is_reached holds to be so.
+REWARD_CLIP = 1.0
+
+
+def run(model: str, folder: str, algorithm: type = P3O, config_class: type = P3OConfig, **changes) -> dict[str, Tensor]:
+    settings = {"updates": UPDATES, "inner_epochs": 2, "prompts_per_update": 4, "prompts_per_minibatch": 2}
+    settings["reward"] = "rewards_for_tests:varied"
+    if algorithm is not OnlineDPO:
+        settings["reward_clip"] = REWARD_CLIP
+    train(config(model, folder, config_class, **(settings | changes)), algorithm)
+    return weights(folder)
+
+
+@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none", "token"])
+def test_p3o_ends_with_the_same_bits(workplace, tiny_model, clipping, K):
+    settings = {"clipping": clipping, "responses_per_prompt": K}
+    plain = run(tiny_model, "plain", **settings)
+    shifted = run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings)
+    assert_equal(plain, shifted)
+    assert metrics("plain")[-1]["reward"] != metrics("shifted")[-1]["reward"]
+
+
+def test_the_bound_is_reached(workplace, tiny_model):
+    bounded = run(tiny_model, "bounded")
+    free = run(tiny_model, "free", reward_clip=0.0)
+    assert not all(torch.equal(bounded[name], free[name]) for name in free)
+
+
+def test_online_dpo_ends_with_the_same_bits(workplace, tiny_model):
+    settings = {"algorithm": OnlineDPO, "config_class": OnlineDPOConfig}
+    plain = run(tiny_model, "plain", **settings)
+    assert_equal(plain, run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings))
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none", "token"])
+def test_off_the_grid_p3o_differs_by_the_rounding_of_the_shift(workplace, tiny_model, clipping):
+    plain = run(tiny_model, "plain", reward="rewards_for_tests:irregular", clipping=clipping)
+    shifted = run(tiny_model, "shifted", reward="rewards_for_tests:irregular_and_shifted", clipping=clipping)
+    assert 0 < distance(plain, shifted) < 1e-3 * distance(plain, weights_of_start(tiny_model))
+
+
+@pytest.mark.parametrize("scaling", ["absolute", "none"])
+def test_ppo_goes_elsewhere(workplace, tiny_model, scaling):
+    settings = {"algorithm": PPO, "config_class": PPOConfig, "reward_scaling": scaling, "reward_clip": 0.0}
+    plain = run(tiny_model, "plain", **settings)
+    shifted = run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings)
+    assert distance(plain, shifted) > 0.1 * distance(plain, weights_of_start(tiny_model))
+
+
+def test_p3o_with_the_deviation_of_absolute_rewards_goes_elsewhere(workplace, tiny_model):
+    settings = {"reward_scaling": "absolute", "reward_clip": 0.0}
+    plain = run(tiny_model, "plain", **settings)
+    shifted = run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings)
+    assert distance(plain, shifted) > 0.1 * distance(plain, weights_of_start(tiny_model))
+
+
+def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return sum((first[name] - second[name]).double().square().sum().item() for name in second) ** 0.5

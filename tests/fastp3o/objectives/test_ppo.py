@@ -1,0 +1,138 @@
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.config import PPOConfig
+from fastp3o.objectives.ppo import PPO, WithAdvantages, ppo_loss
+from fastp3o.stages.online import train
+from tests.fastp3o.runs import assert_equal, config, metrics, weights
+
+
+def run(model: str, folder: str, **changes) -> None:
+    train(config(model, folder, PPOConfig, **changes), PPO)
+
+
+def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> WithAdvantages:
+    unused = torch.empty(0)
+    return WithAdvantages(None, unused, old_logprobs, unused, unused, unused, 1.0, old_values, advantages, returns)
+
+
+def settings(**changes) -> PPOConfig:
+    return PPOConfig(model="", output_dir="", prompts="", reward="", **changes)
+
+
+def test_the_first_step_is_the_policy_gradient():
+    logprobs = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(9, dtype=torch.float64, requires_grad=True)
+    advantages, returns = torch.randn(2, 9, dtype=torch.float64)
+    loss, metrics = ppo_loss(
+        logprobs, values, given(logprobs.detach(), values.detach(), advantages, returns), settings(value_coef=0.5)
+    )
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages / 9)
+    torch.testing.assert_close(values.grad, 0.5 * (values.detach() - returns) / 9)
+    assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
+    assert metrics["clip_fraction"] == metrics["value_clip_fraction"] == 0
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "moves"), [(0.5, 1, False), (0.5, -1, True), (-0.5, 1, True), (-0.5, -1, False)]
+)
+def test_a_ratio_outside_the_range_is_only_drawn_back(log_ratio, advantage, moves):
+    old, logprobs = torch.tensor([-1.0]), torch.tensor([-1.0 + log_ratio], requires_grad=True)
+    zero = torch.zeros(1)
+    loss, metrics = ppo_loss(
+        logprobs, zero.clone().requires_grad_(), given(old, zero, torch.tensor([float(advantage)]), zero), settings()
+    )
+    loss.backward()
+    assert bool(logprobs.grad.ne(0)) == moves
+    assert metrics["clip_fraction"] == 1
+
+
+@pytest.mark.parametrize(("value", "moves"), [(0.1, True), (0.3, False), (-0.3, True)])
+def test_a_value_that_has_moved_far_towards_its_return_stays(value, moves):
+    """Its clipped distance to the return, 1, is the longer one then."""
+    values = torch.tensor([value], requires_grad=True)
+    zero = torch.zeros(1)
+    loss, _ = ppo_loss(zero.clone().requires_grad_(), values, given(zero, zero, zero, torch.ones(1)), settings())
+    loss.backward()
+    assert bool(values.grad.ne(0)) == moves
+
+
+def test_a_run_raises_the_reward_and_saves_the_policy_alone(workplace, tiny_model):
+    evaluated = {"eval_prompts": "prompts.jsonl", "eval_at": "1,5", "gold_reward": "rewards_for_tests:shifted"}
+    run(tiny_model, "run", updates=20, **evaluated)
+    steps = metrics("run")
+    assert sum(s["reward"] for s in steps[-5:]) > sum(s["reward"] for s in steps[:5])
+    assert steps[0]["value_loss"] > 0
+    evaluations = metrics("run", "eval.jsonl")
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 1, 5, 20]
+    # Prompts are "Say tree:" or a letter longer, and each is shifted by eight times its length.
+    offset = 8 * (9 + 7 * 10) / 8
+    for evaluation in evaluations:
+        assert evaluation["gold"] == pytest.approx(evaluation["reward"] + offset)
+    _, loading = AutoModelForCausalLM.from_pretrained("run/model", output_loading_info=True)
+    assert not loading["unexpected_keys"]
+    assert not loading["missing_keys"]
+
+
+def test_the_first_ratio_is_exactly_one(workplace, tiny_model):
+    run(tiny_model, "run", updates=1, inner_epochs=1, prompts_per_minibatch=8)
+    (step,) = metrics("run")
+    assert step["ratio_mean"] == step["ratio_max"] == 1
+
+
+def test_values_are_learned_beside_the_policy_and_not_by_it(workplace, tiny_model):
+    """Within the first update advantages are the same, whatever the critic learns meanwhile."""
+    run(tiny_model, "without", updates=1, value_coef=0.0)
+    run(tiny_model, "with", updates=1, value_coef=100.0, critic_learning_rate=1e-2)
+    assert_equal(weights("without"), weights("with"))
+    run(tiny_model, "longer", updates=8, value_coef=1.0, critic_learning_rate=1e-2, reward="rewards_for_tests:constant")
+    losses = [step["value_loss"] for step in metrics("longer")]
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_an_untied_head_is_no_part_of_the_critic(tiny_model, workplace):
+    untied = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
+    policy = PackedModel(AutoModelForCausalLM.from_config(untied))
+    PPO(settings()).add_to(policy)
+    frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"critic.body.model.lm_head.weight"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, precision):
+    """The critic is part of the state."""
+    run(tiny_model, "whole", precision=precision)
+    run(tiny_model, "resumed", updates=2, save_every=1, precision=precision)
+    run(tiny_model, "resumed", resume=True, save_every=1, precision=precision)
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+def test_microbatches_do_not_matter(workplace, tiny_model):
+    run(tiny_model, "one", prompts_per_minibatch=8, updates=2)
+    run(tiny_model, "eight", prompts_per_minibatch=8, updates=2, tokens_per_row=1)
+    first, second = weights("one"), weights("eight")
+    assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
+
+
+def test_adapters_train_with_a_critic(workplace, tiny_model):
+    run(tiny_model, "run", updates=2, lora_rank=4, learning_rate=1e-2)
+    assert metrics("run")[1]["kl"] != 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gae_lambda": 1.5}, "--gae_lambda must be within 0 and 1"),
+        ({"value_clip_range": 0}, "--value_clip_range must be above 0"),
+        ({"critic_learning_rate": 0}, "--critic_learning_rate must be above 0"),
+        ({"clip_range": -1}, "--clip_range must be above 0"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)

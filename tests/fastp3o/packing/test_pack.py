@@ -1,0 +1,220 @@
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o.packing.pack import (
+    balanced,
+    by_prompt,
+    efficiency,
+    first_fit_decreasing,
+    group_tokens,
+    in_groups,
+    in_order,
+    pack,
+)
+
+ids = st.lists(st.integers(0, 99), min_size=1, max_size=7)
+many_groups = st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=6)
+sizes = st.lists(st.integers(1, 40), max_size=30)
+few = settings(max_examples=60, deadline=None)
+
+
+@few
+@given(sizes, st.integers(1, 40))
+def test_bins_hold_every_index_once_and_no_more_than_fits(sizes, capacity):
+    bins = first_fit_decreasing(sizes, capacity)
+    assert sorted(index for indices in bins for index in indices) == list(range(len(sizes)))
+    for indices in bins:
+        assert indices
+        assert len(indices) == 1 or sum(sizes[i] for i in indices) <= capacity
+    # No two bins fit into one.
+    totals = sorted(sum(sizes[i] for i in indices) for indices in bins)
+    assert len(totals) < 2 or totals[0] + totals[1] > capacity
+    assert bins == first_fit_decreasing(sizes, capacity)
+
+
+def test_the_largest_go_first_into_the_first_bin_with_room():
+    assert first_fit_decreasing([3, 9, 4, 4, 12, 1], 10) == [[4], [1, 5], [2, 3], [0]]
+    assert first_fit_decreasing([], 10) == []
+
+
+@few
+@given(st.integers(1, 5), st.integers(0, 6), st.data())
+def test_balanced_parts_are_of_equal_counts_and_near_sums(parts, each, data):
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=parts * each, max_size=parts * each))
+    members = balanced(sizes, parts)
+    assert [len(part) for part in members] == [each] * parts
+    assert sorted(index for part in members for index in part) == list(range(len(sizes)))
+    sums = [sum(sizes[i] for i in part) for part in members]
+    assert max(sums) - min(sums) <= max(sizes, default=0) - min(sizes, default=0)
+    assert members == balanced(sizes, parts)
+
+
+def test_balanced_sums_are_even_where_they_can_be():
+    assert balanced([8, 1, 7, 2, 6, 3], 3) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_parts_of_unequal_counts_are_refused():
+    with pytest.raises(ValueError, match="5 groups cannot be split evenly into 2 parts"):
+        balanced([1, 2, 3, 4, 5], 2)
+
+
+@few
+@given(many_groups, st.integers(1, 60), st.booleans())
+def test_every_response_token_is_scored_once_from_the_token_before(groups, tokens_per_row, share_prompts):
+    prompts, responses = [prompt for prompt, _ in groups], [of_prompt for _, of_prompt in groups]
+    sequences = [(prompt, response) for prompt, of_prompt in groups for response in of_prompt]
+    group_of = [g for g, of_prompt in enumerate(responses) for _ in of_prompt]
+    rows = pack(prompts, responses, tokens_per_row=tokens_per_row, share_prompts=share_prompts)
+    assert sorted(s for row in rows for s in row.sequences) == list(range(len(sequences)))
+    for row in rows:
+        of_row = {group_of[s] for s in row.sequences}
+        assert row.tokens <= tokens_per_row or len(of_row) == 1
+        assert row.tokens == sum(
+            group_tokens(len(prompts[g]), list(map(len, responses[g])), share_prompts=share_prompts) for g in of_row
+        )
+        assert sorted(row.sequences) == [s for s, g in enumerate(group_of) if g in of_row]  # groups stay whole
+        tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
+        scored = zip(row.scored_at.split(row.scored_lengths), row.labels.split(row.scored_lengths), strict=True)
+        for s, last, (predicting, labels) in zip(row.sequences, row.ends_at.tolist(), scored, strict=True):
+            prompt, response = sequences[s]
+            assert labels.tolist() == response
+            assert [tokens[t] for t in predicting.tolist()] == [prompt[-1], *response[:-1]]
+            first = len(prompt) - 1
+            assert [positions[t] for t in predicting.tolist()] == list(range(first, first + len(response)))
+            assert (tokens[last], positions[last]) == (response[-1], len(prompt) + len(response) - 1)
+        assert row.cu_seqlens.tolist() == [0, *accumulate(row.scored_lengths)]
+        assert torch.equal(row.cu_seqlens, row.cu_seqlens_on_host)
+        assert (row.cu_seqlens.dtype, row.labels.dtype) == (torch.int32, torch.int64)
+
+
+@few
+@given(many_groups, st.booleans())
+def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts):
+    prompts, responses = [prompt for prompt, _ in groups], [of_prompt for _, of_prompt in groups]
+    (row,) = pack(prompts, responses, tokens_per_row=1000, share_prompts=share_prompts)
+    segments = row.segments
+    assert segments.cu_queries.tolist() == [0, *accumulate(segments.query_lengths)]
+    assert segments.cu_keys.tolist() == [0, *accumulate(segments.key_lengths)]
+    assert segments.cu_queries.dtype == segments.cu_keys.dtype == torch.int32
+    assert sum(segments.query_lengths) == row.tokens
+    assert (segments.shared is not None) == (share_prompts and any(len(of_prompt) > 1 for of_prompt in responses))
+
+    sequences = [prompt + response for prompt, of_prompt in groups for response in of_prompt]
+    key_rows = torch.arange(row.tokens) if segments.shared is None else segments.shared.rows
+    keys = row.input_ids[0][key_rows].split(segments.key_lengths)
+    positions = row.position_ids[0][key_rows].split(segments.key_lengths)
+    queries = torch.arange(row.tokens).split(segments.query_lengths)
+    of_segments = key_rows.split(segments.key_lengths)
+    # Segments are in the order of the row's responses.
+    for s, of_keys, at, asks, token in zip(row.sequences, keys, positions, queries, of_segments, strict=True):
+        assert of_keys.tolist() == sequences[s]
+        assert at.tolist() == list(range(len(sequences[s])))
+        assert token[-len(asks) :].tolist() == asks.tolist()  # aligned at the end
+
+
+@few
+@given(many_groups)
+def test_own_and_again_are_all_places_of_a_token_among_the_keys(groups):
+    prompts, responses = [prompt for prompt, _ in groups], [of_prompt for _, of_prompt in groups]
+    (row,) = pack(prompts, responses, tokens_per_row=1000)
+    shared = row.segments.shared
+    if shared is None:
+        return
+    assert shared.rows[shared.own].tolist() == list(range(row.tokens))
+    places = shared.own.tolist()
+    for tokens, keys in shared.again:
+        assert shared.rows[keys].tolist() == tokens.tolist()
+        assert len(set(tokens.tolist())) == len(tokens) > 0
+        places += keys.tolist()
+    assert sorted(places) == list(range(len(shared.rows)))
+    assert len(shared.again) == max(map(len, responses)) - 1
+
+
+def test_a_row_by_hand():
+    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], tokens_per_row=8, sequences=[10, 11, 12, 13])
+    assert row.input_ids.tolist() == [[1, 2, 4, 5, 6, 3, 7, 8]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 1]]
+    assert row.segments.query_lengths == (4, 1, 2, 1)
+    assert row.segments.key_lengths == (4, 3, 2, 2)
+    assert row.segments.shared.rows.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 5, 7]
+    assert row.scored_at.tolist() == [1, 2, 1, 5, 5]
+    assert row.labels.tolist() == [4, 5, 6, 7, 8]
+    assert row.scored_lengths == (2, 1, 1, 1)
+    assert row.ends_at.tolist() == [3, 4, 6, 7]
+    assert row.sequences == (10, 11, 12, 13)
+
+
+def test_the_same_row_without_sharing():
+    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], tokens_per_row=11, share_prompts=False)
+    assert row.input_ids.tolist() == [[1, 2, 4, 5, 1, 2, 6, 3, 7, 3, 8]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1]]
+    assert row.segments.query_lengths == row.segments.key_lengths == (4, 3, 2, 2)
+    assert row.segments.shared is None
+    assert row.scored_at.tolist() == [1, 2, 5, 7, 9]
+    assert row.sequences == (0, 1, 2, 3)
+
+
+def test_scored_prompts_leave_out_the_first_token():
+    (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], tokens_per_row=7, score_prompts=True)
+    assert row.input_ids.tolist() == [[1, 2, 3, 5, 4, 6, 7]]
+    assert row.labels.tolist() == [2, 3, 5, 6, 7]
+    assert row.scored_at.tolist() == [0, 1, 2, 4, 5]
+    assert row.scored_lengths == (3, 2)
+    assert row.ends_at.tolist() == [3, 6]
+
+
+@few
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 40))
+def test_in_order_gives_values_back_as_the_responses_were_given(lengths, tokens_per_row):
+    responses = [[[s] * length, [s]] for s, length in enumerate(lengths)]
+    rows = pack([[9]] * len(lengths), responses, tokens_per_row=tokens_per_row)
+    values = [row.input_ids[0][row.ends_at] * 2 + torch.tensor(row.sequences) % 2 for row in rows]
+    assert in_order(rows, values).tolist() == list(range(2 * len(lengths)))
+
+
+def test_a_group_that_is_too_long_has_a_row_of_its_own():
+    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], tokens_per_row=5)
+    assert [row.sequences for row in rows] == [(1,), (0, 2)]
+    assert [row.tokens for row in rows] == [10, 4]
+    assert efficiency(rows, 5) == 14 / 15
+    assert efficiency(rows[1:], 5) == 4 / 5
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "message"),
+    [
+        ([[1], []], [[[1]], [[2]]], r"group 1 has 0 prompt tokens and responses of \[1\]"),
+        ([[1], [1, 2]], [[[1]], [[2, 3], []]], r"group 1 has 2 prompt tokens and responses of \[2, 0\]"),
+        ([[1]], [[]], r"group 0 has 1 prompt tokens and responses of \[\]"),
+    ],
+)
+def test_an_empty_prompt_or_response_is_refused(prompts, responses, message):
+    with pytest.raises(ValueError, match=message):
+        pack(prompts, responses, tokens_per_row=10)
+
+
+def test_lists_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        pack([[1], [2]], [[[3]]], tokens_per_row=10)
+    with pytest.raises(ValueError, match="group 0 has 2 responses; a scored prompt has one"):
+        pack([[1]], [[[2], [3]]], tokens_per_row=10, score_prompts=True)
+
+
+def test_groups_are_found_in_flat_lists():
+    prompts, responses = [[1], [1], [1], [2], [1]], [[3], [4], [5], [6], [7]]
+    assert by_prompt(prompts, responses) == ([[1], [2], [1]], [[[3], [4], [5]], [[6]], [[7]]])
+    assert in_groups(prompts[:4], responses[:4], 2) == ([[1], [1]], [[[3], [4]], [[5], [6]]])
+
+
+def test_every_tensor_of_a_row_moves_to_a_device():
+    (row,) = pack([[1]], [[[2], [3], [4]]], tokens_per_row=10)
+    there = row.to(torch.device("meta"))
+    again = there.segments.shared.again
+    tensors = [there.input_ids, there.labels, there.cu_seqlens, there.segments.cu_keys, there.segments.shared.own]
+    assert all(tensor.is_meta for tensor in [*tensors, *again[0], *again[1]])
+    assert there.sequences == row.sequences
+    assert there.cu_seqlens_on_host.tolist() == [0, 1, 2, 3]

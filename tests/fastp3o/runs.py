@@ -1,0 +1,50 @@
+"""Short runs on the tiny model, and what they leave."""
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastp3o.config import OnlineConfig, P3OConfig
+
+Config = TypeVar("Config", bound=OnlineConfig)
+
+TIMES = ("seconds", "tokens_per_second", "peak_memory")
+
+
+def config(tiny_model: str, output_dir: str, config_class: type[Config] = P3OConfig, **changes) -> Config:
+    settings = {
+        "model": tiny_model,
+        "output_dir": output_dir,
+        "prompts": "prompts.jsonl",
+        "reward": "rewards_for_tests:vowels",
+        "updates": 4,
+        "prompts_per_update": 8,
+        "prompts_per_minibatch": 4,
+        "inner_epochs": 2,
+        "max_response_tokens": 6,
+        "learning_rate": 3e-3,
+        "report_to": "none",
+        "precision": "fp32",
+        "samples_every": 0,
+    }
+    return config_class(**(settings | changes))
+
+
+def metrics(folder: str, name: str = "metrics.jsonl") -> list[dict]:
+    lines = [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in lines]
+
+
+def weights(folder: str) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(Path(folder) / "model").state_dict()
+
+
+def assert_equal(first: dict, second: dict) -> None:
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def weights_of_start(tiny_model: str) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters())

@@ -1,0 +1,176 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from fastp3o.stages.online import train
+from fastp3o.training.finite import NotFiniteError
+from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
+
+
+def test_a_run_leaves_a_model_that_transformers_loads_and_raises_the_reward(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=30, eval_prompts="prompts.jsonl", eval_every=10, samples_every=15))
+    steps = metrics("run")
+    assert [step["step"] for step in steps] == list(range(1, 31))
+    for name in (
+        "reward",
+        "reward_difference",
+        "kl",
+        "ratio_mean",
+        "ratio_max",
+        "clip_fraction",
+        "entropy",
+        "grad_norm",
+    ):
+        assert all(isinstance(step[name], float) for step in steps), name
+    evaluations = metrics("run", "eval.jsonl")
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 10, 20, 30]
+    assert evaluations[0]["kl"] == 0
+    assert sum(s["reward"] for s in steps[-5:]) > sum(s["reward"] for s in steps[:5])
+    assert not any(torch.equal(weights("run")[n], w) for n, w in weights_of_start(tiny_model).items())
+    AutoTokenizer.from_pretrained("run/model")
+
+
+def test_the_same_seed_gives_the_same_run(workplace, tiny_model):
+    train(config(tiny_model, "first"))
+    train(config(tiny_model, "second"))
+    train(config(tiny_model, "third", seed=1))
+    assert metrics("first") == metrics("second")
+    assert_equal(weights("first"), weights("second"))
+    assert metrics("first") != metrics("third")
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model):
+    evaluated = {"eval_prompts": "prompts.jsonl", "eval_every": 1, "lr_schedule": "cosine"}
+    train(config(tiny_model, "whole", **evaluated))
+    # The calls: an evaluation at 0, then an update and an evaluation each; the fifth breaks off after update 2.
+    interrupted = {"reward": "rewards_for_tests:fails_on_fifth_call", "save_every": 1} | evaluated
+    with pytest.raises(KeyboardInterrupt):
+        train(config(tiny_model, "resumed", **interrupted))
+    assert metrics("resumed")[-1]["step"] == 2
+    train(config(tiny_model, "resumed", **interrupted, resume=True))
+    assert metrics("whole") == metrics("resumed")
+    assert metrics("whole", "eval.jsonl") == metrics("resumed", "eval.jsonl")
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+def test_more_responses_raise_the_reward_too(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=20, responses_per_prompt=4, prompts_per_minibatch=8, samples_every=20))
+    steps = metrics("run")
+    assert steps[0]["ratio_mean"] != 1
+    assert sum(s["reward"] for s in steps[-5:]) > sum(s["reward"] for s in steps[:5])
+    train(config(tiny_model, "first", updates=1, responses_per_prompt=3, inner_epochs=1, prompts_per_minibatch=8))
+    assert metrics("first")[0]["ratio_max"] == 1
+
+
+@pytest.mark.parametrize("clipping", ["joint", "token"])
+def test_microbatches_do_not_matter(workplace, tiny_model, clipping):
+    train(config(tiny_model, "one", clipping=clipping, prompts_per_minibatch=8, updates=2))
+    train(config(tiny_model, "eight", clipping=clipping, prompts_per_minibatch=8, tokens_per_row=1, updates=2))
+    for one, eight in zip(metrics("one"), metrics("eight"), strict=True):
+        assert one.keys() == eight.keys()
+        for name in one.keys() - {"packing_efficiency"}:
+            assert one[name] == pytest.approx(eight[name], rel=2e-3, abs=2e-4), name
+    first, second = weights("one"), weights("eight")
+    assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
+
+
+@pytest.mark.parametrize("changes", [{"share_prompts": False}, {"tokens_per_row": 50}, {"offload": True}])
+def test_the_packing_does_not_matter(workplace, tiny_model, changes):
+    train(config(tiny_model, "plain", updates=3))
+    train(config(tiny_model, "changed", updates=3, **changes))
+    for plain, changed in zip(metrics("plain"), metrics("changed"), strict=True):
+        for name in plain.keys() - {"packing_efficiency", "ratio/noise"}:
+            assert plain[name] == pytest.approx(changed[name], rel=2e-3, abs=2e-4), name
+
+
+def test_lora_trains_adapters_over_its_own_base_and_leaves_a_whole_model(workplace, tiny_model):
+    settings = {"lora_rank": 4, "eval_prompts": "prompts.jsonl", "learning_rate": 1e-2, "save_every": 1}
+    train(config(tiny_model, "run", updates=2, **settings))
+    before, after = metrics("run", "eval.jsonl")
+    assert before["kl"] == 0
+    assert after["kl"] != 0
+    start, end = weights_of_start(tiny_model), weights("run")
+    moved = {name for name, weight in start.items() if not torch.equal(weight, end[name])}
+    assert moved == {name for name in start if "proj" in name}
+    # The base alone as the reference is what a second copy of the starting model would be.
+    train(config(tiny_model, "second", updates=2, reference=tiny_model, **settings))
+    assert metrics("run") == metrics("second")
+    train(config(tiny_model, "run", updates=3, resume=True, **settings))
+    train(config(tiny_model, "whole", updates=3, **settings))
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_frozen_layers_stay(workplace, tiny_model):
+    train(config(tiny_model, "run", trainable_layers=1, updates=2))
+    start, end = weights_of_start(tiny_model), weights("run")
+    moved = {name for name, weight in start.items() if not torch.equal(weight, end[name])}
+    assert moved == {name for name in start if "layers.1." in name or name == "model.norm.weight"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_weights_in_half_precision_train_and_resume_exactly(workplace, tiny_model, precision):
+    train(config(tiny_model, "whole", precision=precision))
+    train(config(tiny_model, "resumed", precision=precision, updates=2, save_every=1))
+    train(config(tiny_model, "resumed", precision=precision, updates=4, save_every=1, resume=True))
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+    if precision == "fp16":
+        assert all(step["loss_scale"] >= 1 for step in metrics("whole"))
+
+
+def test_rounding_is_logged_and_warned_of(workplace, tiny_model, capsys):
+    train(config(tiny_model, "fp32", updates=1))
+    train(config(tiny_model, "bf16", updates=2, precision="bf16", clip_range=1e-4))
+    assert metrics("fp32")[0]["ratio/noise"] < 1e-4 < metrics("bf16")[0]["ratio/noise"]
+    assert capsys.readouterr().out.count("rounding alone moves log-ratios") == 1
+
+
+def test_sequences_beyond_the_reach_of_absolute_positions_are_refused(workplace, tokenizer, tmp_path):
+    settings = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=0, bos_token_id=0)).save_pretrained("gpt2")
+    tokenizer.save_pretrained("gpt2")
+    with pytest.raises(ValueError, match="up to 66 tokens together, and the positions of GPT2LMHeadModel end at 64"):
+        train(config("gpt2", "run", max_prompt_tokens=60))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
+def test_the_first_ratio_is_exactly_one(workplace, tiny_model, precision):
+    train(config(tiny_model, "run", precision=precision, updates=1, inner_epochs=1, prompts_per_minibatch=8))
+    (step,) = metrics("run")
+    assert step["ratio_mean"] == step["ratio_max"] == 1
+    assert step["clip_fraction"] == 0
+
+
+def test_gradient_checkpointing_changes_nothing(workplace, tiny_model):
+    train(config(tiny_model, "plain", updates=2))
+    train(config(tiny_model, "checkpointed", updates=2, gradient_checkpointing=True))
+    first, second = weights("plain"), weights("checkpointed")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
+
+
+def test_a_nan_reward_stops_the_run_after_saving(workplace, tiny_model):
+    broken = config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call")
+    with pytest.raises(NotFiniteError, match=r"update 3: a reward is NaN or infinite \(16 values\)"):
+        train(broken)
+    AutoModelForCausalLM.from_pretrained("run/stopped-in-000003/model")
+    # The function gives NaN once: the run goes on as if nothing had happened.
+    broken.resume = True
+    train(broken)
+    train(config(tiny_model, "whole"))
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model):
+    with pytest.raises(NotFiniteError, match="the loss or the gradient"):
+        train(config(tiny_model, "run", learning_rate=1e30))
+    assert list(Path("run").glob("stopped-in-*/state/progress.json"))
+
+
+def test_a_folder_with_a_run_is_not_overwritten(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=1))
+    with pytest.raises(FileExistsError, match="--resume"):
+        train(config(tiny_model, "run", updates=1))
+    with pytest.raises(FileNotFoundError, match="no state"):
+        train(config(tiny_model, "elsewhere", updates=1, resume=True))

@@ -1,0 +1,62 @@
+import pytest
+
+from fastp3o.config import P3OConfig, SFTConfig, parse
+
+P3O = ["--model", "m", "--output_dir", "o", "--prompts", "p", "--reward", "r"]
+
+
+def test_flags_set_fields():
+    config = parse(P3OConfig, [*P3O, "--kl_coef", "0.1", "--clipping", "separate", "--resume"])
+    assert (config.kl_coef, config.clipping, config.resume) == (0.1, "separate", True)
+
+
+def test_a_yaml_file_sets_fields_and_flags_override_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\noutput_dir: o\nprompts: p\nreward: r\nlearning_rate: 1e-4\nkl_coef: 0.2\n")
+    config = parse(P3OConfig, [str(path), "--kl_coef", "0.3"])
+    assert (config.learning_rate, config.kl_coef) == (1e-4, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: m\n", "modle"),
+        ("- model\n", "list"),
+        ("model:\n", "no value for model"),
+        ("model: [\n", "cannot read"),
+    ],
+)
+def test_a_wrong_yaml_file_is_refused_by_name(tmp_path, capsys, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        parse(SFTConfig, [str(path)])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kl_coef", "-1"], "--kl_coef must be 0 or more"),
+        (["--eval_at", "1,two"], "--eval_at must be whole numbers separated by commas"),
+        (["--clip_range", "0"], "--clip_range must be above 0"),
+        (["--clipping", "both"], "clipping"),
+        (["--prompts_per_update", "10", "--prompts_per_minibatch", "4"], "multiple of"),
+        (["--learning_rates", "1"], "learning_rates"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(capsys, flags, message):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        parse(P3OConfig, [*P3O, *flags])
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        parse(P3OConfig, ["--help"])
+    assert "Beta, the weight of the KL" in capsys.readouterr().out
+
+
+def test_evaluations_come_regularly_at_given_updates_and_last():
+    config = parse(P3OConfig, [*P3O, "--eval_at", "1, 3", "--eval_every", "4", "--updates", "10"])
+    assert [update for update in range(1, 11) if config.evaluates_after(update)] == [1, 3, 4, 8, 10]

@@ -1,0 +1,274 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.peak_memory import PeakMemory
+from fastp3o_kernels import linear_logprobs, sequence_logprobs
+from fastp3o_kernels.rows.in_torch import ROWS
+from tests.kernels.conftest import EXAMPLES, random_head, relative_error, vocabularies
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CHUNKED = [None, "triton"]
+
+
+def run(head, labels, weights, impl, **given):
+    head = head.leaves()
+    logprobs = linear_logprobs(head.hidden, head.weight, labels, bias=head.bias, **head.settings, impl=impl, **given)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), head.gradients()
+
+
+def budget_for(rows: int, V: int) -> int:
+    """Bytes that hold so many rows of fp32 logits and of their fp32 gradient."""
+    return rows * 8 * (-(-V // 16) * 16)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    N=st.integers(1, 40),
+    V=vocabularies(2, 90),
+    D=st.integers(1, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    impl=st.sampled_from(CHUNKED),
+    rows=st.integers(1, 50),
+    bias=st.booleans(),
+    softcap=st.sampled_from([None, 5.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
+    seed=st.integers(0, 10**6),
+)
+def test_as_exact_as_eager_at_every_budget(N, V, D, dtype, impl, rows, bias, softcap, temperature, seed):
+    head = random_head(N, V, D, DEVICE, dtype, seed=seed, bias=bias, softcap=softcap, temperature=temperature)
+    torch.manual_seed(seed)
+    labels, weights = torch.randint(V, (N,), device=DEVICE), torch.randn(N, device=DEVICE)
+    labels[::7] = -100
+    expected, expected_gradients = run(head.to(torch.float64), labels, weights.double(), "eager")
+    eager, eager_gradients = run(head, labels, weights, "eager")
+    chunked, gradients = run(head, labels, weights, impl, memory_budget=budget_for(rows, V))
+    assert chunked.dtype == torch.float32
+    assert (chunked <= 0).all()
+    assert (chunked - expected).abs().max() <= 2 * (eager - expected).abs().max() + 1e-5
+    for got, of_eager, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
+        assert got.dtype == dtype
+        # Where a gradient is all but zero, what is left of it is the rounding of much larger terms.
+        floor = 1e-5 * weights.abs().max() * max(N, D) ** 0.5
+        assert (got - target).norm() <= 2 * (of_eager - target).norm() + 1e-5 * target.norm() + floor
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+def test_fp64_stays_fp64(impl):
+    if impl == "triton":
+        pytest.skip("the kernels compute in fp32")
+    head = random_head(9, 30, 6, DEVICE, torch.float64, softcap=5.0, temperature=0.7, bias=True)
+    labels, weights = torch.arange(9, device=DEVICE), torch.randn(9, dtype=torch.float64, device=DEVICE)
+    logprobs, gradients = run(head, labels, weights, impl, memory_budget=2 * budget_for(2, 30))
+    leaves = head.leaves()
+    expected = leaves.logits().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-12, atol=1e-12)
+    for got, target in zip(gradients, leaves.gradients(), strict=True):
+        torch.testing.assert_close(got, target, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+@pytest.mark.parametrize(("hidden", "weight", "products"), [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)])
+def test_only_the_products_that_are_needed(impl, hidden, weight, products):
+    """F multiply-adds are 2 F operations; the logits still lie in the budget's buffer for the backward pass."""
+    N, V, D = 12, 50, 8
+    head = random_head(N, V, D, DEVICE).leaves(hidden=bool(hidden), weight=bool(weight))
+    with FlopCounterMode(display=False) as counter:
+        logprobs = linear_logprobs(head.hidden, head.weight, torch.arange(N, device=DEVICE), impl=impl)
+        if hidden or weight:
+            logprobs.sum().backward()
+    assert counter.get_total_flops() == products * N * V * D
+    assert logprobs.requires_grad == bool(hidden or weight)
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+def test_beyond_the_budget_all_but_the_last_rows_are_computed_twice(impl):
+    N, V, D = 30, 48, 8
+    head = random_head(N, V, D, DEVICE).leaves()
+    with FlopCounterMode(display=False) as counter:
+        linear_logprobs(
+            head.hidden, head.weight, torch.arange(N, device=DEVICE), impl=impl, memory_budget=budget_for(7, V)
+        ).sum().backward()
+    assert counter.get_total_flops() == (6 * N + 2 * (N - 7)) * V * D
+
+
+def test_without_gradients_the_forward_alone_is_computed_and_nothing_kept():
+    head = random_head(20, 50, 8, DEVICE).leaves()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        logprobs = linear_logprobs(head.hidden, head.weight, torch.arange(20, device=DEVICE))
+    assert counter.get_total_flops() == 2 * 20 * 50 * 8
+    assert not logprobs.requires_grad
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+@pytest.mark.parametrize("grad", [True, False])
+def test_memory_stays_within_the_budget(impl, grad):
+    N, V, D = 200, 1000, 16
+    head = random_head(N, V, D, DEVICE).leaves(hidden=grad, weight=grad)
+    labels, budget = torch.arange(N, device=DEVICE), budget_for(10, V)
+    with PeakMemory() as memory:
+        logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl, memory_budget=budget)
+        if grad:
+            logprobs.sum().backward()
+    gradients = 4 * (N * D + V * D)
+    vectors_and_temporaries = 4 * 20 * N + 3 * 4 * ROWS * V
+    assert memory.largest <= max(budget, gradients)
+    assert memory.peak <= budget + grad * gradients + vectors_and_temporaries < 4 * N * V
+
+
+def test_a_second_backward_pass_gives_the_same():
+    head = random_head(30, 40, 8, DEVICE).leaves()
+    logprobs = linear_logprobs(
+        head.hidden, head.weight, torch.arange(30, device=DEVICE), memory_budget=budget_for(9, 40)
+    )
+    first = torch.autograd.grad(logprobs.sum(), [head.hidden, head.weight], retain_graph=True)
+    second = torch.autograd.grad(logprobs.sum(), [head.hidden, head.weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+def test_layouts_and_odd_vocabularies(impl):
+    torch.manual_seed(0)
+    hidden = torch.randn(12, 9, device=DEVICE)[:, 1::2]
+    weight = torch.randn(4, 67, device=DEVICE).T
+    labels = torch.randint(67, (13,), dtype=torch.int32, device=DEVICE)[1:]
+    got = linear_logprobs(hidden, weight, labels, impl=impl, memory_budget=budget_for(5, 67))
+    expected = (hidden @ weight.T).log_softmax(-1).gather(1, labels.long()[:, None]).squeeze(1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
+def test_no_rows(impl):
+    head = random_head(0, 20, 4, DEVICE).leaves()
+    logprobs = linear_logprobs(head.hidden, head.weight, torch.zeros(0, dtype=torch.long, device=DEVICE), impl=impl)
+    assert logprobs.shape == (0,)
+    logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+def test_ignored_rows_take_no_part_in_the_gradients_products(impl):
+    N, V, D = 10, 40, 8
+    head = random_head(N, V, D, DEVICE).leaves()
+    labels = torch.arange(N, device=DEVICE)
+    labels[2:6] = -100
+    logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl)
+    assert (logprobs[2:6] == 0).all()
+    with FlopCounterMode(display=False) as counter:
+        logprobs.sum().backward()
+    assert counter.get_total_flops() == 4 * (N - 4) * V * D
+    assert (head.hidden.grad[2:6] == 0).all()
+
+
+@pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
+def test_autocast(impl):
+    """fp32 master weights: multiplied in bf16 with fp32 logits, gradients fp32."""
+    head = random_head(20, 60, 16, DEVICE).leaves()
+    labels = torch.arange(20, device=DEVICE)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl, memory_budget=budget_for(6, 60))
+    logprobs.sum().backward()
+    rounded = head.to(torch.bfloat16).to(torch.float64).leaves()
+    expected = rounded.logits().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    expected.sum().backward()
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    for got, target in zip(head.gradients(), rounded.gradients(), strict=True):
+        assert got.dtype == torch.float32
+        assert relative_error(got, target) < 5e-3
+
+
+def test_the_weights_gradient_is_summed_in_fp32():
+    """apple/ml-cross-entropy #14: bf16 sums over chunks lose what is small beside them."""
+    head = random_head(2000, 20, 4, DEVICE, torch.bfloat16)
+    labels, weights = torch.randint(20, (2000,), device=DEVICE), torch.rand(2000, device=DEVICE)
+    _, expected = run(head.to(torch.float64), labels, weights.double(), "eager")
+    _, whole = run(head, labels, weights, None)
+    _, chunked = run(head, labels, weights, None, memory_budget=budget_for(2, 20))
+    assert relative_error(chunked[1], expected[1]) <= 1.5 * relative_error(whole[1], expected[1]) + 1e-4
+
+
+def test_tied_weights():
+    torch.manual_seed(0)
+    embedding, ids = torch.randn(30, 8, device=DEVICE), torch.randint(30, (12,), device=DEVICE)
+
+    def gradient(impl):
+        weight = embedding.clone().requires_grad_()
+        linear_logprobs(torch.tanh(weight[ids]), weight, ids.roll(-1), impl=impl).sum().backward()
+        return weight.grad
+
+    torch.testing.assert_close(gradient(None), gradient("eager"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(3)}, r"hidden must have shape \[N, D\], got \[3\]"),
+        ({"weight": torch.zeros(9, 5)}, r"must share D, got \[3, 4\] and \[9, 5\]"),
+        ({"weight": torch.zeros(9, 4).bfloat16()}, r"hidden is torch.float32 and weight torch.bfloat16"),
+        ({"bias": torch.zeros(4)}, r"bias must have shape \[9\]"),
+        ({"labels": torch.tensor([1, 2])}, r"labels must have shape \[3\] \(one label for each row of hidden\)"),
+        ({"labels": torch.tensor([1, 9, 2])}, r"labels\[1\] = 9 must be from 0 to 8 or ignore_index \(-100\)"),
+        ({"softcap": 0.0}, "softcap must be above 0, or None for no cap, got 0.0"),
+        ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"memory_budget": 100}, "memory_budget of 100 bytes is less than one row"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "with 2 responses to each prompt their number must be a multiple"),
+        ({"impl": "cuda"}, 'impl must be None, "triton" or "eager"'),
+    ],
+)
+def test_what_is_wrong_is_named(change, message):
+    given = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "labels": torch.tensor([1, 2, 3])}
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(**(given | change))
+
+
+def policy_of_performance_measurements():
+    """512 tokens sampled from a policy with logits of std 8, and its weight moved by 1e-4: D 512, V 16000, bf16."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 512, generator=generator).bfloat16()
+    weight = (8 / 512**0.5) * torch.randn(16000, 512, generator=generator)
+    moved = (weight + 1e-4 * torch.randn(16000, 512, generator=generator)).bfloat16()
+    weight = weight.bfloat16()
+    labels = torch.multinomial((hidden.float() @ weight.float().T).softmax(-1), 1, generator=generator).squeeze(1)
+    return [tensor.to(DEVICE) for tensor in (hidden, weight, moved, labels)]
+
+
+def test_the_log_ratio_of_128_tokens_is_exact_to_two_thousandths():
+    """Rounding logits to bf16 moves it by half a clip range."""
+    hidden, weight, moved, labels = policy_of_performance_measurements()
+    cu_seqlens = torch.arange(0, 513, 128, dtype=torch.int32, device=DEVICE)
+
+    def log_ratio(logprobs):
+        return sequence_logprobs(logprobs(moved).double() - logprobs(weight).double(), cu_seqlens, impl="eager")
+
+    def exact(weight):
+        logits = hidden.double() @ weight.double().T
+        return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+
+    def rounded(weight):
+        logits = (hidden.float() @ weight.float().T).bfloat16().float()
+        return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+
+    expected = log_ratio(exact)
+    for rows in (30, 100, 512):
+        got = log_ratio(
+            lambda weight, rows=rows: linear_logprobs(hidden, weight, labels, memory_budget=budget_for(rows, 16000))
+        )
+        assert (got - expected).abs().max() <= 0.002
+    assert (log_ratio(rounded) - expected).abs().max() > 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_half_precision_products_are_fp32(dtype):
+    head = random_head(300, 32_001, 256, DEVICE, dtype)
+    labels = torch.randint(32_001, (300,), device=DEVICE)
+    weights = torch.randn(300, device=DEVICE)
+    expected, expected_gradients = run(head.to(torch.float64), labels, weights.double(), "eager")
+    got, gradients = run(head, labels, weights, None, memory_budget=budget_for(64, 32_001))
+    assert (got - expected).abs().max() < 1e-4
+    for gradient, target in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(gradient, target) < 5e-3

@@ -1,0 +1,222 @@
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels import token_logprobs
+from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.rows.token_logprobs import logprobs_kernel
+from fastp3o_kernels.rows.transform import LogitsTransform
+from tests.kernels.conftest import EXAMPLES, vocabularies
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(logits, labels, weights, impl, **settings):
+    logits = logits.detach().requires_grad_()
+    logprobs = token_logprobs(logits, labels, impl=impl, **settings)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), logits.grad
+
+
+def check(logits, labels, **settings):
+    """Triton's error against fp64 is bounded by eager's own in the same dtype, in values and gradients."""
+    weights = torch.randn(len(logits), device=logits.device)
+    expected, expected_grad = run(logits.double(), labels, weights.double(), "eager", **settings)
+    eager, eager_grad = run(logits, labels, weights, "eager", **settings)
+    triton, triton_grad = run(logits, labels, weights, "triton", **settings)
+    assert triton.dtype == torch.float32
+    assert triton_grad.dtype == logits.dtype
+    finite = expected.isfinite()
+    assert torch.equal(triton.isfinite(), finite)
+    assert (triton <= 0).all()
+
+    def error(values, target):
+        return (values.double() - target).abs().max().item() if target.numel() else 0.0
+
+    # A few roundings of fp32 at the size of the scaled logits, as 1 / temperature is rounded too.
+    size = logits[logits.isfinite()].abs().max().item() / settings.get("temperature", 1.0)
+    rounding = 4 * torch.finfo(torch.float32).eps * max(size, 1.0)
+    assert error(triton[finite], expected[finite]) <= 2 * error(eager[finite], expected[finite]) + rounding
+    # The interpreter cuts off where hardware rounds to 16 bits.
+    interpreted = torch.finfo(logits.dtype).eps if INTERPRET else 0.0
+    floor = (interpreted + rounding) * expected_grad.abs().max().item() + 1e-6
+    assert error(triton_grad, expected_grad) <= 2 * error(eager_grad, expected_grad) + floor
+    return triton, triton_grad
+
+
+@settings(max_examples=EXAMPLES // 2, deadline=None)
+@given(
+    N=st.integers(1, 9),
+    V=vocabularies(1, 300),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([0.1, 3.0, 100.0]),
+    temperature=st.sampled_from([1.0, 0.7, 3.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_random_shapes_and_dtypes(N, V, dtype, scale, temperature, seed):
+    torch.manual_seed(seed)
+    logits = (scale * torch.randn(N, V, device=DEVICE)).to(dtype)
+    check(logits, torch.randint(V, (N,), device=DEVICE), temperature=temperature)
+
+
+@pytest.mark.parametrize("V", [2, 4095, 4096, 4097, 8200])
+def test_vocabularies_around_the_block(V):
+    """A tail that is not masked out shows as log-probs above 0 (verl #2656, #2899)."""
+    logits = 5 * torch.randn(3, V, device=DEVICE) - 50
+    check(logits, torch.tensor([0, V - 1, V // 2], device=DEVICE))
+
+
+def test_maxima_far_apart_between_blocks():
+    logits = torch.randn(3, 9000, device=DEVICE)
+    logits[0, :4096] -= 1e4
+    logits[1, 4096:8192] += 300
+    logits[2, 8192:] += 1e5
+    check(logits, torch.tensor([10, 5000, 8999], device=DEVICE))
+
+
+def test_minus_infinity_anywhere():
+    """flash-attn #1930, TRL #7221: no NaN from a block, or a label, that is -inf."""
+    logits = torch.randn(4, 9000, device=DEVICE)
+    logits[0, :4096] = -float("inf")
+    logits[1, 4096:] = -float("inf")
+    logits[2, ::2] = -float("inf")
+    logits[3, :8999] = -float("inf")
+    _, gradient = check(logits, torch.tensor([4096, 1, 1, 8999], device=DEVICE))
+    assert (gradient[logits.isinf()] == 0).all()
+    impossible = token_logprobs(logits[:1], torch.tensor([0], device=DEVICE), impl="triton")
+    assert impossible.item() == -float("inf")
+
+
+def test_nan_is_not_hidden(impl):
+    logits = torch.randn(2, 50, device=DEVICE)
+    logits[1, 7] = float("nan")
+    logprobs = token_logprobs(logits, torch.tensor([3, 3], device=DEVICE), impl=impl)
+    assert logprobs.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[::2],
+        lambda x: x[:, 3:40],
+        lambda x: x.T,
+        lambda x: x[:, ::3],
+        lambda x: x[:1].expand(5, -1),
+    ],
+    ids=["rows", "columns", "transposed", "strided", "expanded"],
+)
+def test_layouts(view):
+    torch.manual_seed(0)
+    logits = view(torch.randn(12, 45, device=DEVICE))
+    check(logits, torch.randint(logits.shape[1], (len(logits),), device=DEVICE))
+
+
+def test_labels_of_other_types_and_alignments():
+    """Unaligned int64 labels broke Liger (#1304)."""
+    logits = torch.randn(6, 33, device=DEVICE)
+    labels = torch.randint(33, (7,), device=DEVICE)[1:]
+    assert torch.equal(check(logits, labels)[0], check(logits, labels.int())[0])
+
+
+def test_ignored_rows_give_nothing(impl):
+    logits = torch.randn(3, 20, device=DEVICE)
+    labels = torch.tensor([4, -100, 5], device=DEVICE)
+    logprobs, gradient = run(logits, labels, torch.ones(3, device=DEVICE), impl)
+    assert logprobs[1] == 0
+    assert (gradient[1] == 0).all()
+    assert (gradient[[0, 2]] != 0).any()
+
+
+def test_each_tokens_own_gradient_counts(impl):
+    """Liger #968: with reduction "none" the incoming gradient of each token must not be replaced by ones."""
+    logits = torch.randn(2, 11, dtype=torch.float64, device=DEVICE).float()
+    labels = torch.tensor([1, 2], device=DEVICE)
+    _, ones = run(logits, labels, torch.ones(2, device=DEVICE), impl)
+    _, weighted = run(logits, labels, torch.tensor([3.0, -0.5], device=DEVICE), impl)
+    torch.testing.assert_close(weighted, ones * torch.tensor([[3.0], [-0.5]], device=DEVICE))
+
+
+def test_the_labels_entry_is_rounded_once():
+    """Liger #1329: read-modify-write of the label's gradient in bf16 loses it where p is near 1."""
+    logits = torch.zeros(1, 64, dtype=torch.bfloat16, device=DEVICE)
+    logits[0, 5] = 12.0
+    labels = torch.tensor([5], device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    _, expected = run(logits.double(), labels, one.double(), "eager")
+    _, got = run(logits, labels, one, "triton")
+    assert got[0, 5].item() == pytest.approx(expected[0, 5].item(), rel=2**-7)
+
+
+def test_in_place_backward_gives_the_same_and_stays_inside_a_slice():
+    whole = torch.randn(6, 50, device=DEVICE)
+    labels = torch.randint(10, (6,), device=DEVICE)
+    _, expected = run(whole[:, 5:25], labels, torch.ones(6, device=DEVICE), "triton")
+    base = whole.clone().requires_grad_()
+    storage = base * 1.0
+    part = storage[:, 5:25]
+    part.retain_grad()
+    logprobs = token_logprobs(part, labels, inplace_backward=True, impl="triton")
+    logprobs.sum().backward(retain_graph=True)
+    assert torch.equal(part.grad, expected)
+    assert torch.equal(storage[:, :5], whole[:, :5])
+    assert torch.equal(storage[:, 25:], whole[:, 25:])
+    with pytest.raises(RuntimeError):
+        logprobs.sum().backward()
+
+
+def test_in_place_backward_over_a_leaf_is_refused():
+    logits = torch.randn(2, 5, device=DEVICE, requires_grad=True)
+    with pytest.raises(ValueError, match="leaf"):
+        token_logprobs(logits, torch.tensor([1, 2], device=DEVICE), inplace_backward=True, impl="triton")
+
+
+def test_no_rows(impl):
+    empty = token_logprobs(torch.randn(0, 5, device=DEVICE), torch.zeros(0, dtype=torch.long, device=DEVICE), impl=impl)
+    assert empty.shape == (0,)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="the interpreter's grid is what is tested")
+def test_rows_are_in_the_grids_first_dimension(monkeypatch):
+    """Only that one may exceed 65535."""
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    # The package's function hides its module of the same name.
+    module = import_module("fastp3o_kernels.rows.token_logprobs")
+    monkeypatch.setattr(module, "logprobs_kernel", Recorder())
+    module.launch_logprobs(torch.zeros(70000, 2), torch.zeros(70000, dtype=torch.long), LogitsTransform(), -100)
+    assert grids == [(70000,)]
+
+
+@pytest.mark.gpu
+def test_more_rows_than_65535():
+    logits = torch.randn(70001, 3, device=DEVICE)
+    check(logits, torch.randint(3, (70001,), device=DEVICE))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_to_the_31():
+    rows, V = 17000, 131072
+    logits = torch.empty(rows, V, dtype=torch.bfloat16, device=DEVICE).normal_()
+    labels = torch.randint(V, (rows,), device=DEVICE)
+    last = logits[-3:].clone()
+    (got,) = torch.autograd.grad(token_logprobs(logits.requires_grad_(), labels, impl="triton").sum(), logits)
+    _, expected = run(last.double(), labels[-3:], torch.ones(3, dtype=torch.float64, device=DEVICE), "eager")
+    torch.testing.assert_close(got[-3:].double(), expected, atol=1e-6, rtol=1e-2)
+
+
+@pytest.mark.gpu
+def test_another_number_of_rows_does_not_recompile():
+    labels = torch.zeros(512, dtype=torch.long, device=DEVICE)
+    for N in (1, 2, 16, 17, 512):
+        token_logprobs(torch.randn(512, 1000, device=DEVICE)[:N], labels[:N], impl="triton")
+        if N == 1:
+            compiled = sum(len(cache[0]) for cache in logprobs_kernel.device_caches.values())
+    assert sum(len(cache[0]) for cache in logprobs_kernel.device_caches.values()) == compiled
