@@ -1,4 +1,4 @@
-"""One dataclass a stage. Every field is a flag of its script and a key of its YAML file."""
+"""What all stages' configurations have in common. Every field is a flag of a script and a key of its YAML file."""
 
 import sys
 from dataclasses import dataclass, field, fields
@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from transformers import HfArgumentParser
 
+from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS
 
 Config = TypeVar("Config")
@@ -21,9 +22,9 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """What the three stages have in common."""
+    """What all stages have in common."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     output_dir: str = required("Folder for checkpoints, metrics and the trainer's state.")
@@ -32,9 +33,9 @@ class StageConfig:
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
     eval_split: str = option("train", "Split of the evaluation data.")
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
-    skip_bad_records: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
-    limit: int | None = option(None, "Use only the first this many training rows.")
-    eval_limit: int | None = option(None, "Use only the first this many evaluation rows.")
+    skip_bad_records: bool = option(False, "Skip and count records that cannot be used. Off: the first one stops the run.")
+    limit: int | None = option(None, "Use only the first this many training examples.")
+    eval_limit: int | None = option(None, "Use only the first this many evaluation examples.")
 
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.")
     lr_schedule: str = option("constant", "transformers' name of the schedule: constant, linear, cosine, ...")
@@ -74,29 +75,19 @@ class StageConfig:
         self.check(self.save_every >= 0, "save_every", "0 or more")
         self.check(self.eval_every >= 0, "eval_every", "0 or more")
 
+    def evaluates_after(self, step: int, *, last: int) -> bool:
+        return step == last or bool(self.eval_every and step % self.eval_every == 0)
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.tokens_per_row, self.share_prompts)
+
     def check(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
             raise ValueError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
 
 
-@dataclass(kw_only=True)
-class SupervisedConfig(StageConfig):
-    """What SFT and reward modelling have in common: passes over a fixed data set."""
-
-    train_data: str = required("Training data: a hub name (or name:config), or JSONL or parquet files.")
-    eval_data: str | None = option(None, "Held-out data of the same layout.")
-    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
-    epochs: int = option(1, "Passes over the training data.")
-    batch_size: int = option(32, "Rows of one optimizer step, over all processes.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.max_response_tokens >= 1, "max_response_tokens", "at least 1")
-        self.check(self.epochs >= 1, "epochs", "at least 1")
-        self.check(self.batch_size >= 1, "batch_size", "at least 1")
-
-
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainableConfig:
     """Which parameters of a policy train."""
 
@@ -113,128 +104,6 @@ class TrainableConfig:
                 raise ValueError(f"--{name} must be 0 or more, got {getattr(self, name)}")
         if self.trainable_layers and self.lora_rank:
             raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
-
-
-@dataclass(kw_only=True)
-class SFTConfig(TrainableConfig, SupervisedConfig):
-    """Stage 1: maximum likelihood of the demonstrations."""
-
-    train_on_prompt: bool = option(
-        False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_trainable()
-
-
-@dataclass(kw_only=True)
-class RewardModelConfig(SupervisedConfig):
-    """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
-
-
-@dataclass(kw_only=True)
-class OnlineConfig(TrainableConfig, StageConfig):
-    """What P3O and the algorithms it is compared with have in common: rollouts, rewards, evaluations."""
-
-    prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
-    eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
-    reward: str = required("What is maximised: a reward model (folder or hub name) or a function, as module:function.")
-    gold_reward: str | None = option(
-        None, "A second reward, read in evaluations only: what the first one stands for, where that is known."
-    )
-    reference: str | None = option(
-        None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
-    )
-    offload: bool = option(False, "Keep reference and reward model on the CPU between uses.")
-
-    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).")
-    updates: int = option(500, "Rounds of rollouts and inner epochs.")
-    prompts_per_update: int = option(
-        64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64)."
-    )
-    prompts_per_minibatch: int = option(
-        4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B)."
-    )
-    responses_per_prompt: int = option(
-        2, "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged."
-    )
-    inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
-
-    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
-    missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
-    rollout_batch_size: int = option(64, "Prompts generated at once on one device.")
-
-    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
-    eval_samples: int = option(1, "Responses per prompt in an evaluation.")
-    eval_at: str = option(
-        "", "Evaluate after these updates too, separated by commas; early ones show where a frontier bends."
-    )
-    samples_every: int = option(20, "Print a table of sample responses every this many updates; 0 never.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_trainable()
-        positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs")
-        for name in (*positive, "max_response_tokens", "rollout_batch_size", "eval_batch_size", "eval_samples"):
-            self.check(getattr(self, name) >= 1, name, "at least 1")
-        self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
-        self.check(all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at), "eval_at", COUNTS)
-        if self.prompts_per_update % self.prompts_per_minibatch:
-            raise ValueError(
-                f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
-                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
-            )
-
-    def evaluates_after(self, update: int) -> bool:
-        at = {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
-        return update in at or update == self.updates or bool(self.eval_every and update % self.eval_every == 0)
-
-
-COUNTS = "whole numbers separated by commas"
-
-
-@dataclass(kw_only=True)
-class P3OConfig(OnlineConfig):
-    """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
-
-    clipping: str = field(
-        default="joint",
-        metadata={
-            "help": "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
-            "choices": ["joint", "separate", "none", "token"],
-        },
-    )
-    clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).")
-    ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
-    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
-    kl_reward: str = field(
-        default="current",
-        metadata={
-            "help": "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
-            "choices": ["current", "rollout"],
-        },
-    )
-    reward_scaling: str = field(
-        default="difference",
-        metadata={
-            "help": "Divide rewards by the running standard deviation of the reward differences of a pair; absolute: "
-            "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); none.",
-            "choices": ["difference", "absolute", "none"],
-        },
-    )
-    reward_clip: float = option(
-        10.0,
-        "Bound on scaled reward differences, or on scaled rewards with reward_scaling=absolute (first author: 10); "
-        "0 for none.",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.clip_range > 0, "clip_range", "above 0")
-        self.check(self.ratio_cap >= 1, "ratio_cap", "at least 1")
-        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
-        self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
@@ -267,4 +136,5 @@ def yaml_as_flags(parser: HfArgumentParser, config_class: type, path: Path) -> l
     empty = [name for name, value in values.items() if value is None]
     if empty:
         parser.error(f"{path} gives no value for {', '.join(empty)}")
+    # As flags, so that types and choices are checked in one place.
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]

@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
 from fastp3o.config import TrainableConfig, option, required
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS, precision_of
 from fastp3o.training.memory import Lengths, Model, frozen_memory, update_memory
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig(TrainableConfig):
     model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
     prompt_tokens: int = option(350, "Mean length of a prompt.")
@@ -36,12 +37,11 @@ class MemoryConfig(TrainableConfig):
 
 def main(config: MemoryConfig) -> None:
     model = sizes(config)
-    lengths = Lengths.of_groups(
-        config.tokens_per_row,
+    lengths = Lengths.of_full_row(
+        Packing(config.tokens_per_row, config.share_prompts),
         prompt=config.prompt_tokens,
         response=config.response_tokens,
-        responses=config.responses_per_prompt,
-        share_prompts=config.share_prompts,
+        responses_per_prompt=config.responses_per_prompt,
     )
     precision = precision_of(config.precision, config.precision)
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
@@ -65,7 +65,7 @@ def sizes(config: MemoryConfig) -> Model:
         choose_trainable(model, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     head_trains = model.head().weight.requires_grad
-    return Model.of(
+    return Model.from_config(
         model.model.config,
         model.model.num_parameters(),
         trained,

@@ -1,9 +1,8 @@
 """Online DPO, to compare P3O with. `python scripts/online_dpo.py --help` explains every option."""
 
 from fastp3o.config import parse
-from fastp3o.objectives.config import OnlineDPOConfig
-from fastp3o.objectives.online_dpo import OnlineDPO
+from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.stages.online import train
 
 if __name__ == "__main__":
-    train(parse(OnlineDPOConfig), OnlineDPO)
+    train(parse(OnlineDPOConfig))

@@ -1,6 +1,7 @@
 """Stage 3, P3O. `python scripts/p3o.py --help` explains every option."""
 
-from fastp3o.config import P3OConfig, parse
+from fastp3o.config import parse
+from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages.online import train
 
 if __name__ == "__main__":

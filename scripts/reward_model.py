@@ -1,7 +1,7 @@
 """Stage 2, reward modelling. `python scripts/reward_model.py --help` explains every option."""
 
-from fastp3o.config import RewardModelConfig, parse
-from fastp3o.stages.reward_model import train
+from fastp3o.config import parse
+from fastp3o.stages.reward_model import RewardModelConfig, train
 
 if __name__ == "__main__":
     train(parse(RewardModelConfig))

@@ -1,7 +1,7 @@
-"""Attention over packed segments, for any transformers model: flash_attn, torch's varlen_attn, SDPA one by one.
+"""Attention over the segments of a packed row, for any transformers model: flash_attn, torch's varlen_attn, or SDPA.
 
-The first that can do a call does it. All are causal, aligned at the end of a segment's keys, with grouped heads and a
-sliding window.
+The first backend that supports a call takes it. All are causal, aligned at the end of a segment's keys, with grouped
+heads and a sliding window.
 
     flash_attn     fp16 and bf16 on a GPU, where it is installed; has soft capping
     varlen_attn    fp16 and bf16 on a GPU, part of torch; no soft capping
@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.utils.logging import get_logger
 
-from fastp3o.packing.pack import Segments, SharedKeys
+from fastp3o.packing.packed_row import Segments, SharedKeys
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -36,7 +36,7 @@ logger = get_logger(__name__)
 
 # transformers treats names with "flash" in a way of its own.
 NAME = "fastp3o_segments"
-# Of both libraries.
+# Head size that both libraries take.
 LARGEST_HEAD = 256
 
 
@@ -76,9 +76,9 @@ def segment_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if segments.shared is not None:
-        key, value = (gather(tensor, segments.shared) for tensor in (key, value))
+        key, value = (gather_keys(tensor, segments.shared) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = fastest(query, softcap)
+    attend = fastest_backend(query, softcap)
     with torch.autocast(query.device.type, enabled=False):
         return attend(query, key, value, segments, scale, sliding_window, softcap).unsqueeze(0), None
 
@@ -87,8 +87,8 @@ AttentionInterface.register(NAME, segment_attention)
 AttentionMaskInterface.register(NAME, flash_attention_mask)
 
 
-def fastest(query: Tensor, softcap: float | None):
-    """The first backend that can attend from these queries."""
+def fastest_backend(query: Tensor, softcap: float | None):
+    """The first backend that takes these queries."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD:
         if flash_attn_varlen_func is not None:
             return by_flash_attn
@@ -102,25 +102,25 @@ def fastest(query: Tensor, softcap: float | None):
     return one_by_one
 
 
-class Gather(torch.autograd.Function):
+class GatherKeys(torch.autograd.Function):
     """Keys of all segments from the tokens' own; gradients are added in a fixed order."""
 
     @staticmethod
     def forward(ctx, tokens, shared):
         ctx.shared = shared
-        return tokens[shared.rows]
+        return tokens[shared.tokens]
 
     @staticmethod
     def backward(ctx, grad_keys):
         grad = grad_keys[ctx.shared.own]
-        for tokens, keys in ctx.shared.again:
+        for tokens, keys in ctx.shared.repeats:
             grad.index_add_(0, tokens, grad_keys[keys])
         return grad, None
 
 
-def gather(tokens: Tensor, shared: SharedKeys) -> Tensor:
+def gather_keys(tokens: Tensor, shared: SharedKeys) -> Tensor:
     """[T, Hkv, D] -> [U, Hkv, D]."""
-    return Gather.apply(tokens, shared)
+    return GatherKeys.apply(tokens, shared)
 
 
 def by_flash_attn(query, key, value, segments, scale, window, softcap):
@@ -187,7 +187,7 @@ def with_sdpa(query, key, value, scale, window, softcap):
         query.unsqueeze(0),
         key.unsqueeze(0),
         value.unsqueeze(0),
-        attn_mask=None if square else seen(queries, keys, window, query.device),
+        attn_mask=None if square else visible(queries, keys, window, query.device),
         is_causal=square,
         scale=scale,
         enable_gqa=query.shape[0] != key.shape[0],
@@ -198,11 +198,11 @@ def with_softcap(query, key, value, scale, window, softcap):
     key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
     precise = torch.promote_types(query.dtype, torch.float32)
     products = softcap * torch.tanh(query @ key.transpose(1, 2) * (scale / softcap))
-    hidden = ~seen(query.shape[1], key.shape[1], window, query.device)
+    hidden = ~visible(query.shape[1], key.shape[1], window, query.device)
     return products.masked_fill(hidden, float("-inf")).softmax(-1, dtype=precise).to(value.dtype) @ value
 
 
-def seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """[queries, keys] bool: whether a query sees a key, the last of both at the same position."""
     everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
     past = everything.tril(keys - queries)

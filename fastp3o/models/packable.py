@@ -1,4 +1,4 @@
-"""Which models may run on packed rows: those that give each response what it gets alone. The others are refused."""
+"""Which models may run on packed rows: those that give every response what it gets alone. Others are refused."""
 
 from math import isfinite
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
-from fastp3o.packing.pack import pack
+from fastp3o.packing.pack import Packing, pack
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 PROMPTS = [[11, 3, 5, 7], [2, 9]]
-RESPONSES = [[4, 8, 6], [10, 5], [7], [3, 11, 12, 4, 9]]  # two to each prompt
+RESPONSES = [[[4, 8, 6], [10, 5]], [[7], [3, 11, 12, 4, 9]]]
 # Of log-probabilities or scores, on average: rounding stays far below, and a leak or a wrong position far above.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 def require_packable(model: PackedModel, name: str) -> PackedModel:
-    """Returns the model after a look at its kind and a try on a few tokens.
+    """Returns the model after a look at its kind and a trial on a few tokens.
 
     Raises ValueError where a packed row gives other results than its responses alone, with the reason if known.
     """
@@ -36,7 +36,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     try:
         packed, alone = packed_and_alone(model)
     except Exception as error:  # from anywhere in a model that does not hand the segments on
-        raise ValueError(f"{refused}a try failed with: {error}") from error
+        raise ValueError(f"{refused}a trial failed with: {error}") from error
     difference = (packed - alone).abs().mean().item()
     if not isfinite(difference):
         raise ValueError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
@@ -53,19 +53,20 @@ def packed_and_alone(model: PackedModel) -> tuple[Tensor, Tensor]:
     """Log-probabilities, or a reward model's scores, of a few responses, in one row and from transformers alone."""
     inner, was_training = model.model, model.training
     model.eval()
-    of_row, of_sequence = (scores, score_alone) if hasattr(inner, "score") else (scored_logprobs, logprobs_alone)
-    prompts, responses = ([known(inner, ids) for ids in lists] for lists in (PROMPTS, RESPONSES))
-    (row,) = pack(prompts, [responses[:2], responses[2:]], tokens_per_row=100)
+    run_packed, run_alone = (scores, score_alone) if hasattr(inner, "score") else (scored_logprobs, logprobs_alone)
+    prompts = [within_vocabulary(inner, ids) for ids in PROMPTS]
+    responses = [[within_vocabulary(inner, ids) for ids in group] for group in RESPONSES]
+    (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
     try:
-        packed = of_row(model, row.to(inner.device))
-        with model.as_transformers_has_it():
-            alone = [of_sequence(inner, prompts[s // 2], responses[s]) for s in row.sequences]
+        packed = run_packed(model, row.to(inner.device))
+        with model.with_own_attention():
+            alone = [run_alone(inner, prompts[g], response) for g in row.groups for response in responses[g]]
     finally:
         model.train(was_training)
     return packed, torch.cat(alone)
 
 
-def known(model: PreTrainedModel, ids: list[int]) -> list[int]:
+def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:
     """The ids within a small vocabulary; transformers' classifiers skip padding, so none of them is that."""
     largest = model.config.get_text_config().vocab_size - 1
     return [min(token + (token == model.config.pad_token_id), largest) for token in ids]

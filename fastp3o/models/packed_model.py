@@ -1,4 +1,4 @@
-"""Policy, reference and reward model: what packed rows give, hidden states -> log-probabilities, loss or scores.
+"""Policy, reference or reward model over packed rows: hidden states -> log-probabilities, loss or scores.
 
 D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o.models import attention
-from fastp3o.packing.pack import PackedRow
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import linear_logprobs
 
 Result = TypeVar("Result")
@@ -29,10 +29,10 @@ class Head(NamedTuple):
 
 
 class PackedModel(nn.Module):
-    """A transformers model over packed rows: its body, then what is asked for from some hidden states and the head.
+    """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
-    Everything happens within one forward call, so that a distributed wrapper sees it. The head is never applied to more
-    than what is asked for: no logits, unless `of_hidden` makes them.
+    Everything happens within one forward call, so that a distributed wrapper sees it. There are no logits, unless that
+    function computes them.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -47,8 +47,8 @@ class PackedModel(nn.Module):
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
 
-    def forward(self, row: PackedRow, rows: Tensor, of_hidden: Callable[[Tensor, Head], Result]) -> Result:
-        """`of_hidden` of the hidden states [len(rows), D] and the head.
+    def forward(self, row: PackedRow, at: Tensor, compute: Callable[[Tensor, Head], Result]) -> Result:
+        """What `compute` makes of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
 
         Raises ValueError for a sequence beyond the reach of the model's positions.
         """
@@ -56,7 +56,7 @@ class PackedModel(nn.Module):
         output = self.model.base_model(
             input_ids=row.input_ids, position_ids=row.position_ids, segments=row.segments, use_cache=False
         )
-        return of_hidden(output.last_hidden_state.squeeze(0)[rows], self.head())
+        return compute(output.last_hidden_state.squeeze(0)[at], self.head())
 
     def check_reach(self, tokens: int) -> None:
         """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""
@@ -74,8 +74,8 @@ class PackedModel(nn.Module):
         getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
     @contextmanager
-    def as_transformers_has_it(self) -> Iterator[PreTrainedModel]:
-        """The model for rectangular batches, which it samples from."""
+    def with_own_attention(self) -> Iterator[PreTrainedModel]:
+        """The model with transformers' attention, for rectangular batches: `generate` samples from them."""
         self.model.set_attn_implementation(self.own_attention)
         try:
             yield self.model

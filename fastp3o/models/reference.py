@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastp3o.models.packed_model import PackedModel, scored_logprobs, unwrap
 from fastp3o.models.trainable import adapters_off
-from fastp3o.packing.pack import PackedRow
+from fastp3o.packing.packed_row import PackedRow
 
 # Rows -> log-probabilities of the scored tokens of each, [N] fp32.
 Reference = Callable[[Sequence[PackedRow]], list[Tensor]]

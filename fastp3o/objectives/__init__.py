@@ -1,1 +1,8 @@
-"""What P3O is compared with: PPO and online DPO, in the same loop on the same rollouts; only the update differs."""
+"""What sets one online algorithm apart from another; everything else in the training loop is the same for all.
+
+base.py        what every objective is: packed rows with rewards and log-probs in, loss and metrics out
+config.py      the settings that all have in common
+p3o.py         Pairwise Proximal Policy Optimization
+ppo.py         token-level PPO, with critic.py and advantages.py
+online_dpo.py  online DPO
+"""

@@ -1,46 +1,73 @@
-"""The baselines' own settings, beside those that all algorithms share."""
+"""What the configurations of all online objectives have in common."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from fastp3o.config import OnlineConfig, option
+from fastp3o.config import StageConfig, TrainableConfig, option, required
+from fastp3o.objectives.base import Objective
 
 
-@dataclass(kw_only=True)
-class PPOConfig(OnlineConfig):
-    """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
+@dataclass(frozen=True, kw_only=True)
+class OnlineConfig(TrainableConfig, StageConfig):
+    """Rollouts, rewards, evaluations: all but the objective's own settings."""
 
-    clip_range: float = option(0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).")
-    kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")
-    gae_lambda: float = option(0.95, "Lambda of generalised advantage estimation; nothing is discounted.")
-    critic_learning_rate: float = option(1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).")
-    value_coef: float = option(0.1, "Weight of the value loss beside the policy's (TRL: 0.1).")
-    value_clip_range: float = option(0.2, "Values move at most this far from the rollout's before their loss is cut.")
-    reward_scaling: str = field(
-        default="absolute",
-        metadata={
-            "help": "absolute: divide rewards by their running standard deviation (first author's code); none.",
-            "choices": ["absolute", "none"],
-        },
+    prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
+    eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
+    reward: str = required("What is maximised: a reward model (folder or hub name) or a function, as module:function.")
+    gold_reward: str | None = option(
+        None, "A second reward, read in evaluations only: what the first one stands for, where that is known."
     )
-    reward_clip: float = option(10.0, "Bound on scaled rewards (first author: 10); 0 for none.")
+    reference: str | None = option(
+        None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
+    )
+    offload: bool = option(False, "Keep reference and reward model on the CPU between uses.")
+
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).")
+    updates: int = option(500, "Rounds of rollouts and inner epochs.")
+    prompts_per_update: int = option(
+        64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64)."
+    )
+    prompts_per_minibatch: int = option(
+        4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B)."
+    )
+    responses_per_prompt: int = option(
+        2, "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged."
+    )
+    inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
+
+    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
+    missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
+    rollout_batch_size: int = option(64, "Prompts generated at once on one device.")
+
+    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
+    eval_responses_per_prompt: int = option(1, "Responses to each prompt in an evaluation.")
+    eval_at: str = option(
+        "", "Evaluate after these updates too, separated by commas; early ones show where a frontier bends."
+    )
+    samples_every: int = option(20, "Print a table of sample responses every this many updates; 0 never.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.clip_range > 0, "clip_range", "above 0")
-        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
-        self.check(0 <= self.gae_lambda <= 1, "gae_lambda", "within 0 and 1")
-        self.check(self.critic_learning_rate > 0, "critic_learning_rate", "above 0")
-        self.check(self.value_coef >= 0, "value_coef", "0 or more")
-        self.check(self.value_clip_range > 0, "value_clip_range", "above 0")
-        self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
+        self.check_trainable()
+        positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
+        for name in (*positive, "rollout_batch_size", "eval_batch_size", "eval_responses_per_prompt"):
+            self.check(getattr(self, name) >= 1, name, "at least 1")
+        self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
+        numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
+        self.check(numbers, "eval_at", "whole numbers separated by commas")
+        if self.prompts_per_update % self.prompts_per_minibatch:
+            raise ValueError(
+                f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
+                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
+            )
 
+    @property
+    def minibatches_per_update(self) -> int:
+        return self.prompts_per_update // self.prompts_per_minibatch
 
-@dataclass(kw_only=True)
-class OnlineDPOConfig(OnlineConfig):
-    """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
+    def evaluates_after(self, step: int, *, last: int) -> bool:
+        at = {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
+        return step in at or super().evaluates_after(step, last=last)
 
-    kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.kl_coef > 0, "kl_coef", "above 0")
+    def objective(self) -> Objective:
+        """What this configuration trains with; each objective's own configuration says which."""
+        raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")

@@ -5,7 +5,7 @@ import copy
 from torch import Tensor, nn
 
 from fastp3o.models.packed_model import PackedModel, scalars
-from fastp3o.packing.pack import PackedRow
+from fastp3o.packing.packed_row import PackedRow
 
 
 class Critic(nn.Module):
@@ -25,5 +25,5 @@ class Critic(nn.Module):
             self.body.model.get_output_embeddings().requires_grad_(False)
 
     def forward(self, row: PackedRow) -> Tensor:
-        """The value of what stands before each scored token, [N] fp32."""
+        """The value before each scored token, [N] fp32."""
         return self.body(row, row.scored_at, lambda hidden, head: scalars(hidden, self.value_head.weight))

@@ -1,42 +1,61 @@
 """Online DPO (Guo et al. 2024), as in the P3O paper: rewards label fresh responses, DPO's loss learns the labels."""
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 
+from fastp3o.config import option
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
-from fastp3o.objectives.config import OnlineDPOConfig
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
+from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, differences
-from fastp3o.training.minibatches import Pairs
 from fastp3o_kernels import sequence_logprobs
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnlineDPOConfig(OnlineConfig):
+    """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
+
+    kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.kl_coef > 0, "kl_coef", "above 0")
+
+    def objective(self) -> "OnlineDPO":
+        return OnlineDPO(self)
+
+
 class OnlineDPO:
-    """Online DPO; an Algorithm."""
+    """An Objective: of two fresh responses the one with the higher reward is the chosen one."""
 
     averages_tokens = False
     clip_range = None
 
     def __init__(self, config: OnlineDPOConfig):
         self.config = config
-        self.learning_rates = {}
+        self.learning_rates: dict[str, float] = {}
         # The loss reads which reward is higher, nothing else.
         self.scaler = AbsoluteScaler(0.0, scale=False)
 
     def add_to(self, policy: PackedModel) -> None:
         """There is no critic."""
 
-    def prepare(self, accelerator: Accelerator, policy: nn.Module, minibatches: list[list[Pairs]]) -> list[list[Pairs]]:
-        """Rollouts, their rewards and reference log-probs are all that the loss takes."""
+    def prepare(
+        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+    ) -> list[list[Microbatch]]:
+        """Rewards and reference log-probs are all that the loss takes."""
         return minibatches
 
-    def loss(self, policy: nn.Module, pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs = sequence_logprobs(scored_logprobs(policy, pairs.row), pairs.row.cu_seqlens)
-        log_ratios = logprobs.view_as(pairs.ref_logprobs) - pairs.ref_logprobs
-        return dpo_loss(log_ratios, pairs.rewards, kl_coef=self.config.kl_coef)
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+        row, ref_logprobs = microbatch.row, microbatch.ref_logprobs
+        logprobs = sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)
+        log_ratios = logprobs.view_as(ref_logprobs) - ref_logprobs
+        return dpo_loss(log_ratios, microbatch.rewards, kl_coef=self.config.kl_coef)
 
 
-def dpo_loss(log_ratios: Tensor, rewards: Tensor, *, kl_coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo_loss(log_ratios: Tensor, rewards: Tensor, *, kl_coef: float) -> LossAndMetrics:
     """−log σ(β [log π(y_w) − log π_ref(y_w) − log π(y_l) + log π_ref(y_l)]), Rafailov et al. 2023, equation 7.
 
     log_ratios: log π(y|x) − log π_ref(y|x), [P, K] fp32. rewards: [P, K] fp32; y_w is the response with the higher one.

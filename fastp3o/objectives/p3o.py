@@ -1,58 +1,104 @@
-"""P3O's update: the clipped loss on reward differences, from hidden states in one operation."""
+"""Pairwise Proximal Policy Optimization (arXiv 2310.00212): the clipped loss on differences of rewards."""
 
-from accelerate import Accelerator
+from dataclasses import dataclass, field
+
 from torch import Tensor, nn
 
-from fastp3o.config import P3OConfig
+from fastp3o.config import option
 from fastp3o.models.packed_model import Head, PackedModel
+from fastp3o.objectives.base import Microbatch, SumOverProcesses
+from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler
-from fastp3o.training.minibatches import Pairs
 from fastp3o_kernels import P3OLossOutput, linear_p3o_loss
 
 
+@dataclass(frozen=True, kw_only=True)
+class P3OConfig(OnlineConfig):
+    """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
+
+    clipping: str = field(
+        default="joint",
+        metadata={
+            "help": "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
+            "choices": ["joint", "separate", "none", "token"],
+        },
+    )
+    clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).")
+    ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
+    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
+    kl_reward: str = field(
+        default="current",
+        metadata={
+            "help": "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
+            "choices": ["current", "rollout"],
+        },
+    )
+    reward_scaling: str = field(
+        default="difference",
+        metadata={
+            "help": "Divide rewards by the running standard deviation of the reward differences of a pair; absolute: "
+            "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); none.",
+            "choices": ["difference", "absolute", "none"],
+        },
+    )
+    reward_clip: float = option(
+        10.0,
+        "Bound on scaled reward differences, or on scaled rewards with reward_scaling=absolute (first author: 10); "
+        "0 for none.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.clip_range > 0, "clip_range", "above 0")
+        self.check(self.ratio_cap >= 1, "ratio_cap", "at least 1")
+        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
+        self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
+
+    def objective(self) -> "P3O":
+        return P3O(self)
+
+
 class P3O:
-    """Pairwise Proximal Policy Optimization, arXiv 2310.00212; an Algorithm."""
+    """An Objective: no critic, and no change where all rewards of a prompt are shifted alike."""
 
     def __init__(self, config: P3OConfig):
         self.config = config
         self.averages_tokens = config.clipping == "token"
         self.clip_range = config.clip_range
-        self.learning_rates = {}
-        kind = AbsoluteScaler if config.reward_scaling == "absolute" else DifferenceScaler
-        self.scaler = kind(config.reward_clip, scale=config.reward_scaling != "none")
+        self.learning_rates: dict[str, float] = {}
+        scaler = AbsoluteScaler if config.reward_scaling == "absolute" else DifferenceScaler
+        self.scaler = scaler(config.reward_clip, scale=config.reward_scaling != "none")
 
     def add_to(self, policy: PackedModel) -> None:
         """There is no critic."""
 
-    def prepare(self, accelerator: Accelerator, policy: nn.Module, minibatches: list[list[Pairs]]) -> list[list[Pairs]]:
-        """Rollouts, their rewards and log-probs are all that the loss takes."""
+    def prepare(
+        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+    ) -> list[list[Microbatch]]:
+        """Rewards and log-probs are all that the loss takes."""
         return minibatches
 
-    def loss(self, policy: nn.Module, pairs: Pairs) -> P3OLossOutput:
-        return pairs_loss(policy, pairs, self.config)
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
+        row = microbatch.row
 
+        def p3o_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
+            return linear_p3o_loss(
+                hidden,
+                head.weight,
+                row.labels,
+                row.cu_seqlens_on_host,
+                microbatch.old_logprobs,
+                microbatch.ref_logprobs,
+                microbatch.rewards,
+                bias=head.bias,
+                softcap=head.softcap,
+                temperature=head.temperature,
+                clipping=self.config.clipping,
+                clip_range=self.config.clip_range,
+                ratio_cap=self.config.ratio_cap,
+                kl_coef=self.config.kl_coef,
+                kl_reward=self.config.kl_reward,
+                old_token_logprobs=microbatch.old_token_logprobs if self.averages_tokens else None,
+            )
 
-def pairs_loss(policy: nn.Module, pairs: Pairs, config: P3OConfig) -> P3OLossOutput:
-    """P3O's loss of one packed row."""
-
-    def loss(hidden: Tensor, head: Head) -> P3OLossOutput:
-        return linear_p3o_loss(
-            hidden,
-            head.weight,
-            pairs.row.labels,
-            pairs.row.cu_seqlens_on_host,
-            pairs.old_logprobs,
-            pairs.ref_logprobs,
-            pairs.rewards,
-            bias=head.bias,
-            softcap=head.softcap,
-            temperature=head.temperature,
-            clipping=config.clipping,
-            clip_range=config.clip_range,
-            ratio_cap=config.ratio_cap,
-            kl_coef=config.kl_coef,
-            kl_reward=config.kl_reward,
-            old_token_logprobs=pairs.old_token_logprobs if config.clipping == "token" else None,
-        )
-
-    return policy(pairs.row, pairs.row.scored_at, loss)
+        return policy(row, row.scored_at, p3o_loss)

@@ -4,32 +4,65 @@ Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et a
 penalty at each token, clipped values, whitened advantages. N tokens of a packed row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
+from fastp3o.config import option
 from fastp3o.models.packed_model import Head, PackedModel, label_logprobs, unwrap
-from fastp3o.objectives.advantages import advantages, token_rewards, whiten
-from fastp3o.objectives.config import PPOConfig
+from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
+from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.critic import Critic
-from fastp3o.packing.pack import PackedRow
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
-from fastp3o.training.minibatches import Pairs
 
 
-@dataclass
-class WithAdvantages(Pairs):
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(OnlineConfig):
+    """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
+
+    clip_range: float = option(0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).")
+    kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")
+    gae_lambda: float = option(0.95, "Lambda of generalised advantage estimation; nothing is discounted.")
+    critic_learning_rate: float = option(1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).")
+    value_coef: float = option(0.1, "Weight of the value loss beside the policy's (TRL: 0.1).")
+    value_clip_range: float = option(0.2, "Values move at most this far from the rollout's before their loss is cut.")
+    reward_scaling: str = field(
+        default="absolute",
+        metadata={
+            "help": "absolute: divide rewards by their running standard deviation (first author's code); none.",
+            "choices": ["absolute", "none"],
+        },
+    )
+    reward_clip: float = option(10.0, "Bound on scaled rewards (first author: 10); 0 for none.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.clip_range > 0, "clip_range", "above 0")
+        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
+        self.check(0 <= self.gae_lambda <= 1, "gae_lambda", "within 0 and 1")
+        self.check(self.critic_learning_rate > 0, "critic_learning_rate", "above 0")
+        self.check(self.value_coef >= 0, "value_coef", "0 or more")
+        self.check(self.value_clip_range > 0, "value_clip_range", "above 0")
+        self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
+
+    def objective(self) -> "PPO":
+        return PPO(self)
+
+
+@dataclass(frozen=True)
+class PPOMicrobatch(Microbatch):
     """A packed row with what the critic made of it."""
 
     old_values: Tensor  # [N] fp32, before each token, at the time of the rollout
-    advantages: Tensor  # [N] fp32, whitened over the round
-    returns: Tensor  # [N] fp32, what values are drawn to
+    advantages: Tensor  # [N] fp32, whitened over the update
+    returns: Tensor  # [N] fp32, the targets of the values
 
 
 class PPO:
-    """Token-level PPO; an Algorithm."""
+    """An Objective: token-level PPO."""
 
     averages_tokens = True
     clip_range = None
@@ -45,40 +78,41 @@ class PPO:
 
     @torch.no_grad()
     def prepare(
-        self, accelerator: Accelerator, policy: nn.Module, minibatches: list[list[Pairs]]
-    ) -> list[list[WithAdvantages]]:
-        """Adds values, advantages and returns of all rows."""
-        every_row = [pairs for minibatch in minibatches for pairs in minibatch]
-        with accelerator.autocast():
-            values = [unwrap(policy).critic(pairs.row) for pairs in every_row]
-        estimated = [
-            advantages(
-                token_rewards(
-                    pairs.rewards.flatten(),
-                    pairs.old_token_logprobs,
-                    pairs.ref_token_logprobs,
-                    pairs.row.cu_seqlens,
-                    kl_coef=self.config.kl_coef,
-                ),
-                of_row,
-                pairs.row.scored_lengths,
-                gae_lambda=self.config.gae_lambda,
+        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+    ) -> list[list[Microbatch]]:
+        """Adds values, advantages and returns to every microbatch."""
+        microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
+        values = [unwrap(policy).critic(microbatch.row) for microbatch in microbatches]
+        advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
+        whitened = whiten(advantages, sum_over_processes)
+        prepared = iter(
+            PPOMicrobatch(
+                **vars(microbatch),
+                old_values=old_values,
+                advantages=white,
+                returns=old_values + advantage,
             )
-            for pairs, of_row in zip(every_row, values, strict=True)
-        ]
-        found = zip(values, whiten(accelerator, estimated), estimated, strict=True)
-        with_advantages = iter(
-            WithAdvantages(**vars(pairs), old_values=of_row, advantages=whitened, returns=of_row + advantage)
-            for pairs, (of_row, whitened, advantage) in zip(every_row, found, strict=True)
+            for microbatch, old_values, white, advantage in zip(microbatches, values, whitened, advantages, strict=True)
         )
-        return [[next(with_advantages) for _ in minibatch] for minibatch in minibatches]
+        return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
-    def loss(self, policy: nn.Module, pairs: WithAdvantages) -> tuple[Tensor, dict[str, Tensor]]:
-        return ppo_loss(*logprobs_and_values(policy, pairs.row), pairs, self.config)
+    def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
+        """[N] fp32, not whitened yet."""
+        rewards = token_rewards(
+            microbatch.rewards.flatten(),
+            microbatch.old_token_logprobs,
+            microbatch.ref_token_logprobs,
+            microbatch.row.cu_seqlens,
+            kl_coef=self.config.kl_coef,
+        )
+        return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
+
+    def loss(self, policy: nn.Module, microbatch: PPOMicrobatch) -> LossAndMetrics:
+        return ppo_loss(*logprobs_and_values(policy, microbatch.row), microbatch, self.config)
 
 
 def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the scored tokens and the value of what stands before each, [N] fp32 both."""
+    """Log-probabilities of the scored tokens and the value before each, [N] fp32 both."""
     critic = unwrap(policy).critic
 
     def both(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -87,25 +121,24 @@ def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tens
     return policy(row, row.scored_at, both)
 
 
-def ppo_loss(
-    logprobs: Tensor, values: Tensor, given: WithAdvantages, config: PPOConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+def ppo_loss(logprobs: Tensor, values: Tensor, microbatch: PPOMicrobatch, config: PPOConfig) -> LossAndMetrics:
     """Clipped policy loss and clipped value loss, means over tokens; log-probs and values [N] fp32."""
-    ratio = (logprobs - given.old_token_logprobs).exp()
+    advantages, old_values, returns = microbatch.advantages, microbatch.old_values, microbatch.returns
+    ratio = (logprobs - microbatch.old_token_logprobs).exp()
     clipped_ratio = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
-    of_policy = torch.maximum(-given.advantages * ratio, -given.advantages * clipped_ratio)
+    policy_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio).mean()
 
     reach = config.value_clip_range
-    clipped_values = given.old_values + (values - given.old_values).clamp(-reach, reach)
-    of_values = torch.maximum((values - given.returns).square(), (clipped_values - given.returns).square()) / 2
+    clipped_values = old_values + (values - old_values).clamp(-reach, reach)
+    value_loss = (torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2).mean()
 
     metrics = {
         "ratio_mean": ratio.mean(),
         "ratio_max": ratio.max(),
         "clip_fraction": (ratio != clipped_ratio).float().mean(),
-        "policy_loss": of_policy.mean(),
-        "value_loss": of_values.mean(),
+        "policy_loss": policy_loss,
+        "value_loss": value_loss,
         "value_clip_fraction": (values != clipped_values).float().mean(),
     }
-    loss = of_policy.mean() + config.value_coef * of_values.mean()
+    loss = policy_loss + config.value_coef * value_loss
     return loss, {name: value.detach() for name, value in metrics.items()}

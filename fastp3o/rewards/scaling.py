@@ -17,13 +17,14 @@ class Scaler:
         self.sum = 0.0
         self.sum_of_squares = 0.0
 
-    def take_in(self, values: Tensor) -> None:
+    def update(self, values: Tensor) -> None:
+        """Adds values to the running statistics."""
         values = values.double()
         self.count += values.numel()
         self.sum += values.sum().item()
         self.sum_of_squares += values.square().sum().item()
 
-    def deviation_from(self, mean: float) -> float:
+    def deviation_around(self, mean: float) -> float:
         if not self.scale:
             return 1.0
         variance = self.sum_of_squares / self.count - mean**2
@@ -49,14 +50,14 @@ class DifferenceScaler(Scaler):
 
         `seen` holds the rewards of all processes where there are several.
         """
-        self.take_in(differences(rewards if seen is None else seen))
+        self.update(differences(rewards if seen is None else seen))
         # Differences first: they are exact where a shift is not.
-        below_first = rewards[:, :1] - rewards
-        centred = below_first.mean(dim=1, keepdim=True) - below_first
+        first_minus_rewards = rewards[:, :1] - rewards
+        centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
         return (centred / self.std()).clamp(-self.clip / 2, self.clip / 2)
 
     def std(self) -> float:
-        return self.deviation_from(0.0)
+        return self.deviation_around(0.0)
 
 
 class AbsoluteScaler(Scaler):
@@ -66,11 +67,11 @@ class AbsoluteScaler(Scaler):
 
     def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
         """As DifferenceScaler."""
-        self.take_in(rewards if seen is None else seen)
+        self.update(rewards if seen is None else seen)
         return (rewards / self.std()).clamp(-self.clip, self.clip)
 
     def std(self) -> float:
-        return self.deviation_from(self.sum / self.count)
+        return self.deviation_around(self.sum / self.count)
 
 
 def differences(values: Tensor) -> Tensor:

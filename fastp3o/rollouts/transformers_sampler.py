@@ -1,72 +1,61 @@
-"""Responses to prompts, sampled from the policy: two to each prompt in training.
-
-P prompts, K responses to each; response k of prompt p is sequence p * K + k of S = P * K.
-"""
+"""Responses from transformers' `generate`: prompts padded on the left, a batch at a time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.rollouts.rollouts import Rollouts
 
 
-@dataclass
-class Rollouts:
-    """S sampled responses, each with its prompt; responses to the same prompt are adjacent."""
+class TransformersSampler:
+    """A Sampler. A batch is sampled until the longest of its responses ends.
 
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]  # the end-of-sequence included where it was sampled
-    prompts: list[str]
-    responses: list[str]  # without special tokens
-    finished: list[bool]  # whether the response ended with an end-of-sequence
-
-    def __len__(self) -> int:
-        return len(self.response_ids)
-
-    def __getitem__(self, part: slice) -> "Rollouts":
-        return Rollouts(**{name: values[part] for name, values in vars(self).items()})
-
-
-def sample(
-    policy: PackedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[str],
-    prompt_ids: list[list[int]],
-    *,
-    responses_per_prompt: int,
-    max_response_tokens: int,
-    batch_size: int,
-    seed: int,
-) -> Rollouts:
-    """Samples responses at temperature 1 from the whole vocabulary; `batch_size` counts prompts.
-
-    Equal seeds give equal responses of equal policies.
+    max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses.
     """
-    torch.manual_seed(seed)
-    end_ids = end_of_sequence_ids(policy.model, tokenizer)
-    response_ids = []
-    batches = range(0, len(prompt_ids), batch_size)
-    with sampling_mode(policy) as model:
-        for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
-            response_ids += generate(
-                model,
-                prompt_ids[first : first + batch_size],
-                responses_per_prompt=responses_per_prompt,
-                max_response_tokens=max_response_tokens,
-                end_ids=end_ids,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-    return Rollouts(
-        prompt_ids=repeat(prompt_ids, responses_per_prompt),
-        response_ids=response_ids,
-        prompts=repeat(prompts, responses_per_prompt),
-        responses=tokenizer.batch_decode(response_ids, skip_special_tokens=True),
-        finished=[ids[-1] in end_ids for ids in response_ids],
-    )
+
+    def __init__(
+        self,
+        policy: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_response_tokens: int,
+        batch_size: int,
+    ):
+        self.policy, self.tokenizer = policy, tokenizer
+        self.max_response_tokens, self.batch_size = max_response_tokens, batch_size
+
+    def __call__(
+        self, prompts: list[str], prompt_ids: list[list[int]], *, responses_per_prompt: int, seed: int
+    ) -> Rollouts:
+        torch.manual_seed(seed)
+        end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
+        response_ids: list[list[list[int]]] = []
+        batches = range(0, len(prompt_ids), self.batch_size)
+        with sampling_mode(self.policy) as model:
+            for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
+                batch = prompt_ids[first : first + self.batch_size]
+                ids = generate(
+                    model,
+                    batch,
+                    responses_per_prompt=responses_per_prompt,
+                    max_response_tokens=self.max_response_tokens,
+                    end_ids=end_ids,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
+                response_ids += [
+                    ids[p * responses_per_prompt : (p + 1) * responses_per_prompt] for p in range(len(batch))
+                ]
+        return Rollouts(
+            prompts=prompts,
+            prompt_ids=prompt_ids,
+            responses=[self.tokenizer.batch_decode(group, skip_special_tokens=True) for group in response_ids],
+            response_ids=response_ids,
+            finished=[[ids[-1] in end_ids for ids in group] for group in response_ids],
+        )
 
 
 @torch.no_grad()
@@ -79,7 +68,7 @@ def generate(
     end_ids: set[int],
     pad_token_id: int,
 ) -> list[list[int]]:
-    """Token ids of the responses, each cut after its first end-of-sequence."""
+    """Token ids of P K responses, those to a prompt adjacent, each cut after its first end-of-sequence."""
     width = max(map(len, prompt_ids))
     input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
     attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
@@ -110,7 +99,7 @@ def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
     model.generation_config = GenerationConfig()
     policy.eval()
     try:
-        with policy.as_transformers_has_it():
+        with policy.with_own_attention():
             yield model
     finally:
         model.generation_config = own_config
@@ -128,7 +117,3 @@ def cut_after_end(ids: list[int], end_ids: set[int]) -> list[int]:
         if token in end_ids:
             return ids[: position + 1]
     return ids
-
-
-def repeat(values: list, times: int) -> list:
-    return [value for value in values for _ in range(times)]

@@ -1,64 +1,51 @@
 """Stage 2, reward modelling: a scalar head trained on comparisons, -log σ(r(chosen) - r(rejected)) (Bradley-Terry)."""
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastp3o.config import RewardModelConfig
 from fastp3o.data import load_preferences
-from fastp3o.models.loading import load_reward_model, load_tokenizer
-from fastp3o.models.packed_model import scores
-from fastp3o.packing.pack import PackedRow, pack
-from fastp3o.precision import precision_of
-from fastp3o.stages.setup import load_data, make_accelerator
-from fastp3o.stages.supervised import Rows, train_supervised
-from fastp3o.training.checkpoints import prepare_output_dir
+from fastp3o.models.loading import load_reward_model
+from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.packing.pack import pack
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.stages.supervised import Examples, SupervisedConfig, train_supervised
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(SupervisedConfig):
+    """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
 
 
 def train(config: RewardModelConfig) -> None:
     """Trains a reward model on preference pairs; `accuracy` is the share of pairs with the chosen response ahead."""
-    precision = precision_of(config.precision, automatic="bf16-autocast")
-    accelerator = make_accelerator(config, precision)
-    folder = prepare_output_dir(accelerator, config)
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    train_data, eval_data = load_data(
-        accelerator,
-        load_preferences,
-        config.train_data,
-        config.eval_data,
-        tokenizer,
-        config,
-        max_response_tokens=config.max_response_tokens,
-    )
+    train_supervised(RewardModelling(config))
 
-    model = load_reward_model(config.model, trust_remote_code=config.trust_remote_code)
-    model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
 
-    def pack_rows(rows: Rows) -> list[PackedRow]:
-        return pack(
-            rows["prompt_ids"],
-            list(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)),
-            tokens_per_row=config.tokens_per_row,
-            share_prompts=config.share_prompts,
-        )
+class RewardModelling:
+    """A SupervisedTask."""
 
-    def sums_of(model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
+    name = "reward model"
+    load_examples = staticmethod(load_preferences)
+
+    def __init__(self, config: RewardModelConfig):
+        self.config = config
+
+    def load_model(self) -> PackedModel:
+        return load_reward_model(self.config.model, trust_remote_code=self.config.trust_remote_code)
+
+    def pack(self, examples: Examples) -> list[PackedRow]:
+        responses = list(zip(examples["chosen_ids"], examples["rejected_ids"], strict=True))
+        return pack(examples["prompt_ids"], responses, self.config.packing)
+
+    def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
         chosen, rejected = scores(model, row).view(-1, 2).unbind(1)
         return bradley_terry(chosen, rejected)
 
-    train_supervised(
-        accelerator,
-        config,
-        folder,
-        stage="reward model",
-        precision=precision,
-        model=model,
-        tokenizer=tokenizer,
-        train_data=train_data,
-        eval_data=eval_data,
-        pack_rows=pack_rows,
-        sums_of=sums_of,
-        size_of=lambda rows: len(rows["chosen_ids"]),
-    )
+    def count(self, examples: Examples) -> int:
+        """Pairs."""
+        return len(examples["chosen_ids"])
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

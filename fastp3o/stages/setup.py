@@ -1,4 +1,4 @@
-"""What every stage does before its loop: accelerator, seed, precision, data."""
+"""What every stage does before its loop: accelerator, seed, data."""
 
 from collections.abc import Callable
 
@@ -24,17 +24,11 @@ def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
     )
 
 
-def start_trackers(accelerator: Accelerator, config: StageConfig) -> None:
-    plain = {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool)}
-    accelerator.init_trackers("trackers", config=plain)
-
-
-def share(accelerator: Accelerator, total: int, name: str) -> int:
-    """The part of `total` that falls to one process. Raises ValueError where it does not divide evenly."""
+def check_divisible(accelerator: Accelerator, total: int, name: str) -> None:
+    """Raises ValueError where `total` does not divide evenly among the processes."""
     processes = accelerator.num_processes
     if total % processes:
         raise ValueError(f"--{name} ({total}) must be a multiple of the number of processes ({processes})")
-    return total // processes
 
 
 def load_data(
@@ -48,11 +42,11 @@ def load_data(
 ) -> tuple[Dataset, Dataset | None]:
     """Training and evaluation data, the same on every process.
 
-    Raises ValueError where there are fewer evaluation rows than processes.
+    Raises ValueError where there are fewer evaluation examples than processes.
     """
 
     def load(source: str, split: str, limit: int | None) -> Dataset:
-        data, report = loader(
+        examples, report = loader(
             source,
             tokenizer,
             split=split,
@@ -62,9 +56,9 @@ def load_data(
             **lengths,
         )
         accelerator.print(f"{source}: {report}")
-        if len(data) < accelerator.num_processes:
-            raise ValueError(f"{source} has {len(data)} usable rows, fewer than there are processes")
-        return data
+        if len(examples) < accelerator.num_processes:
+            raise ValueError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
+        return examples
 
     train = load(train_source, config.split, config.limit)
     return train, load(eval_source, config.eval_split, config.eval_limit) if eval_source else None

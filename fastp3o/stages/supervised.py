@@ -1,127 +1,147 @@
-"""The loop that SFT and reward modelling share: shuffled passes over a fixed data set, one loss."""
+"""The loop of supervised training: shuffled passes over a fixed data set, packed rows, one loss."""
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import SupervisedConfig
+from fastp3o.config import StageConfig, option, required
+from fastp3o.data import DataReport
+from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.pack import PackedRow, efficiency
-from fastp3o.precision import Precision
-from fastp3o.stages.setup import share, start_trackers
-from fastp3o.training.checkpoints import FINISHED_MODEL, STATE, load_state, save_model, save_state
-from fastp3o.training.finite import NotFiniteError
-from fastp3o.training.optimizer import Optimization
-from fastp3o.training.order import rows_of_step, share_of_process
-from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
+from fastp3o.packing.pack import efficiency
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.precision import precision_of
+from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
+from fastp3o.training.checkpoints import prepare_output_dir
+from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.order import examples_of_step, process_share
+from fastp3o.training.run import Run
 
-Rows = dict[str, list]
-Pack = Callable[[Rows], list[PackedRow]]
-# The sums of a loss, and of what is reported beside it, over the units that `Size` counts (tokens, pairs).
-Sums = Callable[[nn.Module, PackedRow], dict[str, Tensor]]
-Size = Callable[[Rows], int]
+Examples = dict[str, list]  # columns of a data set
 
 
-def train_supervised(
-    accelerator: Accelerator,
-    config: SupervisedConfig,
-    folder: Path,
-    *,
-    stage: str,
-    precision: Precision,
-    model: PackedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    train_data: Dataset,
-    eval_data: Dataset | None,
-    pack_rows: Pack,
-    sums_of: Sums,
-    size_of: Size,
-) -> None:
-    """Minimises sums_of(...)["loss"] / size_of(...) of each batch, one packed row after the other.
+@dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(StageConfig):
+    """What SFT and reward modelling have in common: passes over a fixed data set."""
 
-    Leaves model, metrics and evaluations in `folder`. Raises NotFiniteError, after saving model and state, when the
-    loss or a gradient is not finite.
+    train_data: str = required("Training data: a hub name (or name:config), or JSONL or parquet files.")
+    eval_data: str | None = option(None, "Held-out data of the same layout.")
+    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
+    epochs: int = option(1, "Passes over the training data.")
+    batch_size: int = option(32, "Examples of one optimizer step, over all processes.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.max_response_tokens >= 1, "max_response_tokens", "at least 1")
+        self.check(self.epochs >= 1, "epochs", "at least 1")
+        self.check(self.batch_size >= 1, "batch_size", "at least 1")
+
+
+class SupervisedTask(Protocol):
+    """What is learned from a data set.
+
+    name: of the stage. load_examples: a loader of `fastp3o.data`. Losses are sums over the units that `count` counts
+    (tokens, pairs), so that a batch's mean does not depend on how it is packed.
     """
-    share(accelerator, config.batch_size, "batch_size")
+
+    name: str
+    config: SupervisedConfig
+    load_examples: Callable[..., tuple[Dataset, DataReport]]
+
+    def load_model(self) -> PackedModel:
+        """The model that learns."""
+
+    def pack(self, examples: Examples) -> list[PackedRow]:
+        """Packed rows of a batch."""
+
+    def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
+        """Sums over a row's units of the `loss`, and of what is reported beside it, 0-d."""
+
+    def count(self, examples: Examples) -> int:
+        """The units of a batch."""
+
+
+def train_supervised(task: SupervisedTask) -> None:
+    """Minimises the mean of task.losses(...)["loss"] over each batch, and leaves model, metrics and evaluations in
+    `task.config.output_dir`.
+
+    Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
+    """
+    config = task.config
+    precision = precision_of(config.precision, automatic="bf16-autocast")
+    accelerator = make_accelerator(config, precision)
+    check_divisible(accelerator, config.batch_size, "batch_size")
+    prepare_output_dir(accelerator, config)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    examples, eval_examples = load_data(
+        accelerator,
+        task.load_examples,
+        config.train_data,
+        config.eval_data,
+        tokenizer,
+        config,
+        max_response_tokens=config.max_response_tokens,
+    )
+    model = task.load_model().train()
+    model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     if config.gradient_checkpointing:
         model.recompute_activations()
-    steps = -(-config.epochs * len(train_data) // config.batch_size)
-    optimization = Optimization(accelerator, model.train(), precision, config, steps)
-    model = optimization.model
-    done = load_state(accelerator, folder / STATE) if config.resume else 0
 
-    start_trackers(accelerator, config)
-    reporter = Reporter(accelerator, folder, stage=stage, first_step=done, steps=steps)
-    phase = Phases()
+    steps = -(-config.epochs * len(examples) // config.batch_size)
+    optimizer = Optimizer(accelerator, model, precision, config, steps)
+    evaluation = None
+    if eval_examples is not None:
+        evaluation = partial(evaluate, accelerator, optimizer.model, eval_examples, task)
+    run = Run(
+        accelerator, config, optimizer, tokenizer, stage=task.name, step_name="step", steps=steps, evaluate=evaluation
+    )
+    for step in run:
+        chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)
+        batch = examples[process_share(chosen, accelerator)]
+        with run.saved_if_not_finite(step), run.phase("update"):
+            rows = task.pack(batch)
+            metrics, shown = optimizer_step(accelerator, optimizer, task, rows, task.count(batch))
+        values = {name: value.item() for name, value in metrics.items()}
+        values |= {
+            "epoch": step * config.batch_size / len(examples),
+            "packing_efficiency": efficiency(rows, config.tokens_per_row),
+        }
+        tokens = sum(row.tokens for row in rows) * accelerator.num_processes
+        run.report(step, values, tokens=tokens, shown=shown)
 
-    def evaluate_after(step: int) -> None:
-        if eval_data is not None:
-            reporter.evaluation(step, evaluate(accelerator, model, eval_data, pack_rows, sums_of, size_of))
 
-    def save_after(step: int, where: Path) -> None:
-        save_model(accelerator, model, tokenizer, where)
-        save_state(accelerator, folder / STATE, step)
-
-    if not config.resume:
-        evaluate_after(0)
-    for step in range(done + 1, steps + 1):
-        with phase("update"):
-            rows = rows_of_step(step - 1, batch_size=config.batch_size, total=len(train_data), seed=config.seed)
-            batch = train_data[share_of_process(rows, accelerator)]
-            size = accelerator.reduce(torch.tensor(float(size_of(batch)), device=accelerator.device), "mean")
-            metrics: dict[str, Tensor] = {}
-            packed = pack_rows(batch)
-            for number, row in enumerate(packed, 1):
-                with optimization.row(last=number == len(packed)):
-                    sums = sums_of(model, row.to(accelerator.device))
-                    optimization.backward(sums["loss"] / size)
-                for name, value in sums.items():
-                    metrics[name] = metrics.get(name, 0.0) + value.detach() / size
-            metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
-            losses = tuple(metrics)
-            try:
-                metrics |= optimization.step(metrics["loss"])
-            except NotFiniteError as error:
-                save_after(step - 1, folder / f"stopped-in-{step:06}")
-                reporter.close()
-                raise NotFiniteError(
-                    f"step {step}: {error}; model and state before it are saved in {folder}"
-                ) from error
-        seconds = phase.read()["update"]
-        reporter.step(
-            step,
-            {name: value.item() for name, value in metrics.items()}
-            | {"learning_rate": optimization.learning_rate, "peak_memory_gib": peak_memory_gib()}
-            | {"epoch": step * config.batch_size / len(train_data), "seconds": seconds}
-            | {"packing_efficiency": efficiency(packed, config.tokens_per_row)},
-            shown=losses,
-        )
-        last = step == steps
-        if last or (config.eval_every and step % config.eval_every == 0):
-            evaluate_after(step)
-        if config.save_every and step % config.save_every == 0:
-            save_after(step, folder / f"checkpoint-{step:06}")
-    save_after(steps, folder / FINISHED_MODEL)
-    reporter.close()
+def optimizer_step(
+    accelerator: Accelerator, optimizer: Optimizer, task: SupervisedTask, rows: list[PackedRow], count: int
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """One step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
+    mean_count = accelerator.reduce(torch.tensor(float(count), device=accelerator.device), "mean")
+    metrics: dict[str, Tensor] = {}
+    for number, row in enumerate(rows, 1):
+        with optimizer.accumulating(last=number == len(rows)):
+            losses = task.losses(optimizer.model, row.to(accelerator.device))
+            optimizer.backward(losses["loss"] / mean_count)
+        for name, value in losses.items():
+            metrics[name] = metrics.get(name, 0.0) + value.detach() / mean_count
+    metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
+    return metrics | optimizer.step(metrics["loss"]), tuple(metrics)
 
 
 @torch.no_grad()
-def evaluate(
-    accelerator: Accelerator, model: nn.Module, data: Dataset, pack_rows: Pack, sums_of: Sums, size_of: Size
-) -> dict[str, float]:
-    """Means over held-out data of what `sums_of` gives."""
-    batch = data[share_of_process(list(range(len(data))), accelerator)]
+def evaluate(accelerator: Accelerator, model: nn.Module, data: Dataset, task: SupervisedTask) -> dict[str, float]:
+    """Means over held-out data of what the task's losses are sums of."""
+    batch = data[process_share(list(range(len(data))), accelerator)]
     totals: dict[str, Tensor] = {}
-    for row in pack_rows(batch):
+    for row in task.pack(batch):
         with accelerator.autocast():
-            for name, value in sums_of(model, row.to(accelerator.device)).items():
+            for name, value in task.losses(model, row.to(accelerator.device)).items():
                 totals[name] = totals.get(name, 0.0) + value
-    totals["size"] = torch.tensor(float(size_of(batch)), device=accelerator.device)
+    totals["count"] = torch.tensor(float(task.count(batch)), device=accelerator.device)
     totals = {name: accelerator.reduce(value, "sum") for name, value in totals.items()}
-    size = totals.pop("size")
-    return {name: (value / size).item() for name, value in totals.items()}
+    count = totals.pop("count")
+    return {name: (value / count).item() for name, value in totals.items()}

@@ -3,7 +3,7 @@
 output_dir/model/                 the finished model
 output_dir/checkpoint-000050/     the model after step 50
 output_dir/state/                 what resuming needs; the last one only
-output_dir/stopped-at-000061/     model and state where a run stopped on a value that is not finite
+output_dir/stopped-in-000061/     the model before the step in which a value was not finite
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The border against values that are not finite."""
+"""Stopping at values that are not finite."""
 
 import torch
 from accelerate import Accelerator

@@ -16,7 +16,7 @@ for each of T tokens in each layer:
 U / T is the number of gathered keys over the number of tokens: 1, or more where prompts are shared. With gradient
 checkpointing only the input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations come on top.
 Beyond activations, the larger of two moments counts: the head's (its budget for logits and their gradient, or what the
-scored rows need where that is less, its weight's gradient and the last norm's activations), and that of a layer's
+scored tokens need where that is less, its weight's gradient and the last norm's activations), and that of a layer's
 backward pass, 2 (F + D) elements a token.
 """
 
@@ -25,28 +25,25 @@ from typing import NamedTuple
 
 from transformers import PretrainedConfig
 
-from fastp3o.packing.pack import group_tokens
+from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET
 
 
 class Lengths(NamedTuple):
-    """A packed row: tokens T, gathered keys U, scored tokens N, and S responses."""
+    """A packed row: tokens T, gathered keys U, scored tokens N."""
 
     tokens: int
     keys: int
     scored: int
-    responses: int
 
     @classmethod
-    def of_groups(
-        cls, tokens_per_row: int, *, prompt: int, response: int, responses: int = 2, share_prompts: bool = True
-    ) -> "Lengths":
+    def of_full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
         """A row as full as whole groups of these mean lengths make it, but one at least."""
-        group = group_tokens(prompt, [response] * responses, share_prompts=share_prompts)
-        groups = max(1, tokens_per_row // group)
-        sequences = groups * responses
-        return cls(groups * group, sequences * (prompt + response), sequences * response, sequences)
+        group = group_tokens(prompt, [response] * responses_per_prompt, share_prompts=packing.share_prompts)
+        groups = max(1, packing.tokens_per_row // group)
+        responses = groups * responses_per_prompt
+        return cls(groups * group, responses * (prompt + response), responses * response)
 
 
 class Model(NamedTuple):
@@ -68,7 +65,7 @@ class Model(NamedTuple):
     head_trains: bool
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: PretrainedConfig,
         parameters: int,
@@ -123,11 +120,11 @@ def update_memory(
     memory_budget: int = MEMORY_BUDGET,
 ) -> Memory:
     """What an update of the policy needs on one device."""
-    norms, item = bytes_of(precision)
-    of_layer = lengths.tokens * (norms * model.hidden + item * (4 * model.intermediate + 3 * model.queries))
-    of_layer += lengths.keys * 2 * item * model.keys
-    of_input = lengths.tokens * model.hidden * precision.weights.itemsize
-    of_rows = lengths.scored * model.hidden * item
+    norms, item = element_bytes(precision)
+    layer_activations = lengths.tokens * (norms * model.hidden + item * (4 * model.intermediate + 3 * model.queries))
+    layer_activations += lengths.keys * 2 * item * model.keys
+    layer_input = lengths.tokens * model.hidden * precision.weights.itemsize
+    scored_hidden = lengths.scored * model.hidden * item
     logits = min(lengths.scored * model.vocabulary * (4 + item), memory_budget)
     head_gradient = 4 * model.vocabulary * model.hidden if model.head_trains else 0
     return Memory(
@@ -135,9 +132,9 @@ def update_memory(
         masters=4 * model.trained if precision.half else 0,
         gradients=4 * model.trained,
         optimizer=8 * model.trained,
-        activations=model.trained_layers * (of_input if checkpointing else of_layer),
-        head=logits + 3 * of_rows + head_gradient + lengths.tokens * model.hidden * norms // 2,
-        layer=feed_forward(model, lengths, item) + (of_layer if checkpointing else 0),
+        activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
+        head=logits + 3 * scored_hidden + head_gradient + lengths.tokens * model.hidden * norms // 2,
+        layer=feed_forward(model, lengths, item) + (layer_activations if checkpointing else 0),
     )
 
 
@@ -145,7 +142,7 @@ def frozen_memory(
     model: Model, lengths: Lengths, precision: Precision, *, memory_budget: int = MEMORY_BUDGET
 ) -> Memory:
     """What the reference needs for its log-probabilities; a reward model needs all but the head's part."""
-    _, item = bytes_of(precision)
+    _, item = element_bytes(precision)
     logits = min(4 * lengths.scored * model.vocabulary, memory_budget)
     return Memory(
         weights=weights(model, precision, one_layer_at_a_time=False),
@@ -158,7 +155,7 @@ def frozen_memory(
     )
 
 
-def bytes_of(precision: Precision) -> tuple[int, int]:
+def element_bytes(precision: Precision) -> tuple[int, int]:
     """Of the two norms of a layer, for each hidden element of a token; and of an element of a product."""
     if precision.half:
         return 16, 2

@@ -1,4 +1,4 @@
-"""AdamW over what trains: gradients of a minibatch's rows add up in fp32, then one step."""
+"""AdamW over what trains: gradients of a minibatch's packed rows add up in fp32, then one step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,12 +14,12 @@ from fastp3o.precision import Precision
 from fastp3o.training.finite import NotFiniteError, require_finite
 
 
-class Optimization:
+class Optimizer:
     """A model that trains, its optimizer, the schedule of the learning rate, and what the precision needs besides.
 
     Brings the model to the device. learning_rates: of those submodules that have one of their own, by name.
 
-    model: the model to call, in a distributed wrapper where there is one.
+    model: the model to call, in a distributed wrapper where there is one. steps: taken by this object.
     """
 
     def __init__(
@@ -32,14 +32,14 @@ class Optimization:
         learning_rates: dict[str, float] | None = None,
     ):
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.accelerator, self.max_grad_norm = accelerator, config.max_grad_norm
+        self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
+        self.steps = 0
         self.weights = (
             HalfWeights(accelerator, model, precision.weights) if precision.half else FullWeights(accelerator, model)
         )
         self.model = self.weights.model
-        rates = {"": config.learning_rate} | (learning_rates or {})
         self.optimizer = torch.optim.AdamW(
-            [{"params": of_part, "lr": rates[part]} for part, of_part in self.parts(trained, rates).items() if of_part],
+            parameter_groups(trained, self.weights.parameters, config.learning_rate, learning_rates or {}),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -55,32 +55,27 @@ class Optimization:
         accelerator.prepare(self.optimizer)
         accelerator.register_for_checkpointing(self.schedule, self.scaler, *([self.weights] if precision.half else []))
 
-    def parts(self, names: list[str], rates: dict[str, float]) -> dict[str, list[nn.Parameter]]:
-        """What trains, by the submodule whose learning rate it has; "" is the rest."""
-        parts: dict[str, list[nn.Parameter]] = {part: [] for part in rates}
-        for name, parameter in zip(names, self.weights.parameters, strict=True):
-            parts[next((part for part in rates if part and name.startswith(part + ".")), "")].append(parameter)
-        return parts
-
     @contextmanager
-    def row(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of one row of a minibatch; processes add up their gradients in the last."""
-        with self.weights.row(last=last), self.accelerator.autocast():
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Around forward and backward of one microbatch; processes add up their gradients in the last of a step."""
+        with self.weights.accumulating(last=last), self.accelerator.autocast():
             yield
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
-        """One step from the gradients so far. Returns the norm of the first part's, and in fp16 the scale of the loss.
+        """One step from the gradients so far. Returns the norm of the first group's, and in fp16 the scale of the
+        loss.
 
         An fp16 gradient that overflows is left out, and the scale halved. Raises NotFiniteError, before anything has
         moved, when `loss` or another gradient is not finite.
         """
         self.weights.gather_gradients()
         self.scaler.unscale_(self.optimizer)
-        # Each part has a norm of its own: a critic's large gradients must not shrink the policy's.
-        norms = [nn.utils.clip_grad_norm_(part["params"], self.max_grad_norm) for part in self.optimizer.param_groups]
+        # Each group has a norm of its own: a critic's large gradients must not shrink the policy's.
+        groups = self.optimizer.param_groups
+        norms = [nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm) for group in groups]
         norm = norms[0]
         if not self.scaler.is_enabled():
             require_finite(self.accelerator, "the loss or the gradient", torch.stack([loss, *norms]))
@@ -94,14 +89,29 @@ class Optimization:
             if scale < 1:
                 raise NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
             metrics = {"grad_norm": norm.nan_to_num(0.0, 0.0), "loss_scale": norm.new_tensor(scale)}
-        self.weights.stepped()
+        self.weights.copy_from_masters()
         self.optimizer.zero_grad()
         self.schedule.step()
+        self.steps += 1
         return metrics
 
     @property
     def learning_rate(self) -> float:
         return self.schedule.get_last_lr()[0]
+
+
+def parameter_groups(
+    names: list[str], parameters: list[nn.Parameter], learning_rate: float, learning_rates: dict[str, float]
+) -> list[dict]:
+    """AdamW's groups: each submodule with a learning rate of its own, behind all that has the common one."""
+    common: list[nn.Parameter] = []
+    own: dict[str, list[nn.Parameter]] = {module: [] for module in learning_rates}
+    for name, parameter in zip(names, parameters, strict=True):
+        module = next((module for module in own if name.startswith(module + ".")), None)
+        (common if module is None else own[module]).append(parameter)
+    groups = [{"params": common, "lr": learning_rate}]
+    groups += [{"params": own[module], "lr": rate} for module, rate in learning_rates.items()]
+    return [group for group in groups if group["params"]]
 
 
 class FullWeights:
@@ -112,14 +122,14 @@ class FullWeights:
         self.model = accelerator.prepare(model)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def row(self, *, last: bool):
+    def accumulating(self, *, last: bool):
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def gather_gradients(self) -> None:
         """The wrapper has done it."""
 
-    def stepped(self) -> None:
-        """The weights are what moved."""
+    def copy_from_masters(self) -> None:
+        """The optimizer has moved the weights themselves."""
 
 
 class HalfWeights:
@@ -144,7 +154,7 @@ class HalfWeights:
         for parameter, master in zip(self.trained, self.parameters, strict=True):
             parameter.register_post_accumulate_grad_hook(lambda trained, master=master: add_gradient(trained, master))
 
-    def row(self, *, last: bool):
+    def accumulating(self, *, last: bool):
         return nullcontext()
 
     def gather_gradients(self) -> None:
@@ -155,7 +165,7 @@ class HalfWeights:
                 master.grad = self.accelerator.reduce(master.grad, "mean")
 
     @torch.no_grad()
-    def stepped(self) -> None:
+    def copy_from_masters(self) -> None:
         torch._foreach_copy_(self.trained, self.parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -165,7 +175,7 @@ class HalfWeights:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for number, master in enumerate(self.parameters):
             master.copy_(state[str(number)])
-        self.stepped()
+        self.copy_from_masters()
 
 
 def add_gradient(trained: Tensor, master: Tensor) -> None:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.models.packed_model import scored_logprobs, unwrap
-from fastp3o.packing.pack import in_order, pack
-from fastp3o.rollouts.transformers_sampler import Rollouts
-from fastp3o.training.minibatches import Pairs
+from fastp3o.objectives.base import Microbatch
+from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o_kernels import sequence_logprobs
 
 # Of the clip range; beyond it, clipping acts on rounding more often than users would want.
@@ -16,29 +16,23 @@ TOLERATED = 0.2
 
 
 @torch.no_grad()
-def ratio_noise(policy: nn.Module, rollouts: Rollouts, pairs: Pairs) -> Tensor:
+def ratio_noise(policy: nn.Module, rollouts: Rollouts, microbatch: Microbatch) -> Tensor:
     """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
-    One is the row of `pairs`, on which the policy trains. In the other each of its responses has its prompt to itself,
-    in the opposite order, so that every matrix product has another shape; and rotary positions begin at 1, which turns
-    queries and keys alike and rounds all of them anew. Without rotary positions only the shapes differ, and where
-    libraries round a row the same in every shape, as on CPUs, that shows nothing.
+    One is the row of `microbatch`, on which the policy trains. In the other each of its responses has its prompt to
+    itself, in the opposite order, so that every matrix product has another shape; and rotary positions begin at 1,
+    which turns queries and keys alike and rounds all of them anew. Without rotary positions only the shapes differ, and
+    where libraries round a row the same in every shape, as on CPUs, that shows nothing.
     """
-    responses = pairs.row.sequences[::-1]
-    prompt_ids = [rollouts.prompt_ids[s] for s in responses]
-    response_ids = [rollouts.response_ids[s] for s in responses]
-    (row,) = pack(
-        prompt_ids,
-        [[ids] for ids in response_ids],
-        tokens_per_row=sum(map(len, prompt_ids + response_ids)),
-        sequences=responses,
-    )
+    alone = [(rollouts.prompt_ids[p], ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]][::-1]
+    prompt_ids, responses = [prompt for prompt, _ in alone], [[ids] for _, ids in alone]
+    tokens = sum(len(prompt) + len(ids) for prompt, ids in alone)
+    (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=tokens))
     if unwrap(policy).longest_sequence is None:
         row = replace(row, position_ids=row.position_ids + 1)
-    row = row.to(pairs.old_logprobs.device)
-    again = sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)
-    here = pairs.old_logprobs.flatten()
-    return (in_order([row], [again]) - in_order([pairs.row], [here])).square().mean().sqrt()
+    row = row.to(microbatch.old_logprobs.device)
+    again = by_group([row], [sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)])
+    return (again.flatten().flip(0) - microbatch.old_logprobs.flatten()).square().mean().sqrt()
 
 
 def noise_warning(noise: float, clip_range: float, precision: str) -> str:

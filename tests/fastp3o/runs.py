@@ -7,7 +7,8 @@ from typing import TypeVar
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastp3o.config import OnlineConfig, P3OConfig
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.p3o import P3OConfig
 
 Config = TypeVar("Config", bound=OnlineConfig)
 

@@ -1,6 +1,8 @@
 import pytest
 
-from fastp3o.config import P3OConfig, SFTConfig, parse
+from fastp3o.config import parse
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.stages.sft import SFTConfig
 
 P3O = ["--model", "m", "--output_dir", "o", "--prompts", "p", "--reward", "r"]
 
@@ -59,4 +61,4 @@ def test_help_explains_every_field(capsys):
 
 def test_evaluations_come_regularly_at_given_updates_and_last():
     config = parse(P3OConfig, [*P3O, "--eval_at", "1, 3", "--eval_every", "4", "--updates", "10"])
-    assert [update for update in range(1, 11) if config.evaluates_after(update)] == [1, 3, 4, 8, 10]
+    assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import option, required
@@ -15,12 +17,14 @@ from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Jud
 from fastp3o.evaluation.win_rates.rates import WinRate, verdicts_of_rewards, win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict
 from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
-from fastp3o.rewards.reward import load_reward, rewards_of
-from fastp3o.rollouts.transformers_sampler import Rollouts, sample
+from fastp3o.rewards.reward import load_reward
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WinRateConfig:
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
@@ -53,12 +57,18 @@ class WinRateConfig:
     skip_bad_records: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
     max_response_tokens: int = option(128, "Longest response, in tokens.")
-    eval_samples: int = option(1, "Responses per prompt; response k of one plays against response k of the other.")
-    eval_batch_size: int = option(64, "Prompts responded to at once.")
+    responses_per_prompt: int = option(1, "Responses to each prompt; response k of one plays against k of the other.")
+    rollout_batch_size: int = option(64, "Prompts responded to at once.")
     seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_response_tokens", "eval_samples", "eval_batch_size", "judge_requests"):
+        for name in (
+            "max_prompt_tokens",
+            "max_response_tokens",
+            "responses_per_prompt",
+            "rollout_batch_size",
+            "judge_requests",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if not (self.reward or self.judge or self.judge_url):
@@ -71,17 +81,21 @@ class WinRateConfig:
             raise ValueError("--verdicts keeps the verdicts of --judge_url, which is not given")
 
 
+# Of the reward model's packed rows.
+TOKENS_PER_ROW = 8192
+
+
 @dataclass(frozen=True)
 class Responses:
     """One checkpoint's responses, and a reward for each where one is asked for."""
 
     rollouts: Rollouts
-    rewards: list[float] | None
+    rewards: Tensor | None  # [P, K] fp32
 
     @property
     def mean_tokens(self) -> float:
         """Tokens per response, ends of sequences included."""
-        return float(np.mean([len(ids) for ids in self.rollouts.response_ids]))
+        return float(np.mean(self.rollouts.response_lengths))
 
 
 def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
@@ -122,20 +136,20 @@ def respond(
     # As P3O samples and rewards.
     dtype = precision_of("auto", automatic="fp16").weights
     loading = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    reward = load_reward(config.reward, tokenizer, **loading) if config.reward else None
+    packing = Packing(TOKENS_PER_ROW)
+    reward = load_reward(config.reward, tokenizer, packing=packing, **loading) if config.reward else None
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
-    rollouts = sample(
-        policy,
-        tokenizer,
+    sampler = TransformersSampler(
+        policy, tokenizer, max_response_tokens=config.max_response_tokens, batch_size=config.rollout_batch_size
+    )
+    rollouts = sampler(
         prompts["prompt"],
         prompts["prompt_ids"],
-        responses_per_prompt=config.eval_samples,
-        max_response_tokens=config.max_response_tokens,
-        batch_size=config.eval_batch_size,
+        responses_per_prompt=config.responses_per_prompt,
         seed=config.seed,
     )
-    return Responses(rollouts, None if reward is None else rewards_of(reward, rollouts).tolist())
+    return Responses(rollouts, None if reward is None else reward(rollouts))
 
 
 def win_rates(
@@ -145,21 +159,23 @@ def win_rates(
     if config.reward:
         yield "reward", rate_of(by_reward(first, second), config)
     if judge is not None:
-        yield (
-            "judge",
-            rate_of(judge(first.rollouts.prompts, first.rollouts.responses, second.rollouts.responses), config),
-        )
+        prompts, first_responses = first.rollouts.texts()
+        _, second_responses = second.rollouts.texts()
+        yield "judge", rate_of(judge(prompts, first_responses, second_responses), config)
 
 
 def rate_of(verdicts: list[Verdict], config: WinRateConfig) -> WinRate:
-    return win_rate(verdicts, samples_per_prompt=config.eval_samples, seed=config.seed)
+    return win_rate(verdicts, responses_per_prompt=config.responses_per_prompt, seed=config.seed)
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     """Equal responses are a tie: packed beside others their rewards may differ by rounding, which is no victory."""
-    ends = (zip(side.rollouts.responses, side.rollouts.finished, strict=True) for side in (first, second))
+    ends = (
+        zip(side.rollouts.texts()[1], chain.from_iterable(side.rollouts.finished), strict=True)
+        for side in (first, second)
+    )
     same = [one == other for one, other in zip(*ends, strict=True)]
-    verdicts = verdicts_of_rewards(first.rewards, second.rewards)
+    verdicts = verdicts_of_rewards(*(side.rewards.flatten().tolist() for side in (first, second)))
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
 
 

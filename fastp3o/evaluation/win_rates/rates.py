@@ -30,19 +30,20 @@ class WinRate:
     prompts: int
 
 
-def win_rate(verdicts: Sequence[Verdict], *, samples_per_prompt: int = 1, seed: int = 0) -> WinRate:
-    """Win rate from verdicts on P * K comparisons; comparison k of prompt p is verdict p * K + k, K the samples.
+def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:
+    """Win rate from verdicts on P * K comparisons; comparison k of prompt p is verdict p * K + k, K the
+    responses to each prompt.
 
     The interval draws prompts, each with all its comparisons: these are not independent of each other.
 
-    Raises ValueError where there is no verdict at all, or their number is no multiple of `samples_per_prompt`.
+    Raises ValueError where there is no verdict at all, or their number is no multiple of `responses_per_prompt`.
     """
-    if len(verdicts) % samples_per_prompt:
-        raise ValueError(f"{len(verdicts)} verdicts are not {samples_per_prompt} a prompt")
+    if len(verdicts) % responses_per_prompt:
+        raise ValueError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")
     count = {verdict: sum(v == verdict for v in verdicts) for verdict in Verdict}
     if count[Verdict.NONE] == len(verdicts):
         raise ValueError(f"none of {len(verdicts)} comparisons has a verdict")
-    points = np.array([POINTS[verdict] for verdict in verdicts]).reshape(-1, samples_per_prompt)
+    points = np.array([POINTS[verdict] for verdict in verdicts]).reshape(-1, responses_per_prompt)
     judged = (~np.isnan(points)).sum(axis=1)
     points, judged = np.nansum(points, axis=1)[judged > 0], judged[judged > 0]
     low, high = percentile_interval(points, judged, seed=seed)

@@ -5,17 +5,19 @@ The weights are large enough that a leak between responses would show.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import transformers as hf
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fastp3o.config import P3OConfig
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
-from fastp3o.objectives.p3o import pairs_loss
-from fastp3o.packing.pack import Ids, PackedRow, pack
-from fastp3o.training.minibatches import Pairs
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.packing.layout import Ids
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import p3o_loss, token_p3o_loss
 
 VOCABULARY = 48
@@ -84,14 +86,19 @@ class Groups:
 
     @property
     def sequences(self) -> list[tuple[Ids, Ids]]:
-        return [(x, y) for x, of_prompt in zip(self.prompts, self.responses, strict=True) for y in of_prompt]
+        return [(x, y) for x, group in zip(self.prompts, self.responses, strict=True) for y in group]
 
     def row(self, *, share_prompts: bool = True) -> PackedRow:
-        (row,) = pack(self.prompts, self.responses, tokens_per_row=1000, share_prompts=share_prompts)
+        (row,) = pack(self.prompts, self.responses, Packing(1000, share_prompts))
         return row
 
+    def order(self, row: PackedRow) -> list[int]:
+        """Which sequence each response of the row is."""
+        first = [0, *accumulate(map(len, self.responses))]
+        return [s for g in row.groups for s in range(first[g], first[g + 1])]
+
     def replaced(self, group: int, response: int, ids: Ids) -> "Groups":
-        responses = [list(of_prompt) for of_prompt in self.responses]
+        responses = [list(group) for group in self.responses]
         responses[group][response] = ids
         return Groups(self.prompts, responses)
 
@@ -156,32 +163,37 @@ def alone(model: PreTrainedModel, groups: Groups, clipping: str = "joint") -> tu
         ).loss
     else:
         loss = p3o_loss(sums(logprobs), *known, **settings).loss
-    return outcome_of(model, logprobs, loss), rollout
+    return outcome(model, logprobs, loss), rollout
 
 
-def packed(model: PackedModel, row: PackedRow, rollout: Rollout, clipping: str = "joint") -> Outcome:
+def packed(
+    model: PackedModel, groups: Groups, rollout: Rollout, clipping: str = "joint", *, share_prompts: bool = True
+) -> Outcome:
     """The same through a packed row."""
-    logprobs: list[Tensor] = [torch.empty(0)] * len(row.sequences)
-    for s, part in zip(row.sequences, scored_logprobs(model, row).split(row.scored_lengths), strict=True):
+    row = groups.row(share_prompts=share_prompts)
+    order = groups.order(row)
+    logprobs: list[Tensor] = [torch.empty(0)] * len(order)
+    for s, part in zip(order, scored_logprobs(model, row).split(row.scored_lengths), strict=True):
         logprobs[s] = part
-    old, ref = ([values[s] for s in row.sequences] for values in (rollout.old, rollout.ref))
-    pairs = Pairs(
+    old, ref = ([values[s] for s in order] for values in (rollout.old, rollout.ref))
+    microbatch = Microbatch(
         row=row,
-        rewards=rollout.rewards[[s // 2 for s in row.sequences[::2]]],
+        rewards=rollout.rewards[[s // 2 for s in order[::2]]],
         old_token_logprobs=torch.cat(old),
         ref_token_logprobs=torch.cat(ref),
         old_logprobs=sums(old),
         ref_logprobs=sums(ref),
         weight=1.0,
     )
-    return outcome_of(model.model, logprobs, pairs_loss(model, pairs, loss_config(clipping)).loss)
+    loss, _ = loss_config(clipping).objective().loss(model, microbatch)
+    return outcome(model.model, logprobs, loss)
 
 
 def sums(logprobs: Sequence[Tensor]) -> Tensor:
     return torch.stack([part.sum() for part in logprobs]).view(-1, 2)
 
 
-def outcome_of(model: nn.Module, logprobs: list[Tensor], loss: Tensor) -> Outcome:
+def outcome(model: nn.Module, logprobs: list[Tensor], loss: Tensor) -> Outcome:
     model.zero_grad()
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -191,8 +203,8 @@ def outcome_of(model: nn.Module, logprobs: list[Tensor], loss: Tensor) -> Outcom
 
 def assert_equal(got: Outcome, expected: Outcome) -> None:
     """Up to rounding. Some gradients are zero but for that, such as those of keys' biases without rotary positions."""
-    for part, of_response in zip(got.logprobs, expected.logprobs, strict=True):
-        torch.testing.assert_close(part, of_response, atol=2e-5, rtol=1e-5)
+    for logprobs, expected_logprobs in zip(got.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(got.loss, expected.loss, atol=2e-5, rtol=1e-5)
     assert got.gradients.keys() == expected.gradients.keys()
     largest = max(gradient.norm() for gradient in expected.gradients.values())

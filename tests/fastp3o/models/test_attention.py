@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastp3o.models import attention
-from fastp3o.models.attention import fastest, gather, one_by_one, segment_attention
-from fastp3o.packing.pack import Segments, offsets
+from fastp3o.models.attention import fastest_backend, gather_keys, one_by_one, segment_attention
+from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import FOURS, PAIRS, Groups
 
 
@@ -78,17 +78,17 @@ SHARED = Groups([[1, 2], [3], [4, 5, 6]], [[[1], [2, 3], [4]], [[5, 6], [7], [8]
 
 def test_gathering_shared_keys_is_indexing():
     shared = SHARED.row().segments.shared
-    assert len(shared.again) == 2
+    assert len(shared.repeats) == 2
     tokens = torch.randn(len(shared.own), 1, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(gather(tokens, shared), tokens[shared.rows])
-    assert torch.autograd.gradcheck(lambda t: gather(t, shared), tokens)
-    weights = torch.randn(len(shared.rows), 1, 2, dtype=torch.float64)
-    (got,) = torch.autograd.grad(gather(tokens, shared), tokens, weights)
-    (expected,) = torch.autograd.grad(tokens[shared.rows], tokens, weights)
+    assert torch.equal(gather_keys(tokens, shared), tokens[shared.tokens])
+    assert torch.autograd.gradcheck(lambda t: gather_keys(t, shared), tokens)
+    weights = torch.randn(len(shared.tokens), 1, 2, dtype=torch.float64)
+    (got,) = torch.autograd.grad(gather_keys(tokens, shared), tokens, weights)
+    (expected,) = torch.autograd.grad(tokens[shared.tokens], tokens, weights)
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
 
-def of_row(groups: Groups, dtype=torch.float32, **options):
+def row_tensors(groups: Groups, dtype=torch.float32, **options):
     """Queries, keys and values [1, H, T, D] as transformers hands them over, of the same tokens in any packing."""
     row = groups.row(**options)
     generator = torch.Generator().manual_seed(0)
@@ -102,21 +102,21 @@ def of_row(groups: Groups, dtype=torch.float32, **options):
 def test_shared_prompts_attend_as_prompts_of_their_own(groups, window, softcap):
     outputs = []
     for share_prompts in (True, False):
-        tensors, row = of_row(groups, torch.float64, share_prompts=share_prompts)
+        tensors, row = row_tensors(groups, torch.float64, share_prompts=share_prompts)
         output, weights = segment_attention(
             nn.Module(), *tensors, None, sliding_window=window, softcap=softcap, segments=row.segments
         )
         assert weights is None
         assert output.shape == (1, row.tokens, 2, 4)
         parts = output[0, row.scored_at].split(row.scored_lengths)
-        outputs.append(dict(zip(row.sequences, parts, strict=True)))
+        outputs.append(dict(zip(groups.order(row), parts, strict=True)))
     first, second = outputs
     for s, part in first.items():
         torch.testing.assert_close(part, second[s], atol=1e-12, rtol=1e-12)
 
 
 def test_the_scale_is_one_over_the_root_unless_given():
-    tensors, row = of_row(PAIRS)
+    tensors, row = row_tensors(PAIRS)
     default, given_half, other = (
         segment_attention(nn.Module(), *tensors, None, scaling=scaling, segments=row.segments)[0]
         for scaling in (None, 0.5, 0.7)
@@ -126,7 +126,7 @@ def test_the_scale_is_one_over_the_root_unless_given():
 
 
 def test_what_is_not_a_packed_row_is_refused():
-    tensors, row = of_row(PAIRS)
+    tensors, row = row_tensors(PAIRS)
     with pytest.raises(ValueError, match="one packed row with its segments"):
         segment_attention(nn.Module(), *tensors, None)
     with pytest.raises(ValueError, match="no attention mask"):
@@ -142,7 +142,7 @@ def test_what_is_not_a_packed_row_is_refused():
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_autocast_brings_queries_keys_and_values_to_its_dtype(softcap):
-    (query, key, value), row = of_row(PAIRS)
+    (query, key, value), row = row_tensors(PAIRS)
     tensors = query, key, value.bfloat16()
     expected, _ = segment_attention(nn.Module(), query, key, value, None, softcap=softcap, segments=row.segments)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -177,9 +177,9 @@ def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap
     monkeypatch.setattr(attention, "varlen_attn", lambda: None)
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
-        assert fastest(OnGpu(dtype, size), softcap).__name__ == expected
+        assert fastest_backend(OnGpu(dtype, size), softcap).__name__ == expected
     monkeypatch.setattr(attention, "varlen_attn", None)
-    assert fastest(OnGpu(dtype, size), softcap) is one_by_one
+    assert fastest_backend(OnGpu(dtype, size), softcap) is one_by_one
 
 
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
@@ -274,7 +274,7 @@ def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, de
 @pytest.mark.gpu
 def test_a_row_of_half_precision_on_a_gpu_equals_the_cpus(device):
     for window in (None, 3):
-        tensors, row = of_row(FOURS)
+        tensors, row = row_tensors(FOURS)
         tensors = [torch.cat([tensor, tensor], dim=-1) for tensor in tensors]  # heads of 8
         expected, _ = segment_attention(nn.Module(), *tensors, None, sliding_window=window, segments=row.segments)
         there = [tensor.to(device).half() for tensor in tensors]

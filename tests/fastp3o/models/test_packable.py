@@ -5,9 +5,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packable import TOLERANCE, known, packed_and_alone, require_packable
+from fastp3o.models.packable import TOLERANCE, packed_and_alone, require_packable, within_vocabulary
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.pack import Segments, offsets
+from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import FAMILIES, GROUPED, UNGROUPED, VOCABULARY, enlarge, random_model
 
 CARRIES_STATE = "are not plain or sliding attention"
@@ -162,7 +162,7 @@ def test_a_failing_try_leaves_the_model_packed(monkeypatch):
 def test_a_small_vocabulary_and_its_padding_are_respected():
     config = hf.LlamaConfig(**(GROUPED | {"vocab_size": 5, "pad_token_id": 3}))
     model = LlamaForCausalLM(config)
-    assert known(model, [2, 3, 11]) == [2, 4, 4]
+    assert within_vocabulary(model, [2, 3, 11]) == [2, 4, 4]
     require_packable(PackedModel(model), "small")
 
 

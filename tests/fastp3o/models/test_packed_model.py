@@ -16,7 +16,7 @@ from fastp3o.models.loading import load_policy, load_reward_model, load_tokenize
 from fastp3o.models.packable import require_packable
 from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
 from fastp3o.models.trainable import add_lora, stack_of
-from fastp3o.packing.pack import in_order, pack
+from fastp3o.packing.pack import Packing, by_group, pack
 from tests.fastp3o.models.model_families import (
     FAMILIES,
     FOURS,
@@ -42,14 +42,14 @@ def test_a_packed_row_equals_one_sequence_at_a_time(family, groups):
     expected, rollout = alone(model, groups)
     model = PackedModel(model)
     for share_prompts in (True, False):
-        assert_equal(packed(model, groups.row(share_prompts=share_prompts), rollout), expected)
+        assert_equal(packed(model, groups, rollout, share_prompts=share_prompts), expected)
 
 
 @pytest.mark.parametrize("clipping", ["separate", "none", "token"])
 def test_so_do_the_other_losses(clipping):
     model = random_model("gemma2")
     expected, rollout = alone(model, FOURS, clipping)
-    assert_equal(packed(PackedModel(model), FOURS.row(), rollout, clipping), expected)
+    assert_equal(packed(PackedModel(model), FOURS, rollout, clipping), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +63,7 @@ def test_so_does_one_whose_activations_are_computed_again(family):
     first_layer = stack_of(model.model.base_model, 2)[0]
     norm = next(module for module in first_layer.modules() if "Norm" in type(module).__name__)
     norm.register_forward_hook(lambda *_: calls.append(norm))
-    assert_equal(packed(model, FOURS.row(), rollout), expected)
+    assert_equal(packed(model, FOURS, rollout), expected)
     # Of log-probabilities and of the loss, whose backward pass comes upon the layer again.
     assert len(calls) == 3
 
@@ -76,13 +76,13 @@ def test_so_do_lora_adapters_over_a_frozen_base(family):
     assert adapters
     assert all(".lora_" in name for name in adapters)
     enlarge(nn.ParameterList(adapters.values()))
-    with model.as_transformers_has_it() as inner:
+    with model.with_own_attention() as inner:
         expected, rollout = alone(inner, PAIRS)
     assert expected.gradients.keys() == adapters.keys()
     for share_prompts in (True, False):
-        assert_equal(packed(model, PAIRS.row(share_prompts=share_prompts), rollout), expected)
+        assert_equal(packed(model, PAIRS, rollout, share_prompts=share_prompts), expected)
     model.recompute_activations()
-    assert_equal(packed(model.train(), PAIRS.row(), rollout), expected)
+    assert_equal(packed(model.train(), PAIRS, rollout), expected)
 
 
 ids = st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=9)
@@ -99,7 +99,7 @@ def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_p
     groups = Groups([prompt for prompt, _ in groups], [responses for _, responses in groups])
     row = groups.row(share_prompts=share_prompts)
     for model in some_models:
-        got = dict(zip(row.sequences, of_row(PackedModel(model), row), strict=True))
+        got = dict(zip(groups.order(row), row_logprobs(PackedModel(model), row), strict=True))
         model.set_attn_implementation("eager")
         for s, (prompt, response) in enumerate(groups.sequences):
             with torch.no_grad():
@@ -108,29 +108,29 @@ def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_p
 
 
 @torch.no_grad()
-def of_row(model, row):
+def row_logprobs(model, row):
     """Log-probabilities of each response of a row, in the row's order."""
     return scored_logprobs(model, row).split(row.scored_lengths)
 
 
-def in_groups(model, groups, share_prompts):
+def sequence_logprobs(model, groups, share_prompts):
     row = groups.row(share_prompts=share_prompts)
-    return {s: part.tolist() for s, part in zip(row.sequences, of_row(model, row), strict=True)}
+    return {s: part.tolist() for s, part in zip(groups.order(row), row_logprobs(model, row), strict=True)}
 
 
 @shared_or_not
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_response_sees_its_prompt_and_no_other_response(family, share_prompts):
     model = PackedModel(random_model(family))
-    before = in_groups(model, FOURS, share_prompts)
+    before = sequence_logprobs(model, FOURS, share_prompts)
     changed = FOURS.replaced(group=0, response=0, ids=[41, 42, 43])
-    after = in_groups(model, changed, share_prompts)
+    after = sequence_logprobs(model, changed, share_prompts)
     assert after.pop(0) != before.pop(0)
     assert after == before  # bit for bit
 
-    before = in_groups(model, FOURS, share_prompts)
+    before = sequence_logprobs(model, FOURS, share_prompts)
     changed = replace(FOURS, prompts=[FOURS.prompts[0], [44]])
-    after = in_groups(model, changed, share_prompts)
+    after = sequence_logprobs(model, changed, share_prompts)
     assert [after[s] for s in range(4)] == [before[s] for s in range(4)]
     assert all(after[s] != before[s] for s in range(4, 8))
 
@@ -143,15 +143,16 @@ def test_scores_equal_transformers_on_single_sequences(family):
     model = PackedModel(model)
     for share_prompts in (True, False):
         row = FOURS.row(share_prompts=share_prompts)
-        torch.testing.assert_close(in_order([row], [scores(model, row)]), expected, atol=2e-5, rtol=1e-5)
+        got = by_group([row], [scores(model, row)]).flatten()
+        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_scored_prompts_equal_one_sequence_at_a_time():
     model = random_model("gpt2")
-    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], tokens_per_row=100, score_prompts=True)
+    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], Packing(100), score_prompts=True)
     expected = []
-    for s in row.sequences:
-        first, *others = PAIRS.prompts[s] + PAIRS.responses[s][0]
+    for g in row.groups:
+        first, *others = PAIRS.prompts[g] + PAIRS.responses[g][0]
         expected.append(logprobs_alone(model, [first], others))
     torch.testing.assert_close(scored_logprobs(PackedModel(model), row), torch.cat(expected), atol=2e-5, rtol=1e-5)
 
@@ -182,17 +183,17 @@ def test_half_precision_weights_stay_near(family):
 
 def test_sampling_sees_a_rectangular_batch_and_gives_the_row_back():
     model = PackedModel(random_model("gemma2"))
-    before = of_row(model, PAIRS.row())
-    with model.as_transformers_has_it() as inner:
+    before = row_logprobs(model, PAIRS.row())
+    with model.with_own_attention() as inner:
         sampled = inner.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=2, do_sample=False)
         with torch.no_grad():
             logits = inner(sampled[:, :-1]).logits[:, -2:]
         stopped = (sampled[:, 3] == 2).unsqueeze(1)
         assert torch.equal(logits.argmax(-1).masked_fill(stopped, -1), sampled[:, 3:].masked_fill(stopped, -1))
-    assert all(torch.equal(*parts) for parts in zip(of_row(model, PAIRS.row()), before, strict=True))
-    with pytest.raises(RuntimeError, match="inside"), model.as_transformers_has_it():
+    assert all(torch.equal(*parts) for parts in zip(row_logprobs(model, PAIRS.row()), before, strict=True))
+    with pytest.raises(RuntimeError, match="inside"), model.with_own_attention():
         raise RuntimeError("inside")
-    assert all(torch.equal(*parts) for parts in zip(of_row(model, PAIRS.row()), before, strict=True))
+    assert all(torch.equal(*parts) for parts in zip(row_logprobs(model, PAIRS.row()), before, strict=True))
 
 
 def test_the_head_has_the_models_own_scales():
@@ -212,7 +213,7 @@ def test_a_saved_reward_model_is_what_transformers_loads(tiny_model, tmp_path):
     model.model.save_pretrained(tmp_path)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     row = PAIRS.row()
-    got = in_order([row], [scores(load_reward_model(str(tmp_path)), row)])
+    got = by_group([row], [scores(load_reward_model(str(tmp_path)), row)]).flatten()
     expected = [classifier(torch.tensor([x + y])).logits.item() for x, y in PAIRS.sequences]
     torch.testing.assert_close(got, torch.tensor(expected), atol=1e-5, rtol=1e-5)
 
@@ -289,8 +290,8 @@ def test_positions_that_depend_on_the_longest_sequence_of_a_row_end_at_their_ori
     length = 16 if rope["rope_type"] == "dynamic" else 64
     model = random_model("llama", rope_parameters=rope | {"rope_theta": 10000.0}, max_position_embeddings=length)
     packed = require_packable(PackedModel(model), "some/model")
-    (row,) = pack([[5] * 10], [[[6] * 6, [7] * 3]], tokens_per_row=100)
+    (row,) = pack([[5] * 10], [[[6] * 6, [7] * 3]], Packing(100))
     scored_logprobs(packed, row)
-    (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], tokens_per_row=100)
+    (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], Packing(100))
     with pytest.raises(ValueError, match="up to 17 tokens together, and the positions of LlamaForCausalLM end at 16"):
         scored_logprobs(packed, row)

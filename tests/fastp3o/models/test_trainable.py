@@ -48,7 +48,7 @@ def test_their_gradients_are_those_of_the_whole_and_the_others_get_none():
     model = PackedModel(model)
     freeze_below(model, 1)
     expected.gradients = {name: expected.gradients[name] for name in trained(model)}
-    assert_equal(packed(model, PAIRS.row(), rollout), expected)
+    assert_equal(packed(model, PAIRS, rollout), expected)
     assert len(expected.gradients) == 10
     scored_logprobs(model, PAIRS.row()).sum().backward()
     assert {name for name, parameter in model.model.named_parameters() if parameter.grad is not None} == trained(model)
@@ -141,7 +141,7 @@ def test_merged_adapters_are_a_model_that_transformers_loads(family, tmp_path):
     whole.save_pretrained(tmp_path, state_dict=weights)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
-    with model.as_transformers_has_it() as adapted, torch.no_grad():
+    with model.with_own_attention() as adapted, torch.no_grad():
         expected = adapted(tokens).logits
         torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-4, rtol=1e-4)
     # The policy itself is as it was.
@@ -158,7 +158,7 @@ def test_an_adapted_embedding_leaves_the_head_it_is_tied_to(tmp_path):
     whole.save_pretrained(tmp_path, state_dict=weights)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     expected, rollout = alone(loaded, PAIRS)
-    got = packed(model, PAIRS.row(), rollout)
+    got = packed(model, PAIRS, rollout)
     torch.testing.assert_close(got.logprobs, expected.logprobs, atol=2e-5, rtol=1e-5)
 
 

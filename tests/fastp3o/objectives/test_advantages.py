@@ -1,10 +1,9 @@
 import pytest
 import torch
-from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o.objectives.advantages import advantages, token_rewards, whiten
+from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 
 
 def ragged(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +22,7 @@ def by_definition(rewards: torch.Tensor, values: torch.Tensor, gae_lambda: float
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.integers(0, 99))
 def test_ragged_responses_have_the_advantages_of_each_alone(lengths, gae_lambda, seed):
     rewards, values = ragged(lengths, seed)
-    result = advantages(rewards, values, tuple(lengths), gae_lambda=gae_lambda)
+    result = estimate_advantages(rewards, values, tuple(lengths), gae_lambda=gae_lambda)
     expected = [
         by_definition(r, v, gae_lambda) for r, v in zip(rewards.split(lengths), values.split(lengths), strict=True)
     ]
@@ -33,7 +32,7 @@ def test_ragged_responses_have_the_advantages_of_each_alone(lengths, gae_lambda,
 def test_lambda_one_compares_what_came_with_what_was_expected():
     rewards, values = ragged([4], 0)
     to_come = rewards.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(advantages(rewards, values, (4,), gae_lambda=1.0), to_come - values)
+    torch.testing.assert_close(estimate_advantages(rewards, values, (4,), gae_lambda=1.0), to_come - values)
 
 
 def test_each_token_pays_for_its_kl_and_the_last_one_earns_the_reward():
@@ -45,9 +44,14 @@ def test_each_token_pays_for_its_kl_and_the_last_one_earns_the_reward():
     torch.testing.assert_close(result, penalties + torch.tensor([0, 1, 2, 0, 0, 3.0], dtype=torch.float64))
 
 
+def alone(sums: torch.Tensor) -> torch.Tensor:
+    """Sums over the one process there is."""
+    return sums
+
+
 def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
     pieces = [torch.randn(5) * 3 + 7, torch.randn(1) - 20, torch.randn(8)]
-    whitened = whiten(Accelerator(cpu=True), pieces)
+    whitened = whiten(pieces, alone)
     assert [len(piece) for piece in whitened] == [5, 1, 8]
     together = torch.cat(whitened)
     assert together.mean().item() == pytest.approx(0, abs=1e-6)
@@ -55,4 +59,4 @@ def test_whitening_keeps_the_pieces_and_takes_mean_and_deviation_of_all():
 
 
 def test_equal_values_become_zero():
-    assert torch.equal(torch.cat(whiten(Accelerator(cpu=True), [torch.full((4,), 2.5)])), torch.zeros(4))
+    assert torch.equal(torch.cat(whiten([torch.full((4,), 2.5)], alone)), torch.zeros(4))

@@ -2,14 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastp3o.objectives.config import OnlineDPOConfig
-from fastp3o.objectives.online_dpo import OnlineDPO, dpo_loss
+from fastp3o.objectives.online_dpo import OnlineDPOConfig, dpo_loss
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 
 
 def run(model: str, folder: str, **changes) -> None:
-    train(config(model, folder, OnlineDPOConfig, **changes), OnlineDPO)
+    train(config(model, folder, OnlineDPOConfig, **changes))
 
 
 def test_the_loss_is_that_of_the_chosen_over_the_rejected():

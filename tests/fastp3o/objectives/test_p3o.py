@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastp3o.config import P3OConfig
-from fastp3o.objectives.config import OnlineDPOConfig, PPOConfig
-from fastp3o.objectives.online_dpo import OnlineDPO
-from fastp3o.objectives.p3o import P3O
-from fastp3o.objectives.ppo import PPO
+from fastp3o.objectives.online_dpo import OnlineDPOConfig
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
@@ -20,12 +18,12 @@ UPDATES = 10
 REWARD_CLIP = 1.0
 
 
-def run(model: str, folder: str, algorithm: type = P3O, config_class: type = P3OConfig, **changes) -> dict[str, Tensor]:
+def run(model: str, folder: str, config_class: type = P3OConfig, **changes) -> dict[str, Tensor]:
     settings = {"updates": UPDATES, "inner_epochs": 2, "prompts_per_update": 4, "prompts_per_minibatch": 2}
     settings["reward"] = "rewards_for_tests:varied"
-    if algorithm is not OnlineDPO:
+    if config_class is not OnlineDPOConfig:
         settings["reward_clip"] = REWARD_CLIP
-    train(config(model, folder, config_class, **(settings | changes)), algorithm)
+    train(config(model, folder, config_class, **(settings | changes)))
     return weights(folder)
 
 
@@ -46,7 +44,7 @@ def test_the_bound_is_reached(workplace, tiny_model):
 
 
 def test_online_dpo_ends_with_the_same_bits(workplace, tiny_model):
-    settings = {"algorithm": OnlineDPO, "config_class": OnlineDPOConfig}
+    settings = {"config_class": OnlineDPOConfig}
     plain = run(tiny_model, "plain", **settings)
     assert_equal(plain, run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings))
 
@@ -60,7 +58,7 @@ def test_off_the_grid_p3o_differs_by_the_rounding_of_the_shift(workplace, tiny_m
 
 @pytest.mark.parametrize("scaling", ["absolute", "none"])
 def test_ppo_goes_elsewhere(workplace, tiny_model, scaling):
-    settings = {"algorithm": PPO, "config_class": PPOConfig, "reward_scaling": scaling, "reward_clip": 0.0}
+    settings = {"config_class": PPOConfig, "reward_scaling": scaling, "reward_clip": 0.0}
     plain = run(tiny_model, "plain", **settings)
     shifted = run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings)
     assert distance(plain, shifted) > 0.1 * distance(plain, weights_of_start(tiny_model))

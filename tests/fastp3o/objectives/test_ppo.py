@@ -4,19 +4,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.objectives.config import PPOConfig
-from fastp3o.objectives.ppo import PPO, WithAdvantages, ppo_loss
+from fastp3o.objectives.ppo import PPO, PPOConfig, PPOMicrobatch, ppo_loss
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 
 
 def run(model: str, folder: str, **changes) -> None:
-    train(config(model, folder, PPOConfig, **changes), PPO)
+    train(config(model, folder, PPOConfig, **changes))
 
 
-def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> WithAdvantages:
+def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> PPOMicrobatch:
     unused = torch.empty(0)
-    return WithAdvantages(None, unused, old_logprobs, unused, unused, unused, 1.0, old_values, advantages, returns)
+    return PPOMicrobatch(None, unused, old_logprobs, unused, unused, unused, 1.0, old_values, advantages, returns)
 
 
 def settings(**changes) -> PPOConfig:

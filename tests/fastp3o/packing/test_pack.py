@@ -6,13 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o.packing.pack import (
+    Packing,
     balanced,
-    by_prompt,
+    by_group,
     efficiency,
     first_fit_decreasing,
     group_tokens,
-    in_groups,
-    in_order,
     pack,
 )
 
@@ -65,22 +64,18 @@ def test_parts_of_unequal_counts_are_refused():
 @few
 @given(many_groups, st.integers(1, 60), st.booleans())
 def test_every_response_token_is_scored_once_from_the_token_before(groups, tokens_per_row, share_prompts):
-    prompts, responses = [prompt for prompt, _ in groups], [of_prompt for _, of_prompt in groups]
-    sequences = [(prompt, response) for prompt, of_prompt in groups for response in of_prompt]
-    group_of = [g for g, of_prompt in enumerate(responses) for _ in of_prompt]
-    rows = pack(prompts, responses, tokens_per_row=tokens_per_row, share_prompts=share_prompts)
-    assert sorted(s for row in rows for s in row.sequences) == list(range(len(sequences)))
+    prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
+    rows = pack(prompts, responses, Packing(tokens_per_row, share_prompts))
+    assert sorted(g for row in rows for g in row.groups) == list(range(len(groups)))
     for row in rows:
-        of_row = {group_of[s] for s in row.sequences}
-        assert row.tokens <= tokens_per_row or len(of_row) == 1
+        assert row.tokens <= tokens_per_row or len(row.groups) == 1
         assert row.tokens == sum(
-            group_tokens(len(prompts[g]), list(map(len, responses[g])), share_prompts=share_prompts) for g in of_row
+            group_tokens(len(prompts[g]), list(map(len, responses[g])), share_prompts=share_prompts) for g in row.groups
         )
-        assert sorted(row.sequences) == [s for s, g in enumerate(group_of) if g in of_row]  # groups stay whole
+        sequences = [(prompts[g], response) for g in row.groups for response in responses[g]]  # groups stay whole
         tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
         scored = zip(row.scored_at.split(row.scored_lengths), row.labels.split(row.scored_lengths), strict=True)
-        for s, last, (predicting, labels) in zip(row.sequences, row.ends_at.tolist(), scored, strict=True):
-            prompt, response = sequences[s]
+        for (prompt, response), last, (predicting, labels) in zip(sequences, row.ends_at.tolist(), scored, strict=True):
             assert labels.tolist() == response
             assert [tokens[t] for t in predicting.tolist()] == [prompt[-1], *response[:-1]]
             first = len(prompt) - 1
@@ -94,72 +89,73 @@ def test_every_response_token_is_scored_once_from_the_token_before(groups, token
 @few
 @given(many_groups, st.booleans())
 def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts):
-    prompts, responses = [prompt for prompt, _ in groups], [of_prompt for _, of_prompt in groups]
-    (row,) = pack(prompts, responses, tokens_per_row=1000, share_prompts=share_prompts)
+    prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
+    (row,) = pack(prompts, responses, Packing(1000, share_prompts))
     segments = row.segments
     assert segments.cu_queries.tolist() == [0, *accumulate(segments.query_lengths)]
     assert segments.cu_keys.tolist() == [0, *accumulate(segments.key_lengths)]
     assert segments.cu_queries.dtype == segments.cu_keys.dtype == torch.int32
     assert sum(segments.query_lengths) == row.tokens
-    assert (segments.shared is not None) == (share_prompts and any(len(of_prompt) > 1 for of_prompt in responses))
+    assert (segments.shared is not None) == (share_prompts and any(len(group) > 1 for group in responses))
 
-    sequences = [prompt + response for prompt, of_prompt in groups for response in of_prompt]
-    key_rows = torch.arange(row.tokens) if segments.shared is None else segments.shared.rows
-    keys = row.input_ids[0][key_rows].split(segments.key_lengths)
-    positions = row.position_ids[0][key_rows].split(segments.key_lengths)
-    queries = torch.arange(row.tokens).split(segments.query_lengths)
-    of_segments = key_rows.split(segments.key_lengths)
     # Segments are in the order of the row's responses.
-    for s, of_keys, at, asks, token in zip(row.sequences, keys, positions, queries, of_segments, strict=True):
-        assert of_keys.tolist() == sequences[s]
-        assert at.tolist() == list(range(len(sequences[s])))
-        assert token[-len(asks) :].tolist() == asks.tolist()  # aligned at the end
+    sequences = [prompts[g] + response for g in row.groups for response in responses[g]]
+    keys_of_row = torch.arange(row.tokens) if segments.shared is None else segments.shared.tokens
+    ids = row.input_ids[0][keys_of_row].split(segments.key_lengths)
+    positions = row.position_ids[0][keys_of_row].split(segments.key_lengths)
+    queries = torch.arange(row.tokens).split(segments.query_lengths)
+    keys = keys_of_row.split(segments.key_lengths)
+    for sequence, key_ids, at, query, key in zip(sequences, ids, positions, queries, keys, strict=True):
+        assert key_ids.tolist() == sequence
+        assert at.tolist() == list(range(len(sequence)))
+        assert key[-len(query) :].tolist() == query.tolist()  # aligned at the end
 
 
 @few
 @given(many_groups)
 def test_own_and_again_are_all_places_of_a_token_among_the_keys(groups):
-    prompts, responses = [prompt for prompt, _ in groups], [of_prompt for _, of_prompt in groups]
-    (row,) = pack(prompts, responses, tokens_per_row=1000)
+    prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
+    (row,) = pack(prompts, responses, Packing(1000))
     shared = row.segments.shared
     if shared is None:
         return
-    assert shared.rows[shared.own].tolist() == list(range(row.tokens))
+    assert shared.tokens[shared.own].tolist() == list(range(row.tokens))
     places = shared.own.tolist()
-    for tokens, keys in shared.again:
-        assert shared.rows[keys].tolist() == tokens.tolist()
+    for tokens, keys in shared.repeats:
+        assert shared.tokens[keys].tolist() == tokens.tolist()
         assert len(set(tokens.tolist())) == len(tokens) > 0
         places += keys.tolist()
-    assert sorted(places) == list(range(len(shared.rows)))
-    assert len(shared.again) == max(map(len, responses)) - 1
+    assert sorted(places) == list(range(len(shared.tokens)))
+    assert len(shared.repeats) == max(map(len, responses)) - 1
 
 
 def test_a_row_by_hand():
-    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], tokens_per_row=8, sequences=[10, 11, 12, 13])
+    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], Packing(8), groups=[10, 11])
     assert row.input_ids.tolist() == [[1, 2, 4, 5, 6, 3, 7, 8]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 1]]
     assert row.segments.query_lengths == (4, 1, 2, 1)
     assert row.segments.key_lengths == (4, 3, 2, 2)
-    assert row.segments.shared.rows.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 5, 7]
+    assert row.segments.shared.tokens.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 5, 7]
     assert row.scored_at.tolist() == [1, 2, 1, 5, 5]
     assert row.labels.tolist() == [4, 5, 6, 7, 8]
     assert row.scored_lengths == (2, 1, 1, 1)
     assert row.ends_at.tolist() == [3, 4, 6, 7]
-    assert row.sequences == (10, 11, 12, 13)
+    assert row.groups == (10, 11)
+    assert row.responses_per_prompt == 2
 
 
 def test_the_same_row_without_sharing():
-    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], tokens_per_row=11, share_prompts=False)
+    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], Packing(11, share_prompts=False))
     assert row.input_ids.tolist() == [[1, 2, 4, 5, 1, 2, 6, 3, 7, 3, 8]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1]]
     assert row.segments.query_lengths == row.segments.key_lengths == (4, 3, 2, 2)
     assert row.segments.shared is None
     assert row.scored_at.tolist() == [1, 2, 5, 7, 9]
-    assert row.sequences == (0, 1, 2, 3)
+    assert row.groups == (0, 1)
 
 
 def test_scored_prompts_leave_out_the_first_token():
-    (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], tokens_per_row=7, score_prompts=True)
+    (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], Packing(7), score_prompts=True)
     assert row.input_ids.tolist() == [[1, 2, 3, 5, 4, 6, 7]]
     assert row.labels.tolist() == [2, 3, 5, 6, 7]
     assert row.scored_at.tolist() == [0, 1, 2, 4, 5]
@@ -169,16 +165,23 @@ def test_scored_prompts_leave_out_the_first_token():
 
 @few
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 40))
-def test_in_order_gives_values_back_as_the_responses_were_given(lengths, tokens_per_row):
+def test_by_group_gives_values_back_as_the_responses_were_given(lengths, tokens_per_row):
     responses = [[[s] * length, [s]] for s, length in enumerate(lengths)]
-    rows = pack([[9]] * len(lengths), responses, tokens_per_row=tokens_per_row)
-    values = [row.input_ids[0][row.ends_at] * 2 + torch.tensor(row.sequences) % 2 for row in rows]
-    assert in_order(rows, values).tolist() == list(range(2 * len(lengths)))
+    rows = pack([[9]] * len(lengths), responses, Packing(tokens_per_row))
+    values = [row.input_ids[0][row.ends_at] * 2 + torch.arange(2).repeat(len(row.groups)) for row in rows]
+    assert by_group(rows, values).tolist() == [[2 * s, 2 * s + 1] for s in range(len(lengths))]
+
+
+def test_groups_of_different_sizes_have_no_common_shape():
+    rows = pack([[1], [2]], [[[3]], [[4], [5]]], Packing(10))
+    assert rows[0].responses_per_prompt is None
+    with pytest.raises(ValueError, match="no common shape"):
+        by_group(rows, [torch.zeros(3)])
 
 
 def test_a_group_that_is_too_long_has_a_row_of_its_own():
-    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], tokens_per_row=5)
-    assert [row.sequences for row in rows] == [(1,), (0, 2)]
+    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], Packing(5))
+    assert [row.groups for row in rows] == [(1,), (0, 2)]
     assert [row.tokens for row in rows] == [10, 4]
     assert efficiency(rows, 5) == 14 / 15
     assert efficiency(rows[1:], 5) == 4 / 5
@@ -194,27 +197,21 @@ def test_a_group_that_is_too_long_has_a_row_of_its_own():
 )
 def test_an_empty_prompt_or_response_is_refused(prompts, responses, message):
     with pytest.raises(ValueError, match=message):
-        pack(prompts, responses, tokens_per_row=10)
+        pack(prompts, responses, Packing(10))
 
 
 def test_lists_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="zip"):
-        pack([[1], [2]], [[[3]]], tokens_per_row=10)
+        pack([[1], [2]], [[[3]]], Packing(10))
     with pytest.raises(ValueError, match="group 0 has 2 responses; a scored prompt has one"):
-        pack([[1]], [[[2], [3]]], tokens_per_row=10, score_prompts=True)
-
-
-def test_groups_are_found_in_flat_lists():
-    prompts, responses = [[1], [1], [1], [2], [1]], [[3], [4], [5], [6], [7]]
-    assert by_prompt(prompts, responses) == ([[1], [2], [1]], [[[3], [4], [5]], [[6]], [[7]]])
-    assert in_groups(prompts[:4], responses[:4], 2) == ([[1], [1]], [[[3], [4]], [[5], [6]]])
+        pack([[1]], [[[2], [3]]], Packing(10), score_prompts=True)
 
 
 def test_every_tensor_of_a_row_moves_to_a_device():
-    (row,) = pack([[1]], [[[2], [3], [4]]], tokens_per_row=10)
+    (row,) = pack([[1]], [[[2], [3], [4]]], Packing(10))
     there = row.to(torch.device("meta"))
-    again = there.segments.shared.again
+    repeats = there.segments.shared.repeats
     tensors = [there.input_ids, there.labels, there.cu_seqlens, there.segments.cu_keys, there.segments.shared.own]
-    assert all(tensor.is_meta for tensor in [*tensors, *again[0], *again[1]])
-    assert there.sequences == row.sequences
+    assert all(tensor.is_meta for tensor in [*tensors, *repeats[0], *repeats[1]])
+    assert there.groups == row.groups
     assert there.cu_seqlens_on_host.tolist() == [0, 1, 2, 3]

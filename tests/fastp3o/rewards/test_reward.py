@@ -2,36 +2,44 @@ import pytest
 import torch
 
 from fastp3o.models.loading import load_reward_model
-from fastp3o.rewards.reward import ModelReward, load_reward, rewards_of
-from fastp3o.rollouts.transformers_sampler import Rollouts
+from fastp3o.packing.pack import Packing
+from fastp3o.rewards.reward import load_reward, penalize_missing_eos
+from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rollouts.rollouts import Rollouts
 
-CPU = torch.device("cpu")
+SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
 
 
 @pytest.fixture
 def rollouts(tokenizer) -> Rollouts:
-    prompts, responses = ["Say a:", "Say a:", "Say b:"], [" aei", " xyz", " o"]
-    ends = [[tokenizer.eos_token_id], [], [tokenizer.eos_token_id]]
+    prompts, responses = ["Say a:", "Say b:"], [[" aei", " xyz"], [" o", " u"]]
+    finished = [[True, False], [True, True]]
     return Rollouts(
-        prompt_ids=[tokenizer(prompt).input_ids for prompt in prompts],
-        response_ids=[tokenizer(text).input_ids + end for text, end in zip(responses, ends, strict=True)],
         prompts=prompts,
+        prompt_ids=[tokenizer(prompt).input_ids for prompt in prompts],
         responses=responses,
-        finished=[True, False, True],
+        response_ids=[
+            [
+                tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished
+                for text, finished in zip(*group, strict=True)
+            ]
+            for group in zip(responses, finished, strict=True)
+        ],
+        finished=finished,
     )
 
 
 def load(name, tokenizer):
-    return load_reward(name, tokenizer, device=CPU, dtype=torch.float32)
+    return load_reward(name, tokenizer, dtype=torch.float32, **SETTINGS)
 
 
 def test_a_function_sees_texts_and_a_missing_end_costs_the_penalty(workplace, tokenizer, rollouts):
-    values = rewards_of(load("rewards_for_tests:vowels", tokenizer), rollouts, missing_eos_penalty=0.5)
-    assert values.tolist() == [0.75, -0.5, 0.25]
+    rewards = load("rewards_for_tests:vowels", tokenizer)(rollouts)
+    assert penalize_missing_eos(rewards, rollouts, 0.5).tolist() == [[0.75, -0.5], [0.25, 0.25]]
 
 
 def test_a_function_must_reward_every_response(workplace, tokenizer, rollouts):
-    with pytest.raises(ValueError, match="one_too_few returned 2 rewards for 3 responses"):
+    with pytest.raises(ValueError, match="one_too_few returned 3 rewards for 4 responses"):
         load("rewards_for_tests:one_too_few", tokenizer)(rollouts)
 
 
@@ -44,8 +52,9 @@ def test_a_function_that_is_not_there_is_named(workplace, tokenizer, name):
 def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, rollouts):
     model = load_reward_model(tiny_model)
     torch.nn.init.normal_(model.model.score.weight)
-    same = ModelReward(model, tokenizer, tokenizer)
-    other = ModelReward(model, tokenizer, tokenizer)
+    same = ModelReward(model, tokenizer, tokenizer, **SETTINGS)
+    other = ModelReward(model, tokenizer, tokenizer, **SETTINGS)
     other.shares_vocabulary = False
     assert other.translate(rollouts) == (rollouts.prompt_ids, rollouts.response_ids)
-    assert same(rollouts) == other(rollouts)
+    assert same(rollouts).shape == (2, 2)
+    assert torch.equal(same(rollouts), other(rollouts))

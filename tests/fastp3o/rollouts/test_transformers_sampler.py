@@ -3,30 +3,26 @@ from transformers import GenerationConfig
 
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import scored_logprobs
-from fastp3o.packing.pack import pack
-from fastp3o.rollouts.transformers_sampler import cut_after_end, sample
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.transformers_sampler import TransformersSampler, cut_after_end
 
 
 def draw(policy, tokenizer, seed=0, batch_size=4, prompts=("a", "longer prompt", "b", "cc")):
-    return sample(
-        policy,
-        tokenizer,
-        list(prompts),
-        tokenizer(list(prompts)).input_ids,
-        responses_per_prompt=2,
-        max_response_tokens=12,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    sampler = TransformersSampler(policy, tokenizer, max_response_tokens=12, batch_size=batch_size)
+    return sampler(list(prompts), tokenizer(list(prompts)).input_ids, responses_per_prompt=2, seed=seed)
 
 
-def test_two_adjacent_responses_to_each_prompt(tiny_model, tokenizer):
+def test_two_responses_to_each_prompt(tiny_model, tokenizer):
     rollouts = draw(load_policy(tiny_model), tokenizer, batch_size=3)
-    assert rollouts.prompts == ["a", "a", "longer prompt", "longer prompt", "b", "b", "cc", "cc"]
-    assert len(rollouts) == 8
-    assert all(1 <= len(ids) <= 12 for ids in rollouts.response_ids)
-    assert rollouts.finished == [ids[-1] == tokenizer.eos_token_id for ids in rollouts.response_ids]
-    assert all(tokenizer.eos_token_id not in ids[:-1] for ids in rollouts.response_ids)
+    assert rollouts.prompts == ["a", "longer prompt", "b", "cc"]
+    assert (len(rollouts), rollouts.responses_per_prompt) == (4, 2)
+    prompts, responses = rollouts.texts()
+    assert prompts == ["a", "a", "longer prompt", "longer prompt", "b", "b", "cc", "cc"]
+    assert responses == [response for group in rollouts.responses for response in group]
+    assert all(1 <= length <= 12 for group in rollouts.response_lengths for length in group)
+    for group, finished in zip(rollouts.response_ids, rollouts.finished, strict=True):
+        assert finished == [ids[-1] == tokenizer.eos_token_id for ids in group]
+        assert all(tokenizer.eos_token_id not in ids[:-1] for ids in group)
 
 
 def test_equal_seeds_give_equal_responses(tiny_model, tokenizer):
@@ -53,12 +49,11 @@ def test_samples_follow_the_policys_distribution(tiny_model, tokenizer):
         for parameter in policy.parameters():
             parameter.mul_(3.0)
     prompt = tokenizer("x").input_ids
-    rollouts = sample(
-        policy, tokenizer, ["x"], [prompt], responses_per_prompt=3000, max_response_tokens=1, batch_size=1, seed=0
-    )
-    first = torch.tensor([ids[0] for ids in rollouts.response_ids])
+    sampler = TransformersSampler(policy, tokenizer, max_response_tokens=1, batch_size=1)
+    rollouts = sampler(["x"], [prompt], responses_per_prompt=3000, seed=0)
+    first = torch.tensor([ids[0] for ids in rollouts.response_ids[0]])
     top = first.bincount().argmax().item()
-    (row,) = pack([prompt], [[[top]]], tokens_per_row=64)
+    (row,) = pack([prompt], [[[top]]], Packing(64))
     p = scored_logprobs(policy, row).exp().item()
     assert abs((first == top).float().mean().item() - p) < 5 * (p * (1 - p) / 3000) ** 0.5
 

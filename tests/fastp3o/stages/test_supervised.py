@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fastp3o.config import RewardModelConfig, SFTConfig
-from fastp3o.stages import reward_model as reward_modeling
-from fastp3o.stages import sft
+from fastp3o.stages import reward_model, sft
+from fastp3o.stages.reward_model import RewardModelConfig
+from fastp3o.stages.sft import SFTConfig
 
 COMMON = {
     "max_response_tokens": 16,
@@ -47,7 +47,7 @@ def test_learning_prompts_too_scores_their_tokens(workplace, tiny_model):
 
 
 def test_a_reward_model_learns_the_preferences_and_reports_accuracy(workplace, tiny_model):
-    reward_modeling.train(reward_config(tiny_model, "run", epochs=10))
+    reward_model.train(reward_config(tiny_model, "run", epochs=10))
     before, after = lines("run", "eval.jsonl")
     # All scores are zero at first, and a tie counts a half.
     assert before["accuracy"] == 0.5
@@ -89,6 +89,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, monkeypat
 
 def test_the_bradley_terry_loss_is_that_of_the_margin():
     chosen, rejected = torch.randn(2, 7, dtype=torch.float64)
-    sums = reward_modeling.bradley_terry(chosen, rejected)
+    sums = reward_model.bradley_terry(chosen, rejected)
     torch.testing.assert_close(sums["loss"], torch.log1p(torch.exp(rejected - chosen)).sum())
     assert sums["accuracy"] == (chosen > rejected).sum()

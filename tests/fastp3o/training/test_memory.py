@@ -7,16 +7,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o.config import P3OConfig, TrainableConfig
+from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.objectives.p3o import pairs_loss
-from fastp3o.packing.pack import pack
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.p3o import P3O, P3OConfig
+from fastp3o.packing.pack import Packing, pack
 from fastp3o.precision import precision_of
 from fastp3o.training.memory import Lengths, Model, frozen_memory, update_memory
-from fastp3o.training.minibatches import Pairs
 
-OBJECTIVE = P3OConfig(model="", output_dir="", prompts="", reward="")
+OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision the CPU widens the
 # head's operands, which no GPU does: there only small vocabularies tell something.
 DEEP = (128, 384, 2, 4, 512), (8, 60, 20)
@@ -24,7 +24,7 @@ WIDE = (256, 1024, 2, 2, 1024), (4, 128, 32)
 LARGE_HEAD = (128, 344, 4, 4, 4096), (8, 40, 40)
 
 
-def model_of(hidden, intermediate, key_heads, layers, vocabulary, precision):
+def random_model(hidden, intermediate, key_heads, layers, vocabulary, precision):
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -40,12 +40,11 @@ def model_of(hidden, intermediate, key_heads, layers, vocabulary, precision):
     return model
 
 
-def row_of(pairs, prompt, response, share_prompts):
+def random_row(pairs, prompt, response, share_prompts):
     (row,) = pack(
         [[5] * prompt] * pairs,
         [[[6] * response, [7] * response]] * pairs,
-        tokens_per_row=10**6,
-        share_prompts=share_prompts,
+        Packing(10**6, share_prompts),
     )
     return row
 
@@ -68,19 +67,19 @@ def row_of(pairs, prompt, response, share_prompts):
 def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     precision, sizes, share_prompts, trained_layers, checkpointing
 ):
-    of_model, of_row = sizes
+    model_sizes, (P, prompt, response) = sizes
     precision = precision_of(precision, "fp32")
-    model, row = model_of(*of_model, precision), row_of(*of_row, share_prompts)
+    model, row = random_model(*model_sizes, precision), random_row(P, prompt, response, share_prompts)
     choose_trainable(model, TrainableConfig(trainable_layers=trained_layers))
     if checkpointing:
         model.recompute_activations()
-    P = of_row[0]
-    old = torch.full((P, 2), -of_row[2] * torch.tensor(float(of_model[4])).log())
-    pairs = Pairs(row, torch.randn(P, 2), old, old, old, old, 1.0)
+    vocabulary = model_sizes[-1]
+    old = torch.full((P, 2), -response * torch.tensor(float(vocabulary)).log())
+    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old, 1.0)
 
     def update():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast is not None):
-            loss, _ = pairs_loss(model, pairs, OBJECTIVE)
+            loss, _ = OBJECTIVE.loss(model, microbatch)
         loss.backward()
 
     update()
@@ -88,42 +87,42 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     with PeakMemory() as measured:
         update()
     parameters = model.model.num_parameters()
-    sizes = Model.of(
+    sizes = Model.from_config(
         model.model.config,
         parameters,
         sum(parameter.numel() for parameter in trained),
         trained_layers=trained_layers,
         head_trains=not trained_layers,
     )
-    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels), len(row.sequences))
+    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
-    of_pass = (
+    predicted_pass = (
         predicted.peak
         - parameters * precision.weights.itemsize
         - predicted.masters
         - predicted.gradients
         - predicted.optimizer
     )
-    assert of_pass == pytest.approx(measured.peak, rel=0.1)
+    assert predicted_pass == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
     precision = precision_of("fp32", "fp32")
-    model, row = model_of(*LARGE_HEAD[0], precision), row_of(*LARGE_HEAD[1], True)
+    model, row = random_model(*LARGE_HEAD[0], precision), random_row(*LARGE_HEAD[1], True)
     with torch.no_grad(), PeakMemory() as measured:
         scored_logprobs(model, row)
-    sizes = Model.of(model.model.config, model.model.num_parameters(), 0)
-    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels), len(row.sequences))
+    sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
+    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = frozen_memory(sizes, lengths, precision)
     assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_lengths_of_a_full_row():
-    shared = Lengths.of_groups(1000, prompt=100, response=50)
-    assert shared == Lengths(tokens=1000, keys=1500, scored=500, responses=10)
-    plain = Lengths.of_groups(1000, prompt=100, response=50, share_prompts=False)
-    assert plain == Lengths(tokens=900, keys=900, scored=300, responses=6)
-    assert Lengths.of_groups(10, prompt=100, response=50).tokens == 200
+    shared = Lengths.of_full_row(Packing(1000), prompt=100, response=50)
+    assert shared == Lengths(tokens=1000, keys=1500, scored=500)
+    plain = Lengths.of_full_row(Packing(1000, share_prompts=False), prompt=100, response=50)
+    assert plain == Lengths(tokens=900, keys=900, scored=300)
+    assert Lengths.of_full_row(Packing(10), prompt=100, response=50).tokens == 200
 
 
 LLAMAS = {
@@ -170,7 +169,7 @@ def test_readmes_table_is_what_the_formula_gives():
         with torch.device("meta"):
             model = PackedModel(LlamaForCausalLM(copy.deepcopy(LLAMAS[size])))
             choose_trainable(model, trainable)
-        sizes = Model.of(
+        sizes = Model.from_config(
             model.model.config,
             model.model.num_parameters(),
             sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -179,7 +178,7 @@ def test_readmes_table_is_what_the_formula_gives():
         )
         cells = []
         for tokens, prompt, response in ((1, 350, 40), (1, 1024, 256), (8192, 350, 40)):
-            lengths = Lengths.of_groups(tokens, prompt=prompt, response=response)
+            lengths = Lengths.of_full_row(Packing(tokens), prompt=prompt, response=response)
             reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, precision).weights
             update = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
             cells.append(f"{(update.peak + reference) / 1e9:.1f}")

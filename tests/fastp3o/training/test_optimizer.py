@@ -9,7 +9,7 @@ from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.trainable import freeze_below
 from fastp3o.precision import precision_of
 from fastp3o.training.finite import NotFiniteError
-from fastp3o.training.optimizer import HalfWeights, Optimization
+from fastp3o.training.optimizer import HalfWeights, Optimizer
 from tests.fastp3o.models.model_families import PAIRS
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -29,20 +29,20 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def optimization_of(model: nn.Module, dtype: torch.dtype, **settings) -> Optimization:
+def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
     config = StageConfig(
         model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
     )
-    return Optimization(Accelerator(cpu=True), model, precision_of(NAMES[dtype], "fp32"), config, steps=100)
+    return Optimizer(Accelerator(cpu=True), model, precision_of(NAMES[dtype], "fp32"), config, steps=100)
 
 
-def backward(optimization: Optimization, *gradients: list[float]) -> Tensor:
+def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
     """Of some microbatches; returns the sum of their losses."""
     total = torch.zeros(())
     for number, gradient in enumerate(gradients, 1):
-        with optimization.row(last=number == len(gradients)):
-            loss = optimization.model(torch.tensor(gradient))
-            optimization.backward(loss)
+        with optimizer.accumulating(last=number == len(gradients)):
+            loss = optimizer.model(torch.tensor(gradient))
+            optimizer.backward(loss)
         total += loss.detach()
     return total
 
@@ -82,12 +82,12 @@ def test_masters_are_of_the_weights_before_rounding():
 @HALVES
 def test_masters_move_and_the_weights_are_their_rounding(dtype):
     model = Weights([1.0, -3.0])
-    optimization = optimization_of(model, dtype, learning_rate=1e-5)
-    (master,) = optimization.weights.parameters
+    optimizer = optimizer_for(model, dtype, learning_rate=1e-5)
+    (master,) = optimizer.weights.parameters
     seen, moved = [], []
     for _ in range(50):
         before = master.detach().clone()
-        optimization.step(backward(optimization, [0.5, -0.5]))
+        optimizer.step(backward(optimizer, [0.5, -0.5]))
         moved.append(bool((master != before).all()))
         assert torch.equal(model.weight, master.to(dtype))
         assert master.grad is None
@@ -104,12 +104,12 @@ def test_masters_move_and_the_weights_are_their_rounding(dtype):
 def test_half_precision_steps_as_fp32_does_from_the_same_gradients(dtype):
     settings = {"weight_decay": 0.1, "max_grad_norm": 0.25, "lr_schedule": "linear", "warmup_steps": 2}
     half, full = Weights([1.0, -3.0]), Weights([1.0, -3.0])
-    optimizations = optimization_of(half, dtype, **settings), optimization_of(full, torch.float32, **settings)
+    optimizers = optimizer_for(half, dtype, **settings), optimizer_for(full, torch.float32, **settings)
     for step in range(5):
-        metrics = [o.step(backward(o, [0.5, step / 8], [0.25, -0.5])) for o in optimizations]
-        assert optimizations[0].learning_rate == optimizations[1].learning_rate
+        metrics = [o.step(backward(o, [0.5, step / 8], [0.25, -0.5])) for o in optimizers]
+        assert optimizers[0].learning_rate == optimizers[1].learning_rate
         torch.testing.assert_close(metrics[0]["grad_norm"], metrics[1]["grad_norm"])
-    (master,) = optimizations[0].weights.parameters
+    (master,) = optimizers[0].weights.parameters
     torch.testing.assert_close(master, full.weight)
     assert metrics[1].keys() == {"grad_norm"}
 
@@ -121,8 +121,8 @@ def test_a_part_without_gradient_stands_still():
             self.unused = nn.Parameter(torch.tensor([5.0]))
 
     model = Two()
-    optimization = optimization_of(model, torch.bfloat16, learning_rate=0.1)
-    optimization.step(backward(optimization, [1.0]))
+    optimizer = optimizer_for(model, torch.bfloat16, learning_rate=0.1)
+    optimizer.step(backward(optimizer, [1.0]))
     assert model.unused.item() == 5
     assert model.weight.item() < 1
 
@@ -140,36 +140,36 @@ def test_masters_survive_a_round_trip():
 
 @HALVES
 def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype):
-    def run(optimization, steps):
+    def run(optimizer, steps):
         for step in steps:
-            optimization.step(backward(optimization, [1.0, 0.1 * step]))
-        return [optimization.weights.parameters[0].tolist(), optimization.model.weight.tolist()]
+            optimizer.step(backward(optimizer, [1.0, 0.1 * step]))
+        return [optimizer.weights.parameters[0].tolist(), optimizer.model.weight.tolist()]
 
     settings = {"lr_schedule": "cosine", "warmup_steps": 1}
-    optimization = optimization_of(Weights([1.0, 2.0]), dtype, **settings)
-    run(optimization, range(3))
-    optimization.accelerator.save_state(str(tmp_path))
-    expected = run(optimization, range(3, 6))
-    resumed = optimization_of(Weights([9.0, 9.0]), dtype, **settings)
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype, **settings)
+    run(optimizer, range(3))
+    optimizer.accelerator.save_state(str(tmp_path))
+    expected = run(optimizer, range(3, 6))
+    resumed = optimizer_for(Weights([9.0, 9.0]), dtype, **settings)
     resumed.accelerator.load_state(str(tmp_path))
     assert run(resumed, range(3, 6)) == expected
-    assert resumed.learning_rate == optimization.learning_rate
-    assert resumed.scaler.get_scale() == optimization.scaler.get_scale()
+    assert resumed.learning_rate == optimizer.learning_rate
+    assert resumed.scaler.get_scale() == optimizer.scaler.get_scale()
 
 
 def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
     model = Weights([1.0, 2.0])
-    optimization = optimization_of(model, torch.float16)
-    (master,) = optimization.weights.parameters
+    optimizer = optimizer_for(model, torch.float16)
+    (master,) = optimizer.weights.parameters
     scales = []
     while True:
-        metrics = optimization.step(backward(optimization, [48.0, 0.0], [0.0, 1.0]))
+        metrics = optimizer.step(backward(optimizer, [48.0, 0.0], [0.0, 1.0]))
         scales.append(metrics["loss_scale"].item())
         assert master.grad is None
         if metrics["grad_norm"] > 0:
             break
         assert master.tolist() == [1.0, 2.0]
-        assert not optimization.optimizer.state[master].get("step", torch.zeros(())).any()
+        assert not optimizer.optimizer.state[master].get("step", torch.zeros(())).any()
     # 48 times 2^12 and 2^11 are above 65504.
     assert scales == [2**11, 2**10, 2**10]
     torch.testing.assert_close(metrics["grad_norm"], torch.tensor(48.0**2 + 1).sqrt())
@@ -178,45 +178,45 @@ def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
 
 def test_an_fp16_gradient_that_is_never_finite_stops():
     model = Weights([1.0, 2.0])
-    optimization = optimization_of(model, torch.float16)
+    optimizer = optimizer_for(model, torch.float16)
 
     def step():
         # Its loss is finite.
-        backward(optimization, [float("inf"), 0.0])
-        return optimization.step(torch.zeros(()))
+        backward(optimizer, [float("inf"), 0.0])
+        return optimizer.step(torch.zeros(()))
 
     for _ in range(12):
         assert step()["grad_norm"] == 0
     with pytest.raises(NotFiniteError, match="the gradient is NaN or infinite at any scale"):
         step()
-    assert optimization.weights.parameters[0].tolist() == [1.0, 2.0]
+    assert optimizer.weights.parameters[0].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", NAMES)
 def test_a_loss_that_is_not_finite_moves_nothing(dtype):
     model = Weights([1.0, 2.0])
-    optimization = optimization_of(model, dtype)
-    loss = backward(optimization, [1.0, 1.0]) * float("nan")
+    optimizer = optimizer_for(model, dtype)
+    loss = backward(optimizer, [1.0, 1.0]) * float("nan")
     with pytest.raises(NotFiniteError, match="the loss"):
-        optimization.step(loss)
-    assert [p.tolist() for p in optimization.weights.parameters] == [[1.0, 2.0]]
+        optimizer.step(loss)
+    assert [p.tolist() for p in optimizer.weights.parameters] == [[1.0, 2.0]]
     assert model.weight.tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_a_scale_an_infinite_gradient_stops_at_once(dtype):
     model = Weights([1.0, 2.0])
-    optimization = optimization_of(model, dtype)
-    backward(optimization, [float("inf"), 1.0])
+    optimizer = optimizer_for(model, dtype)
+    backward(optimizer, [float("inf"), 1.0])
     with pytest.raises(NotFiniteError, match="the loss or the gradient"):
-        optimization.step(torch.zeros(()))
+        optimizer.step(torch.zeros(()))
     assert model.weight.tolist() == [1.0, 2.0]
 
 
 def test_gradients_are_scaled_down_to_a_norm():
     model = Weights([1.0, 1.0])
-    optimization = optimization_of(model, torch.float32, max_grad_norm=1.0, adam_eps=1.0, learning_rate=1.0)
-    metrics = optimization.step(backward(optimization, [3.0, 4.0]))
+    optimizer = optimizer_for(model, torch.float32, max_grad_norm=1.0, adam_eps=1.0, learning_rate=1.0)
+    metrics = optimizer.step(backward(optimizer, [3.0, 4.0]))
     assert metrics["grad_norm"] == 5
     # AdamW's first step is g / (|g| + eps).
     torch.testing.assert_close(model.weight.detach(), torch.tensor([1 - 0.6 / 1.6, 1 - 0.8 / 1.8]))
@@ -224,9 +224,9 @@ def test_gradients_are_scaled_down_to_a_norm():
 
 def test_fp32_weights_are_their_own_masters():
     model = Weights([1.0, 2.0])
-    optimization = optimization_of(model, torch.float32)
-    assert [id(p) for p in optimization.weights.parameters] == [id(model.weight)]
-    assert not optimization.scaler.is_enabled()
+    optimizer = optimizer_for(model, torch.float32)
+    assert [id(p) for p in optimizer.weights.parameters] == [id(model.weight)]
+    assert not optimizer.scaler.is_enabled()
 
 
 @HALVES
@@ -234,13 +234,13 @@ def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype
     policy, plain = load_policy(tiny_model), load_policy(tiny_model)
     for parameter in plain.parameters():
         parameter.data = parameter.data.to(dtype)
-    optimization = optimization_of(policy, dtype)
+    optimizer = optimizer_for(policy, dtype)
     row = PAIRS.row()
     scored_logprobs(policy, row).sum().backward()
     scored_logprobs(plain, row).sum().backward()
     named = list(plain.named_parameters())
-    assert len(named) == len(optimization.weights.parameters)
-    for (name, parameter), master in zip(named, optimization.weights.parameters, strict=True):
+    assert len(named) == len(optimizer.weights.parameters)
+    for (name, parameter), master in zip(named, optimizer.weights.parameters, strict=True):
         assert torch.equal(master.grad, parameter.grad.float()), name
     assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
 
@@ -248,15 +248,15 @@ def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype
 def test_frozen_layers_take_no_memory_for_masters(tiny_model):
     policy = load_policy(tiny_model)
     freeze_below(policy, 1)
-    optimization = optimization_of(policy, torch.bfloat16)
+    optimizer = optimizer_for(policy, torch.bfloat16)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     assert 0 < len(trained) < len(list(policy.parameters()))
-    assert [p.shape for p in optimization.weights.parameters] == [p.shape for p in trained]
+    assert [p.shape for p in optimizer.weights.parameters] == [p.shape for p in trained]
     before = [parameter.clone() for parameter in policy.parameters()]
-    with optimization.row(last=True):
-        loss = scored_logprobs(optimization.model, PAIRS.row()).mean()
-        optimization.backward(loss)
-    optimization.step(loss.detach())
+    with optimizer.accumulating(last=True):
+        loss = scored_logprobs(optimizer.model, PAIRS.row()).mean()
+        optimizer.backward(loss)
+    optimizer.step(loss.detach())
     for parameter, old in zip(policy.parameters(), before, strict=True):
         assert parameter.dtype == torch.bfloat16
         assert parameter.requires_grad or torch.equal(parameter, old)
@@ -270,27 +270,27 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
     precision = precision_of(NAMES[dtype], "fp32")
     rates = {"critic": 2**-1}
-    optimization = Optimization(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
-    with optimization.row(last=True):
+    optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
+    with optimizer.accumulating(last=True):
         loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
-        optimization.backward(loss)
-    metrics = optimization.step(loss.detach())
+        optimizer.backward(loss)
+    metrics = optimizer.step(loss.detach())
     assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), "of the model, and not shrunk by the critic's"
     # Adam's first step is the learning rate.
     assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
     assert model.critic.weight.item() == pytest.approx(-(2**-1))
-    assert optimization.learning_rate == 2**-3
+    assert optimizer.learning_rate == 2**-3
 
 
 def test_a_submodule_that_explodes_stops_the_step():
     model = Weights([1.0])
     model.critic = nn.Linear(1, 1, bias=False)
     config = StageConfig(model="", output_dir="")
-    optimization = Optimization(
+    optimizer = Optimizer(
         Accelerator(cpu=True), model, precision_of("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
     )
-    with optimization.row(last=True):
-        optimization.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
+    with optimizer.accumulating(last=True):
+        optimizer.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
     with pytest.raises(NotFiniteError):
-        optimization.step(torch.zeros(()))
+        optimizer.step(torch.zeros(()))
     assert model.weight.item() == 1

@@ -1,15 +1,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.training.order import rows_of_step, seed_of
+from fastp3o.training.order import examples_of_step, seed_of
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
-def test_every_pass_takes_every_row_once(batch_size, total, seed):
+def test_every_pass_takes_every_example_once(batch_size, total, seed):
     steps = -(-2 * total // batch_size)
-    rows = [row for step in range(steps) for row in rows_of_step(step, batch_size=batch_size, total=total, seed=seed)]
-    assert len(rows) == steps * batch_size
-    assert sorted(rows[:total]) == sorted(rows[total : 2 * total]) == list(range(total))
+    order = {"batch_size": batch_size, "total": total, "seed": seed}
+    examples = [example for step in range(steps) for example in examples_of_step(step, **order)]
+    assert len(examples) == steps * batch_size
+    assert sorted(examples[:total]) == sorted(examples[total : 2 * total]) == list(range(total))
 
 
 def test_seeds_differ_by_every_part():

@@ -19,7 +19,7 @@ from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward
 from fastp3o.evaluation.win_rates.rates import verdicts_of_rewards, win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict
-from fastp3o.rollouts.transformers_sampler import Rollouts
+from fastp3o.rollouts.rollouts import Rollouts
 
 SCRIPT = Path(__file__).parents[4] / "scripts" / "win_rate.py"
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
@@ -36,13 +36,13 @@ def test_ties_count_half_and_missing_verdicts_nowhere():
 
 
 def test_several_samples_of_a_prompt_count_alike_and_are_one_prompt():
-    rate = win_rate([FIRST, NONE, TIE, SECOND, NONE, NONE], samples_per_prompt=2)
+    rate = win_rate([FIRST, NONE, TIE, SECOND, NONE, NONE], responses_per_prompt=2)
     assert (rate.win_rate, rate.missing, rate.prompts) == (0.5, 3, 2)
 
 
 def test_responses_to_one_prompt_stay_together():
     of_prompts = [FIRST] * 20 + [SECOND] * 20
-    alone, together = win_rate(of_prompts), win_rate([v for v in of_prompts for _ in range(9)], samples_per_prompt=9)
+    alone, together = win_rate(of_prompts), win_rate([v for v in of_prompts for _ in range(9)], responses_per_prompt=9)
     assert (alone.low, alone.high) == (together.low, together.high)
 
 
@@ -62,7 +62,7 @@ def test_only_one_opinion_leaves_an_interval_of_no_width():
 )
 def test_nothing_to_count_is_an_error(verdicts, samples, message):
     with pytest.raises(ValueError, match=message):
-        win_rate(verdicts, samples_per_prompt=samples)
+        win_rate(verdicts, responses_per_prompt=samples)
 
 
 @settings(max_examples=6, deadline=None)
@@ -86,8 +86,8 @@ def test_a_reward_that_is_not_finite_is_named(broken):
 
 def test_rounding_does_not_part_equal_responses():
     def responses(finished: list[bool], rewards: list[float]) -> Responses:
-        texts = ["a", "b", "c"]
-        return Responses(Rollouts([[1]] * 3, [[2]] * 3, ["p"] * 3, texts, finished), rewards)
+        rollouts = Rollouts(["p"], [[1]], [["a", "b", "c"]], [[[2]] * 3], [finished])
+        return Responses(rollouts, torch.tensor([rewards]))
 
     first, second = (
         responses([True, True, True], [1.0, 1.0, 1.0]),
@@ -182,7 +182,14 @@ def play(script, workplace, monkeypatch):
 
 
 def test_a_checkpoint_against_itself_is_all_ties(play, tiny_model, capsys):
-    flags = ["--reward", "rewards_for_tests:vowels", "--judge", "judges_of_win_rates:longer", "--eval_samples", "2"]
+    flags = [
+        "--reward",
+        "rewards_for_tests:vowels",
+        "--judge",
+        "judges_of_win_rates:longer",
+        "--responses_per_prompt",
+        "2",
+    ]
     result = play(tiny_model, tiny_model, *flags)
     even = {"win_rate": 0.5, "low": 0.5, "high": 0.5, "wins": 0, "ties": 16, "losses": 0, "missing": 0, "prompts": 8}
     assert result["win_rates"] == {"reward": even, "judge": even}
@@ -197,7 +204,7 @@ def test_a_reward_model_plays_too(play, tiny_model):
 
 
 def test_exchanged_checkpoints_exchange_wins(play, tiny_model, other_model):
-    flags = ["--reward", "rewards_for_tests:vowels", "--eval_samples", "4", "--seed", "3"]
+    flags = ["--reward", "rewards_for_tests:vowels", "--responses_per_prompt", "4", "--seed", "3"]
     forth, back = play(tiny_model, other_model, *flags), play(other_model, tiny_model, *flags)
     one, other = forth["win_rates"]["reward"], back["win_rates"]["reward"]
     assert one["wins"] + one["losses"] > 0
@@ -246,7 +253,7 @@ def test_different_texts_of_a_prompt_are_refused(play, tiny_model):
         (["--judge_url", "http://a"], "go together"),
         (["--judge_model", "m", "--reward", "r"], "go together"),
         (["--reward", "r", "--verdicts", "v.jsonl"], "--verdicts keeps"),
-        (["--reward", "r", "--eval_samples", "0"], "--eval_samples must be at least 1, got 0"),
+        (["--reward", "r", "--responses_per_prompt", "0"], "--responses_per_prompt must be at least 1, got 0"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(capsys, flags, message):

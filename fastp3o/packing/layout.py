@@ -1,0 +1,128 @@
+"""One packed row from its groups. With shared prompts a group lies in it as
+
+    [x, y1, y2]         queries x+y1 see the keys x+y1, queries y2 the keys x+y2
+
+and without as [x, y1], [x, y2]. An index gathers the keys of a row, so that each segment of queries has its keys in one
+piece. Positions of every response begin at len(x), and its first token is predicted by the last token of x.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fastp3o.packing.packed_row import PackedRow, Segments, SharedKeys, offsets
+
+Ids = list[int]
+NO_TOKENS = range(0)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens that attend as one sequence: `context`, tokens of the row before `start`, then their own."""
+
+    ids: Ids
+    first_position: int
+    scored_from: int  # the first of `ids` that is scored
+    context: range  # tokens of the row, the shared prompt
+    predicted_by: int | None  # the token of the row that predicts the first of `ids`, where that is scored
+
+
+# A prompt, its responses, the token of the row where the group starts, whether prompts are scored -> segments.
+Layout = Callable[[Ids, Sequence[Ids], int, bool], Iterator[Segment]]
+
+
+def shared_layout(prompt: Ids, responses: Sequence[Ids], start: int, score_prompt: bool) -> Iterator[Segment]:
+    """The prompt once, before the first response; further responses see it where it lies."""
+    yield prompt_and_response(prompt, responses[0], score_prompt)
+    last_of_prompt = start + len(prompt) - 1
+    for response in responses[1:]:
+        yield Segment(response, len(prompt), 0, range(start, last_of_prompt + 1), last_of_prompt)
+
+
+def plain_layout(prompt: Ids, responses: Sequence[Ids], start: int, score_prompt: bool) -> Iterator[Segment]:
+    """The prompt once for each response."""
+    for response in responses:
+        yield prompt_and_response(prompt, response, score_prompt)
+
+
+def prompt_and_response(prompt: Ids, response: Ids, score_prompt: bool) -> Segment:
+    return Segment([*prompt, *response], 0, 1 if score_prompt else len(prompt), NO_TOKENS, None)
+
+
+class RowBuilder:
+    """A packed row that grows by one group at a time."""
+
+    def __init__(self, layout: Layout, *, score_prompts: bool):
+        self.layout, self.score_prompts = layout, score_prompts
+        self.groups: list[int] = []
+        self.group_sizes: set[int] = set()
+        self.input_ids: Ids = []
+        self.positions: list[int] = []
+        self.scored_at: list[int] = []
+        self.labels: Ids = []
+        self.scored_lengths: list[int] = []
+        self.ends_at: list[int] = []
+        self.query_lengths: list[int] = []
+        self.key_lengths: list[int] = []
+        self.keys: list[int] = []
+        self.own_keys: list[int] = []
+        self.repeats: list[tuple[list[int], list[int]]] = []
+
+    def add_group(self, number: int, prompt: Ids, responses: Sequence[Ids]) -> None:
+        self.groups.append(number)
+        self.group_sizes.add(len(responses))
+        for k, segment in enumerate(self.layout(prompt, responses, len(self.input_ids), self.score_prompts)):
+            start = len(self.input_ids)
+            self.input_ids += segment.ids
+            self.positions += range(segment.first_position, segment.first_position + len(segment.ids))
+            self.add_scored_tokens(segment, start)
+            self.add_keys(segment, start, repeat=k - 1)
+
+    def add_scored_tokens(self, segment: Segment, start: int) -> None:
+        first = start + segment.scored_from
+        end = start + len(segment.ids)
+        self.scored_at += [first - 1 if segment.predicted_by is None else segment.predicted_by, *range(first, end - 1)]
+        self.labels += segment.ids[segment.scored_from :]
+        self.scored_lengths.append(end - first)
+        self.ends_at.append(end - 1)
+
+    def add_keys(self, segment: Segment, start: int, *, repeat: int) -> None:
+        """`repeat` counts the segments of a group that see its prompt again."""
+        length, context = len(segment.ids), segment.context
+        self.query_lengths.append(length)
+        self.key_lengths.append(len(context) + length)
+        if context:
+            self.repeats += [([], []) for _ in range(repeat + 1 - len(self.repeats))]
+            tokens, keys = self.repeats[repeat]
+            tokens += context
+            keys += range(len(self.keys), len(self.keys) + len(context))
+            self.keys += context
+        self.own_keys += range(len(self.keys), len(self.keys) + length)
+        self.keys += range(start, start + length)
+
+    def build(self) -> PackedRow:
+        return PackedRow(
+            input_ids=torch.tensor([self.input_ids]),
+            position_ids=torch.tensor([self.positions]),
+            segments=Segments(
+                cu_queries=offsets(self.query_lengths),
+                cu_keys=offsets(self.key_lengths),
+                query_lengths=tuple(self.query_lengths),
+                key_lengths=tuple(self.key_lengths),
+                shared=self.shared_keys(),
+            ),
+            scored_at=torch.tensor(self.scored_at),
+            labels=torch.tensor(self.labels),
+            cu_seqlens=offsets(self.scored_lengths),
+            scored_lengths=tuple(self.scored_lengths),
+            ends_at=torch.tensor(self.ends_at),
+            groups=tuple(self.groups),
+            responses_per_prompt=next(iter(self.group_sizes)) if len(self.group_sizes) == 1 else None,
+        )
+
+    def shared_keys(self) -> SharedKeys | None:
+        if not self.repeats:
+            return None
+        repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)
+        return SharedKeys(torch.tensor(self.keys), torch.tensor(self.own_keys), repeats)

@@ -1,0 +1,54 @@
+"""The score of a reward model as a reward."""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.models.reference import on_device
+from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.rollouts.rollouts import Rollouts
+
+
+class ModelReward:
+    """Scores of a reward model, whose tokenizer may be another than the policy's.
+
+    device: where it computes. offload: the model is on the CPU between uses.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        packing: Packing,
+        offload: bool = False,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.device, self.packing, self.offload = device, packing, offload
+        if offload:
+            model.to("cpu")
+        self.shares_vocabulary = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+
+    @torch.no_grad()
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """[P, K] fp32, on the device."""
+        prompt_ids, response_ids = rollouts.prompt_ids, rollouts.response_ids
+        if not self.shares_vocabulary:
+            prompt_ids, response_ids = self.translate(rollouts)
+        rows = pack(prompt_ids, response_ids, self.packing)
+        with on_device(self.model, self.device, offload=self.offload):
+            return by_group(rows, [scores(self.model, row.to(self.device)) for row in rows])
+
+    def translate(self, rollouts: Rollouts) -> tuple[list[list[int]], list[list[list[int]]]]:
+        """The texts in the reward model's tokens; a response keeps its end where it had one."""
+        prompt_ids = self.tokenizer(rollouts.prompts).input_ids
+        response_ids = [self.tokenizer(group, add_special_tokens=False).input_ids for group in rollouts.responses]
+        for group, group_finished in zip(response_ids, rollouts.finished, strict=True):
+            for ids, finished in zip(group, group_finished, strict=True):
+                if finished or not ids:
+                    ids.append(self.tokenizer.eos_token_id)
+        return prompt_ids, response_ids

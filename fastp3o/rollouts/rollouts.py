@@ -1,0 +1,33 @@
+"""What a sampler returns."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """P prompts with K responses each."""
+
+    prompts: list[str]  # [P]
+    prompt_ids: list[list[int]]  # [P]
+    responses: list[list[str]]  # [P][K], without special tokens
+    response_ids: list[list[list[int]]]  # [P][K], the end-of-sequence included where it was sampled
+    finished: list[list[bool]]  # [P][K], whether the response ended with an end-of-sequence
+
+    def __len__(self) -> int:
+        """The number of prompts."""
+        return len(self.prompts)
+
+    @property
+    def responses_per_prompt(self) -> int:
+        return len(self.responses[0])
+
+    @property
+    def response_lengths(self) -> list[list[int]]:
+        """[P][K], in tokens."""
+        return [[len(ids) for ids in group] for group in self.response_ids]
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Prompts and responses side by side, P K of each."""
+        prompts = [prompt for prompt, group in zip(self.prompts, self.responses, strict=True) for _ in group]
+        return prompts, list(chain.from_iterable(self.responses))

@@ -1,0 +1,79 @@
+"""What the online loop says of an update: metrics, a warning where rounding is large, sample responses."""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastp3o.objectives.base import Microbatch, Objective
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.packing.pack import efficiency
+from fastp3o.rewards.scaling import differences
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training.ratio_noise import TOLERATED, noise_warning
+from fastp3o.training.run import Run
+
+SAMPLED_PROMPTS = 3
+
+
+def report_update(
+    run: Run,
+    config: OnlineConfig,
+    objective: Objective,
+    update: int,
+    rollouts: Rollouts,
+    rewards: Tensor,
+    minibatches: list[list[Microbatch]],
+    step_metrics: list[dict[str, Tensor]],
+    noise: Tensor,
+) -> None:
+    metrics = update_metrics(run.accelerator, rollouts, rewards, minibatches, step_metrics, noise)
+    rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
+    metrics["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
+    if objective.clip_range and metrics["ratio/noise"] > TOLERATED * objective.clip_range:
+        precision = run.optimizer.precision.name
+        run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], objective.clip_range, precision))
+    run.report(update, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
+    if config.samples_every and (update == config.updates or update % config.samples_every == 0):
+        first = slice(SAMPLED_PROMPTS)
+        run.reporter.samples(update, rollouts.prompts[first], rollouts.responses[first], rewards[first].tolist())
+
+
+def update_metrics(
+    accelerator: Accelerator,
+    rollouts: Rollouts,
+    rewards: Tensor,
+    minibatches: list[list[Microbatch]],
+    step_metrics: list[dict[str, Tensor]],
+    noise: Tensor,
+) -> dict[str, float]:
+    """Means over all processes: of the rollouts as they were sampled, and of the optimizer steps taken on them.
+
+    reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; kl: mean log π_old(y|x) −
+    log π_ref(y|x), in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token;
+    missing_eos: share of responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, in nats
+    per response.
+    """
+    microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
+    lengths = torch.tensor(rollouts.response_lengths, dtype=torch.float32)
+    old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
+    log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
+    means = {
+        "reward": rewards.mean(),
+        "reward_difference": differences(rewards).abs().mean(),
+        "kl": log_ratios.mean(),
+        "entropy": -old_token_logprobs.mean(),
+        "response_length": lengths.mean(),
+        "missing_eos": 1 - torch.tensor(rollouts.finished).float().mean(),
+        "response_tokens": lengths.sum() * accelerator.num_processes,
+        "ratio/noise": noise,
+    }
+    largest = sorted(name for name in step_metrics[0] if name.endswith("_max"))
+    # The loss's own KL is that of the policy on its way; reported is that of the rollouts.
+    for name in step_metrics[0].keys() - {*largest, "kl"}:
+        means[name] = torch.stack([step[name] for step in step_metrics]).mean()
+    names = sorted(means)
+    values = accelerator.reduce(torch.stack([means[name].to(accelerator.device) for name in names]), reduction="mean")
+    maxima = {
+        name: accelerator.gather(torch.stack([step[name] for step in step_metrics])).max().item() for name in largest
+    }
+    return dict(zip(names, values.tolist(), strict=True)) | maxima

@@ -1,0 +1,162 @@
+"""What the online loop works with, built from its configuration."""
+
+from typing import NamedTuple
+
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.data import load_prompts
+from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.packed_model import PackedModel, unwrap
+from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
+from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.base import Objective
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.precision import Precision, precision_of
+from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
+from fastp3o.training.checkpoints import prepare_output_dir
+from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.order import examples_of_step, process_share
+from fastp3o.training.run import Run
+
+
+class PromptsOfUpdate:
+    """The prompts of an update that fall to this process: their texts and token ids."""
+
+    def __init__(self, accelerator: Accelerator, examples: Dataset, config: OnlineConfig):
+        self.accelerator, self.examples = accelerator, examples
+        self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
+
+    def __call__(self, update: int) -> tuple[list[str], list[list[int]]]:
+        chosen = examples_of_step(
+            update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
+        )
+        examples = self.examples[process_share(chosen, self.accelerator)]
+        return examples["prompt"], examples["prompt_ids"]
+
+
+class Online(NamedTuple):
+    """The parts of the loop, in the order in which an update uses them."""
+
+    accelerator: Accelerator
+    prompts: PromptsOfUpdate
+    sampler: Sampler
+    reward: Reward
+    objective: Objective
+    policy: nn.Module
+    reference: Reference
+    optimizer: Optimizer
+    run: Run
+
+
+def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> Online:
+    """Loads data and models, restores the state of a run that is resumed, and checks what can be checked before."""
+    precision = precision_of(config.precision, automatic="fp16")
+    accelerator = make_accelerator(config, precision)
+    check_divisible(accelerator, config.prompts_per_update, "prompts_per_update")
+    check_divisible(accelerator, config.prompts_per_minibatch, "prompts_per_minibatch")
+    prepare_output_dir(accelerator, config)
+
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    examples, eval_examples = load_data(
+        accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
+    )
+    objective = config.objective()
+    model = load_trainable_policy(config)
+    objective.add_to(model)
+    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer)
+    if gold is None and config.gold_reward:
+        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer)
+
+    steps = config.updates * config.inner_epochs * config.minibatches_per_update
+    optimizer = Optimizer(accelerator, model, precision, config, steps, objective.learning_rates)
+    policy = optimizer.model
+    reference = load_reference(config, accelerator, precision, policy)
+    accelerator.register_for_checkpointing(objective.scaler)
+
+    def sampler(batch_size: int) -> Sampler:
+        return TransformersSampler(
+            unwrap(policy), tokenizer, max_response_tokens=config.max_response_tokens, batch_size=batch_size
+        )
+
+    evaluation = None
+    if eval_examples is not None:
+        evaluation = Evaluation(
+            accelerator,
+            policy,
+            reference,
+            sampler(config.eval_batch_size),
+            {"reward": reward} if gold is None else {"reward": reward, "gold": gold},
+            eval_examples,
+            config.packing,
+            config.eval_responses_per_prompt,
+            config.seed,
+        )
+    run = Run(
+        accelerator,
+        config,
+        optimizer,
+        tokenizer,
+        stage=type(objective).__name__,
+        step_name="update",
+        steps=config.updates,
+        evaluate=evaluation,
+    )
+    return Online(
+        accelerator,
+        PromptsOfUpdate(accelerator, examples, config),
+        sampler(config.rollout_batch_size),
+        reward,
+        objective,
+        policy,
+        reference,
+        optimizer,
+        run,
+    )
+
+
+def load_trainable_policy(config: OnlineConfig) -> PackedModel:
+    model = load_policy(config.model, trust_remote_code=config.trust_remote_code).train()
+    model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
+    choose_trainable(model, config)
+    if config.gradient_checkpointing:
+        model.recompute_activations()
+    return model
+
+
+def load_named_reward(
+    name: str,
+    config: OnlineConfig,
+    accelerator: Accelerator,
+    precision: Precision,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Reward:
+    return load_reward(
+        name,
+        tokenizer,
+        device=accelerator.device,
+        dtype=precision.weights,
+        packing=config.packing,
+        offload=config.offload,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def load_reference(
+    config: OnlineConfig, accelerator: Accelerator, precision: Precision, policy: nn.Module
+) -> Reference:
+    if config.lora_rank and not config.reference:
+        return WithoutAdapters(policy)
+    frozen = load_policy(
+        config.reference or config.model,
+        device=accelerator.device,
+        dtype=precision.weights,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return SecondModel(frozen, accelerator.device, offload=config.offload)
