@@ -97,8 +97,8 @@ def test_the_files_load(folder: Path):
         _, prompts = load_prompts(str(folder / f"prompts.{split}.jsonl"), tokenizer, max_prompt_tokens=512)
         _, demonstrations = load_demonstrations(str(folder / f"sft.{split}.jsonl"), tokenizer, **lengths)
         _, preferences = load_preferences(str(folder / f"preferences.{split}.jsonl"), tokenizer, **lengths)
-        assert prompts.rows == demonstrations.rows == len(rows(folder, "sft", split))
-        assert preferences.rows == len(rows(folder, "preferences", split))
+        assert prompts.examples == demonstrations.examples == len(rows(folder, "sft", split))
+        assert preferences.examples == len(rows(folder, "preferences", split))
 
 
 def test_an_interruption_leaves_the_old_file(script: ModuleType, tmp_path: Path):
