@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.reference import on_device
-from fastp3o.named_function import imported
+from fastp3o.named_function import import_function
 from fastp3o.packing.pack import by_prompt, in_order, pack
 from fastp3o.rollouts.transformers_sampler import Rollouts
 
@@ -69,7 +69,7 @@ class FunctionReward:
 
     def __init__(self, name: str):
         self.name = name
-        self.function = imported(name, "reward function")
+        self.function = import_function(name, "reward function")
 
     def __call__(self, rollouts: Rollouts) -> list[float]:
         rewards = [float(reward) for reward in self.function(rollouts.prompts, rollouts.responses)]
