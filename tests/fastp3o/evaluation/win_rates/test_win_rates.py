@@ -36,13 +36,13 @@ def test_ties_count_half_and_missing_verdicts_nowhere():
 
 
 def test_several_samples_of_a_prompt_count_alike_and_are_one_prompt():
-    rate = win_rate([FIRST, NONE, TIE, SECOND, NONE, NONE], samples_per_prompt=2)
+    rate = win_rate([FIRST, NONE, TIE, SECOND, NONE, NONE], responses_per_prompt=2)
     assert (rate.win_rate, rate.missing, rate.prompts) == (0.5, 3, 2)
 
 
 def test_responses_to_one_prompt_stay_together():
-    of_prompts = [FIRST] * 20 + [SECOND] * 20
-    alone, together = win_rate(of_prompts), win_rate([v for v in of_prompts for _ in range(9)], samples_per_prompt=9)
+    verdicts = [FIRST] * 20 + [SECOND] * 20
+    alone, together = win_rate(verdicts), win_rate([v for v in verdicts for _ in range(9)], responses_per_prompt=9)
     assert (alone.low, alone.high) == (together.low, together.high)
 
 
@@ -62,7 +62,7 @@ def test_only_one_opinion_leaves_an_interval_of_no_width():
 )
 def test_nothing_to_count_is_an_error(verdicts, samples, message):
     with pytest.raises(ValueError, match=message):
-        win_rate(verdicts, samples_per_prompt=samples)
+        win_rate(verdicts, responses_per_prompt=samples)
 
 
 @settings(max_examples=6, deadline=None)
