@@ -12,7 +12,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTra
 END, PAD = "<|end|>", "<|pad|>"
 
 
-@dataclass
+@dataclass(frozen=True)
 class TinyLlamaConfig:
     """Sizes of the model; the defaults give 1.5 M parameters."""
 

@@ -20,7 +20,7 @@ from fastp3o.rewards.reward import load_reward, rewards_of
 from fastp3o.rollouts.transformers_sampler import Rollouts, sample
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WinRateConfig:
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
