@@ -33,7 +33,9 @@ class StageConfig:
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
     eval_split: str = option("train", "Split of the evaluation data.")
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
-    skip_bad_records: bool = option(False, "Skip and count records that cannot be used. Off: the first one stops the run.")
+    skip_bad_records: bool = option(
+        False, "Skip and count records that cannot be used. Off: the first one stops the run."
+    )
     limit: int | None = option(None, "Use only the first this many training examples.")
     eval_limit: int | None = option(None, "Use only the first this many evaluation examples.")
 

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Callable
 
 
-def imported(name: str, role: str) -> Callable:
-    """The function `module:function`; modules of the current directory are found too.
+def import_function(name: str, role: str) -> Callable:
+    """The function that `name` says as `module:function`; modules of the current directory are found too.
 
-    role: what the function is to be, for messages ("reward function").
+    Args:
+        name: module, as Python imports it, and function.
+        role: what the function is for, in error messages ("reward function").
 
-    Raises ValueError where the name has another form, the module or the function is not there, or it is no function.
+    Raises:
+        ValueError: the name has another form, module or function do not exist, or it is no function.
     """
     module, _, function = name.partition(":")
     if not module or not function:

@@ -1,12 +1,12 @@
 """Arithmetic of the models' bodies. Logits, log-probabilities, ratios and the optimizer are fp32 in any case.
 
-    fp32             weights and products in fp32
-    bf16-autocast    fp32 weights, products in bf16
-    bf16, fp16       weights and products in half precision; what trains has an fp32 master copy, which the optimizer
-                     moves. fp16 has 8 times finer steps than bf16, but ends at 65504: losses are scaled for it
+    fp32             weights and matrix products in fp32
+    bf16-autocast    fp32 weights, matrix products in bf16
+    bf16, fp16       weights and matrix products in half precision; trainable weights have an fp32 master copy that the
+                     optimizer updates. fp16 resolves 8 times finer than bf16, but overflows at 65504: losses are scaled
 
-P3O exponentiates the log-ratios of whole responses, so the rounding of the body matters more than to other losses:
-README's Precision section has figures.
+P3O exponentiates the log-ratios of whole responses, so rounding in the body matters more than to other losses: see
+training/README.md.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,12 @@ PRECISIONS = ("auto", "fp32", "bf16-autocast", "bf16", "fp16")
 
 
 class Precision(NamedTuple):
-    """name: one of PRECISIONS but auto. weights: dtype of parameters. autocast: of products, None for the weights'."""
+    """How a model computes.
+
+    name: one of PRECISIONS, except auto.
+    weights: dtype of the parameters.
+    autocast: dtype of matrix products; None where it is that of the weights.
+    """
 
     name: str
     weights: torch.dtype
@@ -30,7 +35,7 @@ class Precision(NamedTuple):
 
 
 def precision_of(name: str, automatic: str) -> Precision:
-    """`automatic` is what "auto" means on a GPU; without one it means fp32."""
+    """The precision of a name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32."""
     if name == "auto":
         name = automatic if torch.cuda.is_available() else "fp32"
     weights, autocast = {

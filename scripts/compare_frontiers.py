@@ -1,4 +1,4 @@
-"""Reward at matched KL of two sets of runs that differ in one thing, paired by seed, with bootstrap intervals.
+"""Reward at matched KL of two sets of runs that differ in one setting, paired by seed, with bootstrap intervals.
 
 python scripts/compare_frontiers.py --first runs/joint-seed* --second runs/ppo-seed* --kl 1 2 4
 """
@@ -18,28 +18,28 @@ from fastp3o.training.checkpoints import CONFIG
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", nargs="+", type=Path, required=True, help="Output folders, one run a seed.")
-    parser.add_argument("--second", nargs="+", type=Path, required=True, help="The same of what it is compared with.")
+    parser.add_argument("--first", nargs="+", type=Path, required=True, help="Output folders, one run for each seed.")
+    parser.add_argument("--second", nargs="+", type=Path, required=True, help="The same for the runs to compare with.")
     parser.add_argument("--kl", nargs="+", type=float, default=[1.0, 2.0, 4.0], help="KLs, in nats per response.")
-    parser.add_argument("--of", choices=["reward", "gold"], default="reward", help="Which reward of the evaluations.")
+    parser.add_argument("--metric", choices=["reward", "gold"], default="reward", help="Reward of the evaluations.")
     arguments = parser.parse_args()
     try:
-        first, second = (read_seeds(folders, arguments.of) for folders in (arguments.first, arguments.second))
-        print_table(first, second, arguments.kl, arguments.of)
+        first, second = (read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second))
+        print_table(first, second, arguments.kl, arguments.metric)
     except ValueError as error:
         parser.error(str(error))
 
 
-def read_seeds(folders: list[Path], of: str) -> dict[Seed, Evaluations]:
+def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
     """The evaluations of each run, by the prompts it was evaluated on and its seed.
 
-    Raises ValueError for a folder without a run, a run without `of` in its evaluations, and two runs of one seed.
+    Raises ValueError for a folder without a run, a run without `metric` in its evaluations, and two runs of one seed.
     """
     runs: dict[Seed, Evaluations] = {}
     for folder in folders:
         evaluations = read_run(folder)
-        if any(of not in evaluation for evaluation in evaluations):
-            raise ValueError(f"{folder} was evaluated without a {of} reward (--gold_reward)")
+        if any(metric not in evaluation for evaluation in evaluations):
+            raise ValueError(f"{folder} was evaluated without a {metric} reward (--gold_reward)")
         config = yaml.safe_load((folder / CONFIG).read_text())
         seed = (str(config["eval_prompts"]), config["seed"])
         if seed in runs:
@@ -48,23 +48,24 @@ def read_seeds(folders: list[Path], of: str) -> dict[Seed, Evaluations]:
     return runs
 
 
-def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations], kls: list[float], of: str) -> None:
-    """Gains over update 0 at each KL, their paired difference, and the slope of the straight line."""
+def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations], kls: list[float], metric: str) -> None:
+    """Prints the gains over update 0 at each KL, their paired difference, and the slope of reward over KL."""
     sides = (first, second)
-    table = Table(title=f"{of}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)")
+    table = Table(title=f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)")
     for column in ("KL, nats", "first", "second", "first − second, paired"):
         table.add_column(column, justify="right")
     for kl in kls:
-        gains = [{seed: gain_at_kl(run, kl, of) for seed, run in side.items()} for side in sides]
-        means = [interval_of(of_side) for of_side in gains]
-        table.add_row(f"{kl:g}", *map(shown, (*means, paired_difference(*gains, comparisons=len(kls)))))
+        gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
+        means = [stratified_interval(side) for side in gains]
+        table.add_row(f"{kl:g}", *map(format_estimate, (*means, paired_difference(*gains, comparisons=len(kls)))))
     slopes = [line(list(side.values())) for side in sides]
-    table.add_row("gain per nat", *(f"{fit.slope:.3f}{within(fit)}" if fit else "–" for fit in slopes), "")
+    table.add_row("gain per nat", *(f"{fit.slope:.3f}{format_interval(fit)}" if fit else "–" for fit in slopes), "")
     Console(width=110).print(table)
     print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
 
 
-def interval_of(gains: dict[Seed, float | None]) -> Estimate | None:
+def stratified_interval(gains: dict[Seed, float | None]) -> Estimate | None:
+    """Mean and interval over the seeds that reached the KL, resampled within each set of evaluation prompts."""
     strata: dict[str, list[float]] = {}
     for (prompts, _), gain in gains.items():
         if gain is not None:
@@ -72,14 +73,14 @@ def interval_of(gains: dict[Seed, float | None]) -> Estimate | None:
     return interval(list(strata.values())) if strata else None
 
 
-def shown(estimate: Estimate | None) -> str:
+def format_estimate(estimate: Estimate | None) -> str:
     if estimate is None:
         return "not reached"
-    return f"{estimate.mean:.3f}{within(estimate)} ({estimate.count})"
+    return f"{estimate.mean:.3f}{format_interval(estimate)} ({estimate.count})"
 
 
-def within(found: Estimate | Line) -> str:
-    """Four seeds or fewer have no 95% interval."""
+def format_interval(found: Estimate | Line) -> str:
+    """Nothing for infinite ends: four seeds or fewer have no 95% interval."""
     return f" [{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.low) else ""
 
 

@@ -1,12 +1,12 @@
-"""Builds a small summarisation set in the manner of TL;DR from the docstrings of the Python that runs it.
+"""Builds a small summarisation data set like TL;DR from the docstrings of the Python installation that runs it.
 
-The post is the body of a docstring, its summary is the docstring's first line. Sources are read with `ast` and never
-imported, so the script needs no network, and the standard library alone is enough (torch and others add to it).
+The post is the body of a docstring, the summary its first sentence. Sources are parsed with `ast` and never imported.
+The script needs no network: the standard library suffices, and installed packages (torch first) add to it.
 
     python scripts/make_docstring_tldr.py --output_dir runs/docstrings
 
 Each split (train, eval) gets three JSON Lines files: sft.*.jsonl (prompt, label), preferences.*.jsonl (prompt, chosen,
-rejected) and prompts.*.jsonl (prompt). The text to train a tokenizer on is that of sft.train.jsonl. The same
+rejected) and prompts.*.jsonl (prompt). A tokenizer is to be trained on the text of sft.train.jsonl. The same
 interpreter with the same packages and seed writes the same bytes.
 """
 
@@ -32,16 +32,16 @@ from typing import NamedTuple
 
 MIN_PROSE_WORDS = 8  # a list of parameters alone is no post
 FIRST_PACKAGES = ("torch", "numpy")
-# Tests repeat each other, and the rest are copies of packages that are read (or were, upstream) under their own name.
+# Docstrings of tests repeat each other; the other folders hold copies of packages.
 SKIPPED_FOLDERS = {
     *("test", "tests", "testing", "_testing", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"),
     *("_vendor", "_vendored_packages", "vendor", "vendored", "extern", "third_party", "__pycache__"),
 }
 
-# Nearly all docstrings that serve have a blank line after the summary. Files without one are spared the parser.
+# Nearly all usable docstrings have a blank line after the summary. Files without one need not be parsed.
 SUMMARY_THEN_BLANK = re.compile(rb"(\"\"\"|''')\s*[^\n]+(\n[^\n]+)?\n[ \t]*\n")
 
-# Sections whose entries are sentences about arguments and results are kept, the others are code or names.
+# Sections with sentences about arguments and results are kept; the others hold code or names.
 KEPT_SECTION = re.compile(
     r"^(?:args|arguments?|parameters?|params|other parameters|keyword arg(?:ument)?s|kwargs|returns?|yields?|raises?|"
     r"attributes|inputs?|outputs?|notes?|warnings?)\s*:{0,2}$",
@@ -70,7 +70,7 @@ SENTENCE_END = (".", "!", "?")
 
 @dataclass(frozen=True)
 class Bounds:
-    """How long the two texts may be, in words."""
+    """Limits on the lengths of post and summary, in words."""
 
     min_body: int
     max_body: int
@@ -79,6 +79,8 @@ class Bounds:
 
 
 class Pair(NamedTuple):
+    """A docstring as post and summary, with the dotted name of what it documents."""
+
     module: str
     name: str
     body: str
@@ -94,7 +96,7 @@ class Pair(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A tree of Python files, with what was found in it."""
+    """A tree of Python files and the pairs found in it; `unreadable` files cannot be parsed."""
 
     name: str
     files: int
@@ -112,7 +114,7 @@ def plain(text: str) -> str:
 
 
 def is_text(block: str) -> bool:
-    """Whether a block is words: not code, a table or a formula."""
+    """Whether a block is text, not code, a table or a formula."""
     if not block.isascii() or CODE.search(block):
         return False
     letters = sum(character.isalpha() or character.isspace() for character in block)
@@ -120,7 +122,7 @@ def is_text(block: str) -> bool:
 
 
 def is_prose(block: str) -> bool:
-    """Whether a block without list marks is made of sentences."""
+    """Whether a block without list marks consists of sentences."""
     return block.endswith(SENTENCE_END) and len(block.split()) >= 5 and block[0].isalnum() | (block[0] in "'\"(")
 
 
@@ -136,6 +138,8 @@ def entries(lines: list[str], start: re.Pattern[str]) -> list[str]:
 
 
 class Block(NamedTuple):
+    """Part of a docstring's body. prose: whether it is sentences, not a list or a section about arguments."""
+
     text: str
     prose: bool
 
@@ -176,7 +180,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def split_summary(docstring: str) -> tuple[str, str]:
-    """(first sentence, all that follows it)."""
+    """(first sentence, the rest)."""
     first, _, rest = docstring.strip().partition("\n\n")
     summary, *more = SENTENCE_BREAK.split(plain(first), maxsplit=1)
     return summary, "\n\n".join([*more, rest])
@@ -190,7 +194,7 @@ def is_summary(line: str, bounds: Bounds) -> bool:
 
 
 def body_of(text: str, bounds: Bounds) -> str | None:
-    """The leading blocks that fit in the bound; None where they are too short or hardly prose."""
+    """The leading blocks within the maximum length; None where they are too short or have too little prose."""
     kept: list[Block] = []
     words = 0
     for block in blocks(text):
@@ -204,6 +208,7 @@ def body_of(text: str, bounds: Bounds) -> str | None:
 
 
 def pair_of(module: str, name: str, docstring: str, bounds: Bounds) -> Pair | None:
+    """The pair of a docstring; None where it has no summary, no post, or a post that repeats the summary."""
     summary, rest = split_summary(docstring)
     if not is_summary(summary, bounds):
         return None
@@ -266,7 +271,7 @@ def module_name(path: Path, parent: Path) -> str:
 
 
 def source_trees() -> Iterator[tuple[str, Path, Path]]:
-    """(name, root, folder that module names start from): the standard library, then packages, well-known ones first."""
+    """(name, root, folder that module names start from): the standard library, then packages, FIRST_PACKAGES first."""
     paths = sysconfig.get_paths()
     stdlib = Path(paths["stdlib"])
     yield "standard library", stdlib, stdlib
@@ -288,7 +293,7 @@ def source_trees() -> Iterator[tuple[str, Path, Path]]:
 
 
 class Distinct:
-    """Passes each summary and each body once: inherited and copied docstrings come many times."""
+    """Filters out repeated summaries and bodies: inherited and copied docstrings occur many times."""
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
@@ -297,7 +302,7 @@ class Distinct:
         return [pair for pair in pairs if self.is_new(pair)]
 
     def is_new(self, pair: Pair) -> bool:
-        # Copies often differ in a last word or two, so the opening decides.
+        # Copies often differ in the last words, so only the first ones are compared.
         keys = {"summary " + squeezed(pair.summary)[:60], "body " + squeezed(pair.body)[:80]}
         if keys & self.seen:
             return False
@@ -309,7 +314,7 @@ def collect(max_pairs: int, bounds: Bounds, workers: int, stdlib_only: bool) -> 
     """Reads one tree after another until there are `max_pairs` pairs."""
     sources: list[Source] = []
     distinct, missing = Distinct(), max_pairs
-    # Syntax trees have no cycles; looking for some takes a sixth of the time.
+    # Syntax trees have no cycles, and the search for some takes a sixth of the time.
     with ProcessPoolExecutor(workers, initializer=gc.disable) as pool:
         for name, root, parent in source_trees():
             if missing <= 0 or (stdlib_only and sources):
@@ -327,24 +332,25 @@ def collect(max_pairs: int, bounds: Bounds, workers: int, stdlib_only: bool) -> 
 
 
 def other_line(pair: Pair, siblings: list[Pair], rng: random.Random) -> str | None:
-    """The summary of another function of the same module: fluent, on topic, and wrong."""
+    """The summary of another function of the same module: fluent, on topic, but wrong."""
     others = [sibling.response for sibling in siblings if sibling.summary != pair.summary]
     return rng.choice(others) if others else None
 
 
 def truncated_line(pair: Pair, rng: random.Random) -> str:
-    """The first words of the summary, broken off."""
+    """The first words of the summary, a third to two thirds of them."""
     words = pair.summary.split()
     return " " + " ".join(words[: rng.randint(max(1, len(words) // 3), max(1, 2 * len(words) // 3))])
 
 
 def shuffled_line(pair: Pair, rng: random.Random) -> str:
+    """The words of the summary in random order."""
     words = pair.summary.split()
     return " " + " ".join(rng.sample(words, len(words)))
 
 
 def preferences(pairs: list[Pair], rng: random.Random) -> Iterator[dict[str, str]]:
-    """Two rows a pair: against another function's line, and against a damaged copy (truncated and shuffled in turn)."""
+    """Two records a pair: rejected are another function's line and a damaged copy (truncated and shuffled in turn)."""
     by_module: dict[str, list[Pair]] = {}
     for pair in pairs:
         by_module.setdefault(pair.module, []).append(pair)
@@ -356,9 +362,9 @@ def preferences(pairs: list[Pair], rng: random.Random) -> Iterator[dict[str, str
 
 
 def held_out_modules(pairs: list[Pair], seed: int, fraction: float) -> set[str]:
-    """Whole modules with at least `fraction` of the pairs: docstrings of one module resemble each other."""
+    """Modules with at least `fraction` of the pairs, held out whole: docstrings of one module resemble each other."""
     sizes = Counter(pair.module for pair in pairs)
-    # A hash gives an order in which modules of one package do not stand together.
+    # Ordered by a hash, so that the modules of one package are not adjacent.
     order = sorted(sizes, key=lambda module: hashlib.sha256(f"{seed}:{module}".encode()).digest())
     held_out: set[str] = set()
     while order and sum(sizes[module] for module in held_out) < fraction * len(pairs):
@@ -369,15 +375,15 @@ def held_out_modules(pairs: list[Pair], seed: int, fraction: float) -> set[str]:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Writes beside the file and renames, so that an interruption leaves no half file. Returns the number of rows."""
+def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> int:
+    """Writes a temporary file and renames it, so that no interruption leaves half a file. Returns the count."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
         with unfinished.open("w", encoding="utf-8") as lines:
-            for row in rows:
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
+            for record in records:
+                lines.write(json.dumps(record, ensure_ascii=False) + "\n")
                 count += 1
         unfinished.replace(path)
     finally:
@@ -386,14 +392,15 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> int:
 
 
 def write_split(folder: Path, split: str, pairs: list[Pair], rng: random.Random) -> dict[Path, int]:
+    """Writes the three files of a split in random order. Returns the number of records of each."""
     rng.shuffle(pairs)
-    rows_of = {
+    records = {
         "sft": ({"prompt": pair.prompt, "label": pair.response} for pair in pairs),
         "preferences": preferences(pairs, rng),
         "prompts": ({"prompt": pair.prompt} for pair in pairs),
     }
-    paths = {kind: folder / f"{kind}.{split}.jsonl" for kind in rows_of}
-    return {paths[kind]: write_jsonl(paths[kind], rows) for kind, rows in rows_of.items()}
+    paths = {kind: folder / f"{kind}.{split}.jsonl" for kind in records}
+    return {path: write_jsonl(path, records[kind]) for kind, path in paths.items()}
 
 
 def quartiles(values: list[int]) -> str:
@@ -403,6 +410,7 @@ def quartiles(values: list[int]) -> str:
 
 
 def report(sources: list[Source], written: dict[Path, int]) -> None:
+    """Prints what each source gave, how long the texts are, and what was written."""
     pairs = [pair for source in sources for pair in source.pairs]
     large = [source for source in sources if len(source.pairs) >= len(pairs) / 50]
     small = [source for source in sources if source not in large]
@@ -412,8 +420,8 @@ def report(sources: list[Source], written: dict[Path, int]) -> None:
         print(f"{name:<24}{files:>8}{unreadable:>12}{sum(len(source.pairs) for source in group):>8}")
     print(f"words of a prompt:   {quartiles([len(pair.prompt.split()) for pair in pairs])}")
     print(f"words of a response: {quartiles([len(pair.response.split()) for pair in pairs])}")
-    for path, rows in written.items():
-        print(f"{rows:>8} rows  {path}")
+    for path, count in written.items():
+        print(f"{count:>8} records  {path}")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

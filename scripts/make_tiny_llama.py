@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE tokenizer on text and writes an untrained Llama for it: a start without a hub."""
+"""Trains a byte-level BPE tokenizer and writes it with an untrained Llama: a model to start from without the hub."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTra
 END, PAD = "<|end|>", "<|pad|>"
 
 
-@dataclass
+@dataclass(frozen=True)
 class TinyLlamaConfig:
     """Sizes of the model; the defaults give 1.5 M parameters."""
 
-    text: str = field(metadata={"help": "JSONL whose string fields are the text to train the tokenizer on."})
+    text: str = field(metadata={"help": "JSONL file; the tokenizer is trained on all its string fields."})
     output_dir: str = field(metadata={"help": "Folder for model and tokenizer."})
     vocab_size: int = field(default=4096, metadata={"help": "Tokens of the vocabulary."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the hidden states."})
@@ -50,6 +50,7 @@ def main(config: TinyLlamaConfig) -> None:
 
 
 def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with the special tokens END and PAD, which count towards `vocab_size`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,6 +65,7 @@ def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def texts(path: Path) -> Iterator[str]:
+    """The string fields of a JSONL file."""
     with path.open() as lines:
         for line in lines:
             yield from (value for value in json.loads(line).values() if isinstance(value, str))

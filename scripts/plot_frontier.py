@@ -1,4 +1,4 @@
-"""Reward against sequence KL of one run or many, as in figure 3 of arXiv 2310.00212, a straight line fitted to each.
+"""Reward against sequence KL of one or several runs, as in figure 3 of arXiv 2310.00212, with a line fitted to each.
 
 python scripts/plot_frontier.py runs/joint runs/separate --output frontier.png
 """

@@ -27,7 +27,7 @@ def main(config: WinRateConfig) -> None:
             rates[name] = rate
     except EndpointError as error:
         raise SystemExit(
-            f"{error}\nNo win rate of the judge. --verdicts FILE keeps the verdicts until then for the next try."
+            f"{error}\nNo win rate by the judge. With --verdicts FILE the next run continues from the verdicts so far."
         ) from error
     finally:
         if rates:

@@ -52,7 +52,7 @@ def recorded(group: str, records: Iterable[Record]) -> dict[Run, Record]:
 
 def update_at(record: Record, kl: float) -> int:
     """The update nearest to where the run first gets `kl` nats away. ValueError if not between two evaluations."""
-    update = gain_at_kl(record["evaluations"], kl, of="step")
+    update = gain_at_kl(record["evaluations"], kl, metric="step")
     if update is None:
         raise ValueError(f"{name_of(record)}: no evaluation reached KL {kl:g} after the first one")
     return round(update)
@@ -106,7 +106,7 @@ def of_seed(players: dict[Run, Player], task: Task) -> dict[tuple[str, str], flo
     first = responses.pop(FIRST)
     samples = ROLLOUTS[group_of(task.name)]["eval_samples"]
     return {
-        (name, by): win_rate(by_reward(first[by], rival[by]), samples_per_prompt=samples).win_rate
+        (name, by): win_rate(by_reward(first[by], rival[by]), responses_per_prompt=samples).win_rate
         for name, rival in responses.items()
         for by in rival
     }

@@ -1,10 +1,10 @@
-"""Prompts, demonstrations and preference pairs, from the hub or from files, as token ids.
+"""Prompts, demonstrations and preference pairs, from the hub or from files, as token ids. README.md is for users.
 
-errors.py    what is said about data that cannot be used
-sources.py   a hub name or a path -> rows, each with its file and number
-layouts.py   a row -> a prompt and its responses, as text or messages
+errors.py    messages about data that cannot be used
+sources.py   a hub name or a path -> records, each with its file and number
+layouts.py   a record -> a prompt and its responses, as text or messages
 encoding.py  texts or messages -> token ids
-loading.py   all of it: the three loaders
+loading.py   all of it: the three loaders, from source to data set of examples
 """
 
 from fastp3o.data.errors import DataError

@@ -1,19 +1,22 @@
-"""Texts or messages -> token ids. Prompt and response are tokenised apart, so no token spans the border."""
+"""Texts or messages -> token ids. Prompt and response are tokenised separately, so that no token is part of both."""
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.errors import Found, RowError
+from fastp3o.data.errors import Found, RecordError
 from fastp3o.data.layouts import Message, Part
 
 
 class Texts(NamedTuple):
-    """What is tokenised: the prompt and its responses as strings. `fields` names where each came from."""
+    """A prompt and its responses as strings.
+
+    fields: where the prompt and each response came from.
+    templated: whether the chat template wrote them.
+    """
 
     prompt: str
     responses: tuple[str, ...]
@@ -22,6 +25,8 @@ class Texts(NamedTuple):
 
 
 class Encoded(NamedTuple):
+    """The token ids of a prompt and its responses. `prompt` is the text of what is left of it after truncation."""
+
     prompt: str
     prompt_ids: list[int]
     response_ids: list[list[int]]
@@ -29,64 +34,68 @@ class Encoded(NamedTuple):
     responses_truncated: int
 
 
-@dataclass(frozen=True)
 class Encoder:
-    """Tokenises for one model, within limits that count special tokens and the end of sequence.
+    """Tokenises for one model, within limits that count special tokens and the end-of-sequence token.
 
     A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer or the chat
     template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
     to stop there.
+
+    Args:
+        tokenizer: the model's, with a chat template where the data are messages.
+        max_prompt_tokens: tokens kept of a prompt.
+        max_response_tokens: tokens kept of a response; None where only prompts are encoded.
+
+    Raises:
+        ValueError: a limit leaves no room, or responses need an end-of-sequence token that the tokenizer lacks.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    max_prompt_tokens: int
-    max_response_tokens: int | None
-    first_ids: list[int]
-
-    @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_response_tokens: int | None
-    ) -> "Encoder":
-        """Raises ValueError where a limit leaves no room, or no end-of-sequence token can close the responses."""
-        first = ids_added_first(tokenizer)
-        if max_prompt_tokens <= len(first):
-            raise ValueError(f"max_prompt_tokens must be at least {len(first) + 1}, got {max_prompt_tokens}")
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_response_tokens: int | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_response_tokens = max_response_tokens
+        self.first_ids = ids_added_first(tokenizer)
+        if max_prompt_tokens <= len(self.first_ids):
+            raise ValueError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
         if max_response_tokens is not None and max_response_tokens < 1:
             raise ValueError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
         if max_response_tokens is not None and tokenizer.eos_token_id is None:
             raise ValueError("the tokenizer has no end-of-sequence token, which must close each response")
-        return cls(tokenizer, max_prompt_tokens, max_response_tokens, first)
 
     def render(self, prompt: Part, responses: tuple[Part, ...]) -> Texts:
-        """Applies the chat template to messages and leaves text as it is. Raises RowError."""
+        """Applies the chat template to messages and leaves text as it is. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
         if isinstance(prompt.value, str):
             return Texts(prompt.value, tuple(response.value for response in responses), fields, False)
-        before = self.templated(prompt.value, prompt.field, add_generation_prompt=True)
-        return Texts(before, tuple(self.reply(prompt.value, before, part) for part in responses), fields, True)
+        before = self.apply_template(prompt.value, prompt.field, add_generation_prompt=True)
+        replies = tuple(self.render_reply(prompt.value, before, response) for response in responses)
+        return Texts(before, replies, fields, True)
 
-    def reply(self, conversation: list[Message], before: str, response: Part) -> str:
+    def render_reply(self, conversation: list[Message], before: str, response: Part) -> str:
         """What the template writes for the last message: the difference of the texts with and without it."""
-        whole = self.templated([*conversation, *response.value], response.field, add_generation_prompt=False)
+        whole = self.apply_template([*conversation, *response.value], response.field, add_generation_prompt=False)
         if not whole.startswith(before):
             expected = "a chat template that writes the messages before a reply the same with and without the reply"
-            raise RowError(response.field, expected, Found("one that changes them"))
+            raise RecordError(response.field, expected, Found("one that changes them"))
         return whole[len(before) :]
 
-    def templated(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
+    def apply_template(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
         try:
             return self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is a program of the model's author and may raise anything
-            raise RowError(field, "messages that the chat template accepts", Found(f"its refusal: {error}")) from error
+            found = Found(f"its refusal: {error}")
+            raise RecordError(field, "messages that the chat template accepts", found) from error
 
-    def encode(self, batch: list[Texts]) -> list[Encoded | RowError]:
-        """One result a row, in order; RowError where a row's tokens cannot be used."""
+    def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
+        """One result for each of the batch, in order; RecordError where the tokens cannot be used."""
         prompts = self.tokenise([texts.prompt for texts in batch])
         responses = iter(self.tokenise([response for texts in batch for response in texts.responses]))
         return [
-            self.row(texts, ids, list(islice(responses, len(texts.responses))))
+            self.encode_one(texts, ids, list(islice(responses, len(texts.responses))))
             for texts, ids in zip(batch, prompts, strict=True)
         ]
 
@@ -97,21 +106,21 @@ class Encoder:
         options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
         return self.tokenizer(texts, add_special_tokens=False, **options).input_ids
 
-    def row(self, texts: Texts, prompt_ids: list[int], response_ids: list[list[int]]) -> Encoded | RowError:
+    def encode_one(self, texts: Texts, prompt_ids: list[int], response_ids: list[list[int]]) -> Encoded | RecordError:
         try:
-            prompt, ids, prompt_truncated = self.prompt(texts, prompt_ids)
-            closed = [self.closed(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
-        except RowError as problem:
+            prompt, ids, prompt_truncated = self.encode_prompt(texts, prompt_ids)
+            whole = [self.end_with_eos(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
+        except RecordError as problem:
             return problem
-        kept = [response[: self.max_response_tokens] for response in closed]
-        return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, closed, kept)))
+        kept = [response[: self.max_response_tokens] for response in whole]
+        return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)))
 
-    def prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
+    def encode_prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
         """(text as the model sees it, ids, whether the beginning was cut off)."""
         if not ids:
-            raise RowError(texts.fields[0], "text that the tokenizer knows", Found("no token"))
+            raise RecordError(texts.fields[0], "text that the tokenizer knows", Found("no token"))
         if texts.templated:
-            first, rest = leading_bos(ids, self.tokenizer.bos_token_id)
+            first, rest = split_bos(ids, self.tokenizer.bos_token_id)
         else:
             first, rest = self.first_ids, ids
         room = self.max_prompt_tokens - len(first)
@@ -121,21 +130,21 @@ class Encoder:
         seen = first + kept if texts.templated else kept
         return self.tokenizer.decode(seen, clean_up_tokenization_spaces=False), first + kept, True
 
-    def closed(self, ids: list[int], field: str) -> list[int]:
-        """The ids with one end-of-sequence token, the last; white space that a template writes after it goes."""
+    def end_with_eos(self, ids: list[int], field: str) -> list[int]:
+        """The ids with one end-of-sequence token, the last; white space that a template writes after it is dropped."""
         eos = self.tokenizer.eos_token_id
         content = ids[: ids.index(eos)] if eos in ids else ids
         after = ids[len(content) + 1 :]
         if not content:
-            raise RowError(field, "text that the tokenizer knows", Found("no token"))
+            raise RecordError(field, "text that the tokenizer knows", Found("no token"))
         if after and self.tokenizer.decode(after).strip():
-            raise RowError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
+            raise RecordError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
         return [*content, eos]
 
 
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer puts before a text; those behind it (often eos) must not end a prompt."""
-    for probe in probes(tokenizer):
+    for probe in probe_texts(tokenizer):
         plain = tokenizer(probe, add_special_tokens=False).input_ids
         if plain:
             marked = tokenizer(probe).input_ids
@@ -143,11 +152,12 @@ def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     raise ValueError("the tokenizer turns every text into nothing")
 
 
-def probes(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
+def probe_texts(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
     """A letter, or, for a vocabulary without it, whatever it has."""
     yield "a"
     yield from (token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
 
 
-def leading_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
+def split_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
+    """(the beginning-of-sequence token, or nothing where `ids` does not start with it; the other ids)."""
     return (ids[:1], ids[1:]) if bos is not None and ids[0] == bos else ([], ids)

@@ -1,12 +1,12 @@
-"""What is said about data that cannot be used: where it is, what was expected, what was found."""
+"""Errors about data that cannot be used: where it is, what was expected, what was found."""
 
 
 class DataError(ValueError):
-    """Data that cannot be used. The message names the file or hub name and, where known, the row and the field."""
+    """Data that cannot be used. The message names the file or hub name and, where known, the record and the field."""
 
 
-class RowError(Exception):
-    """Why one row cannot be used; the loader turns it into a DataError, or counts it."""
+class RecordError(Exception):
+    """Why one record cannot be used; the loader turns it into a DataError, or counts it."""
 
     def __init__(self, field: str | None, expected: str, got: object) -> None:
         super().__init__(field, expected, got)
@@ -16,22 +16,22 @@ class RowError(Exception):
 
     @property
     def reason(self) -> str:
-        """Without what was found, so that rows with the same problem count as one reason."""
+        """Without what was found, so that records with the same problem count as one reason."""
         return f"{self.field}expected {self.expected}"
 
     def at(self, file: str, number: int) -> DataError:
-        return DataError(f"{file} row {number}{' ' if self.field else ': '}{self.reason}, got {self.got}")
+        return DataError(f"{file} record {number}{' ' if self.field else ': '}{self.reason}, got {self.got}")
 
 
 class Found(str):
-    """Words that already say what was found, where the value itself says too little."""
+    """A description of what was found, used in place of the one that `describe` makes of the value."""
 
 
 MISSING = Found("nothing: the field is missing")
 
 
 def describe(value: object) -> str:
-    """A few words for a value of any type, never the value whole."""
+    """A short description of a value of any type, never the whole value."""
     match value:
         case None:
             return "null"
@@ -44,7 +44,7 @@ def describe(value: object) -> str:
         case list():
             return f"a list of {len(value)}"
         case dict():
-            return f"an object with {named(value)}"
+            return f"an object with {field_names(value)}"
         case _:
             return f"a {type(value).__name__}"
 
@@ -53,8 +53,8 @@ def shortened(number: int) -> str:
     return str(number) if abs(number) < 10**12 else "of more than twelve digits"
 
 
-def named(fields: object) -> str:
-    """The names of columns or fields, the first few where there are many."""
+def field_names(fields: object) -> str:
+    """The names of an object's fields, the first twelve where there are more."""
     names = [str(name)[:40] for name in fields]  # type: ignore[attr-defined]
     if not names:
         return "no fields"

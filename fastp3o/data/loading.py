@@ -1,4 +1,4 @@
-"""The three loaders: rows -> texts -> token ids in a memory-mapped Dataset, and a report of what was cut or skipped."""
+"""The three loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
 import functools
 import tempfile
@@ -12,18 +12,24 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import Encoded, Encoder, Texts
-from fastp3o.data.errors import DataError, Found, RowError
+from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.data.layouts import Layout, find_layout
-from fastp3o.data.sources import Row, read_rows
+from fastp3o.data.sources import Record, read_records
 
-BATCH = 1000  # rows tokenised at once
+BATCH = 1000  # records tokenised at once
 
 
 @dataclass
 class DataReport:
-    """What loading did: usable rows, texts cut at a limit (a pair may count two responses), rows skipped and why."""
+    """What loading did.
 
-    rows: int = 0
+    examples: entries of the data set, one a usable record.
+    truncated_prompts, truncated_responses: texts cut at a limit; both responses of a pair may count.
+    skipped: records that cannot be used.
+    reasons: how many of these for each reason.
+    """
+
+    examples: int = 0
     truncated_prompts: int = 0
     truncated_responses: int = 0
     skipped: int = 0
@@ -32,7 +38,7 @@ class DataReport:
     def __str__(self) -> str:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
         why = "; ".join(f"{count} × {reason}" for reason, count in self.reasons.most_common())
-        return f"{self.rows} rows, {cut}, {self.skipped} rows skipped" + (f" ({why})" if why else "")
+        return f"{self.examples} examples, {cut}, {self.skipped} records skipped" + (f" ({why})" if why else "")
 
 
 def load_prompts(
@@ -44,27 +50,27 @@ def load_prompts(
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
-    """The prompts of any layout (see layouts.py).
+    """The prompts of any layout (README.md lists them).
 
     Args:
         source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
-            glob, or a folder, of which the files named after `split` are taken where files are named so.
-        split: the hub's split; of files, only a folder looks at it.
+            glob, or a folder. Of a folder with files named after splits, those of `split` are read.
+        split: the split of a hub data set or a folder; it has no meaning for a file or a glob.
         max_prompt_tokens: longer prompts lose their beginning and are counted.
-        skip_bad_records: skip and count rows that cannot be used, instead of stopping at the first.
-        limit: take this many usable rows and read no further.
+        skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
+        limit: stop reading after this many usable records.
 
     Returns:
-        Dataset with the columns `prompt` (the text as the model sees it: after the chat template, without a truncated
-        beginning; without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32); and the
-        report.
+        Dataset with the columns `prompt` (str, the text as the model sees it: after the chat template, without a
+        truncated beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32);
+        and the report.
 
     Raises:
-        DataError: the source cannot be read, a row cannot be used, or none can.
+        DataError: the source cannot be read, a record cannot be used, or none can.
         ValueError: a limit leaves no room.
     """
-    encoder = Encoder.of(tokenizer, max_prompt_tokens, None)
-    return load(source, encoder, (), split, skip_bad_records, limit)
+    encoder = Encoder(tokenizer, max_prompt_tokens, None)
+    return Loading(encoder, (), skip_bad_records, limit).load(source, split)
 
 
 def load_demonstrations(
@@ -77,17 +83,18 @@ def load_demonstrations(
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
-    """Prompts with one response each, for SFT; of preference pairs, the chosen one. Arguments as in `load_prompts`.
+    """Prompts with one response each, for SFT; of a preference pair, the chosen one. Arguments as in `load_prompts`.
 
     Returns:
-        Dataset with the columns `prompt`, `prompt_ids` and `response_ids`; and the report. `response_ids` ends with the
-        end-of-sequence token, unless that fell off a response longer than `max_response_tokens` (which counts it).
+        Dataset with the columns `prompt`, `prompt_ids` and `response_ids` (list of int32); and the report.
+        `response_ids` ends with the end-of-sequence token, unless the response was truncated to `max_response_tokens`
+        (the end-of-sequence token counts).
 
     Raises:
         DataError, ValueError: as `load_prompts`; also where the tokenizer has no end-of-sequence token.
     """
-    encoder = Encoder.of(tokenizer, max_prompt_tokens, max_response_tokens)
-    return load(source, encoder, ("response_ids",), split, skip_bad_records, limit)
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens)
+    return Loading(encoder, ("response_ids",), skip_bad_records, limit).load(source, split)
 
 
 def load_preferences(
@@ -104,100 +111,97 @@ def load_preferences(
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids`, `chosen_ids` and `rejected_ids`; and the report. Responses end
-        as in `load_demonstrations`. Rows whose two responses are equal (also: equal once truncated) cannot be used.
+        as in `load_demonstrations`. Records whose two responses are equal (also once truncated) cannot be used.
 
     Raises:
         DataError, ValueError: as `load_demonstrations`.
     """
-    encoder = Encoder.of(tokenizer, max_prompt_tokens, max_response_tokens)
-    return load(source, encoder, ("chosen_ids", "rejected_ids"), split, skip_bad_records, limit)
-
-
-def load(
-    source: str,
-    encoder: Encoder,
-    response_columns: tuple[str, ...],
-    split: str,
-    skip_bad_records: bool,
-    limit: int | None,
-) -> tuple[Dataset, DataReport]:
-    """What the three loaders share; they differ in the columns that hold responses."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}")
-    ids = List(Value("int32"))
-    features = Features({"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(response_columns, ids)})
-    loading = Loading(encoder, response_columns, skip_bad_records, DataReport())
-    path = new_arrow_file()
-    with pa.ipc.new_stream(path, features.arrow_schema) as writer:
-        for records in loading.records(read_rows(str(source), split), limit):
-            writer.write_table(pa.Table.from_pylist(records, schema=features.arrow_schema))
-    if not loading.report.rows:
-        raise DataError(f"{source}: expected at least one usable row, got none ({loading.report})")
-    return Dataset.from_file(path), loading.report
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens)
+    return Loading(encoder, ("chosen_ids", "rejected_ids"), skip_bad_records, limit).load(source, split)
 
 
 @dataclass(frozen=True)
 class Loading:
-    """One pass over the rows of a source."""
+    """One pass over the records of a source; the three loaders differ in the columns that hold responses."""
 
     encoder: Encoder
     response_columns: tuple[str, ...]
     skip_bad_records: bool
-    report: DataReport
+    limit: int | None
+    report: DataReport = field(default_factory=DataReport)
 
-    def records(self, rows: Iterator[Row], limit: int | None) -> Iterator[list[dict]]:
-        """Batches of the dataset's rows, `limit` in all."""
-        readable = self.readable(rows)
-        while batch := list(islice(readable, self.room(limit))):
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, got {self.limit}")
+
+    def load(self, source: str, split: str) -> tuple[Dataset, DataReport]:
+        """Writes the examples to an Arrow file as they come, so that memory holds one batch of them."""
+        ids = List(Value("int32"))
+        columns = {"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(self.response_columns, ids)}
+        schema = Features(columns).arrow_schema
+        path = new_arrow_file()
+        with pa.ipc.new_stream(path, schema) as writer:
+            for batch in self.example_batches(read_records(str(source), split)):
+                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+        if not self.report.examples:
+            raise DataError(f"{source}: expected at least one usable record, got none ({self.report})")
+        return Dataset.from_file(path), self.report
+
+    def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
+        readable = self.readable(records)
+        while batch := list(islice(readable, self.batch_size())):
             encoded = self.encoder.encode([texts for _, texts in batch])
-            records = [self.record(row, result) for (row, _), result in zip(batch, encoded, strict=True)]
-            yield [record for record in records if record is not None]
+            examples = [self.example(record, result) for (record, _), result in zip(batch, encoded, strict=True)]
+            yield [example for example in examples if example is not None]
 
-    def room(self, limit: int | None) -> int:
-        """Rows to read next: never so many that a row past the limit could stop the run."""
-        return BATCH if limit is None else min(BATCH, limit - self.report.rows)
+    def batch_size(self) -> int:
+        """Records to encode next: never so many that a bad record past the limit could stop the run."""
+        return BATCH if self.limit is None else min(BATCH, self.limit - self.report.examples)
 
-    def readable(self, rows: Iterator[Row]) -> Iterator[tuple[Row, Texts]]:
-        """The rows that hold what they should, as texts."""
+    def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts]]:
+        """The records that fit the layout of their file, with their texts."""
         layouts: dict[str, Layout] = {}
-        for row in rows:
+        for record in records:
             try:
-                texts = self.texts(row, layouts)
-            except RowError as problem:
-                self.reject(row, problem)
+                texts = self.read(record, layouts)
+            except RecordError as problem:
+                self.reject(record, problem)
             else:
-                yield row, texts
+                yield record, texts
 
-    def texts(self, row: Row, layouts: dict[str, Layout]) -> Texts:
-        """Reads a row by its file's layout, which the first row that has one decides: later rows may not change it."""
-        if isinstance(row.content, RowError):
-            raise row.content
-        if not isinstance(row.content, Mapping):
-            raise RowError(None, "an object", row.content)
-        if row.file not in layouts:
-            layouts[row.file] = find_layout(row.content, len(self.response_columns))
-        layout = layouts[row.file]
-        prompt = layout.prompt(row.content)
+    def read(self, record: Record, layouts: dict[str, Layout]) -> Texts:
+        """Reads a record by its file's layout. The first record that has one decides it for the whole file."""
+        if isinstance(record.content, RecordError):
+            raise record.content
+        if not isinstance(record.content, Mapping):
+            raise RecordError(None, "an object", record.content)
+        if record.file not in layouts:
+            layouts[record.file] = find_layout(record.content, len(self.response_columns))
+        layout = layouts[record.file]
+        prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.encoder.tokenizer.chat_template is None:
-            raise DataError(f"{row.file} row {row.number}: holds messages, and the tokenizer has no chat template")
-        responses = layout.responses(row.content) if self.response_columns else ()
+            raise DataError(
+                f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
+            )
+        responses = layout.responses(record.content) if self.response_columns else ()
         return self.encoder.render(prompt, responses[: len(self.response_columns)])
 
-    def record(self, row: Row, result: Encoded | RowError) -> dict | None:
-        """The dataset's row, counted; None where the row was skipped."""
+    def example(self, record: Record, result: Encoded | RecordError) -> dict | None:
+        """The record's example, counted; None where the record was skipped."""
         if isinstance(result, Encoded) and is_equal_pair(result.response_ids):
-            result = RowError("rejected", "another response than 'chosen'", Found("the same"))
-        if isinstance(result, RowError):
-            return self.reject(row, result)
-        self.report.rows += 1
+            result = RecordError("rejected", "another response than 'chosen'", Found("the same"))
+        if isinstance(result, RecordError):
+            return self.reject(record, result)
+        self.report.examples += 1
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated
         responses = dict(zip(self.response_columns, result.response_ids, strict=True))
         return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses}
 
-    def reject(self, row: Row, problem: RowError) -> None:
+    def reject(self, record: Record, problem: RecordError) -> None:
+        """Counts the record as skipped, or raises DataError where none may be."""
         if not self.skip_bad_records:
-            raise problem.at(row.file, row.number) from problem
+            raise problem.at(record.file, record.number) from problem
         self.report.skipped += 1
         self.report.reasons[problem.reason] += 1
 

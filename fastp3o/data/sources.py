@@ -1,7 +1,7 @@
-"""A hub name or a path -> rows, each with its file and its number.
+"""A hub name or a path -> records, each with its file and number.
 
-Rows count from 1. In JSON Lines that is the line's number; in a JSON array, a parquet file or a hub split, the
-position.
+Numbers start at 1. In JSON Lines the number is that of the line; in a JSON array, a parquet file or a hub split it is
+the position.
 """
 
 import glob
@@ -17,35 +17,36 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fastp3o.data.errors import DataError, Found, RowError
+from fastp3o.data.errors import DataError, Found, RecordError
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
 PARQUET = (".parquet",)
 READABLE = JSON_LINES + JSON + PARQUET
-# Suffixes that no hub name has, so that a mistyped path is not looked up on the hub.
+# No hub name ends so: a mistyped path must not be looked up on the hub.
 FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".zip")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
-class Row(NamedTuple):
-    """One row as read. `content` is a dict or any other JSON value, and a RowError where it cannot be decoded."""
+class Record(NamedTuple):
+    """One record as read. `content` is any JSON value, usable only as a dict; a RecordError where decoding failed."""
 
     file: str
     number: int
     content: object
 
 
-def read_rows(source: str, split: str) -> Iterator[Row]:
-    """The rows of local files, or of a split of a hub dataset. Raises DataError where `source` cannot be read."""
+def read_records(source: str, split: str) -> Iterator[Record]:
+    """The records of local files, or of a split of a hub dataset. Raises DataError where `source` cannot be read."""
     files = local_files(source, split)
     if files is None:
-        yield from hub_rows(source, split)
+        yield from hub_records(source, split)
         return
     for file in files:
         try:
-            yield from file_rows(file)
+            yield from file_records(file)
         except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
@@ -61,7 +62,7 @@ def local_files(source: str, split: str) -> list[Path] | None:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = files_of_split(path, split)
+        files = split_files(path, split)
     elif any(character in source for character in "*?["):
         files = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
         if not files:
@@ -78,8 +79,8 @@ def local_files(source: str, split: str) -> list[Path] | None:
     return files
 
 
-def files_of_split(folder: Path, split: str) -> list[Path]:
-    """The files of a folder, or where their names carry a split's name (train, eval, …), those of `split`."""
+def split_files(folder: Path, split: str) -> list[Path]:
+    """The files of a folder; where their names contain split names (train, eval, ...), only those of `split`."""
     files = sorted(file for file in folder.iterdir() if file.name.endswith(READABLE))
     if not files:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
@@ -98,76 +99,77 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-# --- their rows -----------------------------------------------------------------------------------------------------
+# --- their records --------------------------------------------------------------------------------------------------
 
 
-def file_rows(file: Path) -> Iterator[Row]:
+def file_records(file: Path) -> Iterator[Record]:
     if file.name.endswith(PARQUET):
-        return parquet_rows(file)
+        return parquet_records(file)
     if file.name.endswith(JSON) and first_character(file) == b"[":
-        return json_array_rows(file)
-    return json_lines_rows(file)
+        return json_array_records(file)
+    return json_lines_records(file)
 
 
-def json_lines_rows(file: Path) -> Iterator[Row]:
-    """Decodes line by line: readers with column types cast strings that look like dates, and lose line numbers."""
-    with opened(file) as lines:
+def json_lines_records(file: Path) -> Iterator[Record]:
+    """Decodes line by line: readers that infer column types cast strings that look like dates and lose line numbers."""
+    with open_binary(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield Row(str(file), number, decoded(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line))
+                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+                yield Record(str(file), number, decode_json(text))
 
 
-def json_array_rows(file: Path) -> Iterator[Row]:
-    with opened(file) as content:
-        array = decoded(content.read().removeprefix(b"\xef\xbb\xbf"))
-    if isinstance(array, RowError):
+def json_array_records(file: Path) -> Iterator[Record]:
+    with open_binary(file) as content:
+        array = decode_json(content.read().removeprefix(BYTE_ORDER_MARK))
+    if isinstance(array, RecordError):
         raise DataError(f"{file}: expected {array.expected}, got {array.got}")
     for number, content in enumerate(array, 1):
-        yield Row(str(file), number, content)
+        yield Record(str(file), number, content)
 
 
-def parquet_rows(file: Path) -> Iterator[Row]:
+def parquet_records(file: Path) -> Iterator[Record]:
     number = 0
     with pq.ParquetFile(file) as table:
         for batch in table.iter_batches(batch_size=1000):
             for content in batch.to_pylist():
                 number += 1
-                yield Row(str(file), number, content)
+                yield Record(str(file), number, content)
 
 
-def hub_rows(source: str, split: str) -> Iterator[Row]:
+def hub_records(source: str, split: str) -> Iterator[Record]:
     name, _, config = source.partition(":")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
         raise DataError(f"{source}: the split '{split}' cannot be loaded from the hub: {error}") from error
     for number, content in enumerate(dataset, 1):
-        yield Row(source, number, content)
+        yield Record(source, number, content)
 
 
-def opened(file: Path) -> IO[bytes]:
+def open_binary(file: Path) -> IO[bytes]:
     return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
 
 
 def first_character(file: Path) -> bytes:
-    with opened(file) as content:
-        return content.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    with open_binary(file) as content:
+        return content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, refused where a name comes twice: a plain dict would keep the last value and lose the others."""
+def object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. ValueError where a name comes twice: a plain dict would silently keep the last value only."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("a field's name comes twice in one object")
     return content
 
 
-def decoded(line: bytes) -> object:
+def decode_json(text: bytes) -> object:
     try:
-        return json.loads(line.decode("utf-8"), object_pairs_hook=unique)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=object_of_unique_names)
     except UnicodeDecodeError as error:
-        return RowError(None, "text in UTF-8", Found(f"bytes that are not ({error.reason} at byte {error.start})"))
+        return RecordError(None, "text in UTF-8", Found(f"bytes that are not ({error.reason} at byte {error.start})"))
     except RecursionError:
-        return RowError(None, "a JSON object", Found("values nested too deeply"))
+        return RecordError(None, "a JSON object", Found("values nested too deeply"))
     except ValueError as error:
-        return RowError(None, "valid JSON", Found(f"text that is not ({error})"))
+        return RecordError(None, "valid JSON", Found(f"text that is not ({error})"))

@@ -1,4 +1,4 @@
-"""The KL-reward frontier of finished or running runs: reading, table, line and figure (arXiv 2310.00212, figure 3)."""
+"""The KL-reward frontier of finished or running runs: reading, table, fit and figure (arXiv 2310.00212, figure 3)."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,12 @@ from fastp3o.training.reporting import EVALUATIONS
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+# The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
 Evaluations = list[dict[str, float]]
 
 
 def read_run(folder: Path) -> Evaluations:
-    """The evaluations of a run, in order. Raises ValueError naming the file and line that cannot be used."""
+    """The evaluations of a run, in order. Raises ValueError with the file, and the line that cannot be used."""
     path = folder / EVALUATIONS
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the folder of a P3O run with evaluations (--eval_prompts)")
@@ -37,7 +38,7 @@ def read_run(folder: Path) -> Evaluations:
 
 
 def linear_fit(evaluations: Evaluations) -> tuple[float, float] | None:
-    """Slope and intercept of reward over KL by least squares; None where fewer than two KLs differ."""
+    """Slope and intercept of reward over KL by least squares; None where all KLs are equal."""
     kl = np.array([e["kl"] for e in evaluations])
     reward = np.array([e["reward"] for e in evaluations])
     if len(np.unique(kl)) < 2:
@@ -47,11 +48,12 @@ def linear_fit(evaluations: Evaluations) -> tuple[float, float] | None:
 
 
 def standard_error(evaluation: dict[str, float], name: str) -> float:
+    """Standard error, over the evaluation prompts, of the mean of "reward" or "kl"."""
     return evaluation[f"{name}_std"] / evaluation["prompts"] ** 0.5
 
 
 def print_table(runs: dict[str, Evaluations]) -> None:
-    """First and last evaluation of each run; ± is the standard deviation over the evaluation prompts."""
+    """Prints the first and the last evaluation of each run; ± is the standard deviation over the evaluation prompts."""
     table = Table(title="evaluation prompts: mean ± standard deviation (standard error)")
     for column in ("run", "update", "prompts", "reward", "KL to the reference, nats"):
         table.add_column(column, justify="left" if column == "run" else "right")
@@ -70,7 +72,7 @@ def print_table(runs: dict[str, Evaluations]) -> None:
 
 
 def plot(runs: dict[str, Evaluations], output: Path) -> None:
-    """Writes a PNG: a point an evaluation with its standard errors, update numbers beside, a fitted line a run."""
+    """Writes a PNG: for each evaluation a point with standard errors and its update's number, for each run a line."""
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     for number, (name, evaluations) in enumerate(runs.items()):
         color = f"C{number}"

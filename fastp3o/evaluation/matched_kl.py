@@ -1,8 +1,7 @@
-"""Runs compared where their KL is equal: gains over the start, and intervals that hold for a handful of paired seeds.
+"""Runs compared at equal KL: gains over the start, and confidence intervals for a handful of paired seeds.
 
-Percentile bootstraps of eight seeds are too narrow. Taking percentiles further out, where a Student t interval would
-end, repairs that (the expanded percentile interval of Hesterberg, "What teachers should know about the bootstrap",
-arXiv 1411.5279).
+Percentile bootstrap intervals of eight seeds are too narrow. Expanded percentiles, chosen to match the width of a
+Student t interval, correct that (Hesterberg, "What teachers should know about the bootstrap", arXiv 1411.5279).
 """
 
 import math
@@ -15,13 +14,13 @@ import numpy as np
 
 from fastp3o.evaluation.frontier import Evaluations, linear_fit
 
-Seed = tuple[str, int]  # task and seed: what paired runs have in common
+Seed = tuple[str, int]  # task and seed, which are the same for paired runs
 LEVEL = 0.95
 RESAMPLES = 20_000
 
 
 class Estimate(NamedTuple):
-    """A mean with its interval, which is infinite where there are too few values to resample."""
+    """The mean of `count` values and its interval, which is infinite where there are too few values to resample."""
 
     mean: float
     low: float
@@ -38,11 +37,12 @@ class Line(NamedTuple):
     high: float
 
 
-def gain_at_kl(evaluations: Evaluations, kl: float, of: str = "reward") -> float | None:
-    """Gain of `of` over the evaluation at step 0 where the run first crosses `kl` (nats per response).
+def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> float | None:
+    """Gain in `metric` over the evaluation at step 0 where the run first reaches `kl` (nats per response).
 
-    Linear between the two evaluations around the crossing. None where the run never gets there, or was there by its
-    first evaluation: a line from the start to a late evaluation would be invented. ValueError without a step 0.
+    Interpolated linearly between the two evaluations around the crossing. None where the run never reaches `kl`, or
+    reaches it by its first evaluation after step 0: a gain interpolated from the start would not be measured.
+    ValueError without an evaluation at step 0.
     """
     start = _start(evaluations)
     crossing = next((i for i, evaluation in enumerate(evaluations) if evaluation["kl"] >= kl), 0)
@@ -50,19 +50,19 @@ def gain_at_kl(evaluations: Evaluations, kl: float, of: str = "reward") -> float
         return None
     before, after = evaluations[crossing - 1], evaluations[crossing]
     share = (kl - before["kl"]) / (after["kl"] - before["kl"])
-    return before[of] + share * (after[of] - before[of]) - start[of]
+    return before[metric] + share * (after[metric] - before[metric]) - start[metric]
 
 
-def gains(evaluations: Evaluations, of: str = "reward") -> Evaluations:
-    """The KL of each evaluation and, as its reward, the gain of `of` over step 0. ValueError without a step 0."""
+def gains(evaluations: Evaluations, metric: str = "reward") -> Evaluations:
+    """The KL of each evaluation and, as its reward, the gain in `metric` over step 0. ValueError without a step 0."""
     start = _start(evaluations)
-    return [{"step": e["step"], "kl": e["kl"], "reward": e[of] - start[of]} for e in evaluations]
+    return [{"step": e["step"], "kl": e["kl"], "reward": e[metric] - start[metric]} for e in evaluations]
 
 
 def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimate:
     """Mean of all values, with a 95% interval that resamples within each stratum (here a task with its seeds).
 
-    `comparisons` is the number of intervals that shall hold together (Bonferroni). ValueError without values.
+    `comparisons` is the number of intervals that hold simultaneously (Bonferroni). ValueError without values.
     """
     samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
     if not samples:
@@ -76,7 +76,7 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
 def paired_difference(
     first: Mapping[Seed, float | None], second: Mapping[Seed, float | None], comparisons: int = 1
 ) -> Estimate | None:
-    """Mean of first − second over the seeds where both have a value, by task; None where no seed has both."""
+    """Mean of first − second over the seeds where both have a value, resampled by task; None where no seed has both."""
     strata: dict[str, list[float]] = {}
     for (task, seed), value in sorted(first.items()):
         other = second.get((task, seed))
@@ -88,16 +88,16 @@ def paired_difference(
 def line(runs: Sequence[Evaluations]) -> Line | None:
     """Least-squares line of reward over KL through all evaluations of all runs; the interval resamples runs.
 
-    None where fewer than two KLs differ.
+    None where all KLs are equal.
     """
     fit = linear_fit([evaluation for run in runs for evaluation in run])
     if fit is None:
         return None
-    # A slope takes no more of a run than five sums.
+    # Five sums of each run are sufficient for the slope of every resample.
     points = [(np.array([e["kl"] for e in run]), np.array([e["reward"] for e in run])) for run in runs]
     sums = np.array([[len(x), x.sum(), y.sum(), x @ x, x @ y] for x, y in points])
     n, x, y, xx, xy = (_resampling(len(runs), 0) @ sums).T
-    # Resamples of a single run with a single point have no slope.
+    # A resample of a single run with a single point has no slope.
     with np.errstate(invalid="ignore", divide="ignore"):
         slopes = (n * xy - x * y) / (n * xx - x * x)
     slopes = slopes[np.isfinite(slopes)]

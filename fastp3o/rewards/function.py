@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastp3o.named_function import imported
+from fastp3o.named_function import import_function
 from fastp3o.rollouts.rollouts import Rollouts
 
 
@@ -15,7 +15,7 @@ class FunctionReward:
 
     def __init__(self, name: str):
         self.name = name
-        self.function = imported(name, "reward function")
+        self.function = import_function(name, "reward function")
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """[P, K] fp32. Raises ValueError where the function returns another number of rewards."""

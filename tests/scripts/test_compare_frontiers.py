@@ -62,7 +62,7 @@ def test_what_cannot_be_compared_is_refused_by_name(compare, tmp_path, capsys):
     for arguments, message in (
         (["--first", run, again, "--second", run], "again is a second run with seed 0 on prompts.jsonl"),
         (["--first", run, "--second", tmp_path / "nothing"], "does not exist"),
-        (["--first", run, "--second", run, "--of", "gold"], "was evaluated without a gold reward"),
+        (["--first", run, "--second", run, "--metric", "gold"], "was evaluated without a gold reward"),
     ):
         with pytest.raises(SystemExit):
             compare(*arguments)

@@ -40,12 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(folder: Path, kind: str, split: str) -> list[dict[str, str]]:
+def records(folder: Path, kind: str, split: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (folder / f"{kind}.{split}.jsonl").read_text("utf-8").splitlines()]
 
 
 def modules(folder: Path, split: str) -> set[str]:
-    return {row["prompt"].split("\n", 1)[0] for row in rows(folder, "sft", split)}
+    return {record["prompt"].split("\n", 1)[0] for record in records(folder, "sft", split)}
 
 
 # --- the files ------------------------------------------------------------------------------------------------------
@@ -63,24 +63,28 @@ def test_the_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path):
 
 def test_splits_share_no_module_summary_or_body(folder: Path):
     assert not modules(folder, "train") & modules(folder, "eval")
-    pairs = [row for split in ("train", "eval") for row in rows(folder, "sft", split)]
+    pairs = [record for split in ("train", "eval") for record in records(folder, "sft", split)]
     assert len(pairs) == 150
-    assert len({row["label"] for row in pairs}) == len({row["prompt"].partition("POST: ")[2] for row in pairs}) == 150
-    assert len(rows(folder, "sft", "eval")) >= 0.05 * len(pairs)
+    assert (
+        len({record["label"] for record in pairs})
+        == len({record["prompt"].partition("POST: ")[2] for record in pairs})
+        == 150
+    )
+    assert len(records(folder, "sft", "eval")) >= 0.05 * len(pairs)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_rejected_lines_are_wrong_in_three_ways(folder: Path, split: str):
-    truth = {row["prompt"]: row["label"] for row in rows(folder, "sft", split)}
+    truth = {record["prompt"]: record["label"] for record in records(folder, "sft", split)}
     kinds = set()
-    for row in rows(folder, "preferences", split):
-        chosen, rejected = row["chosen"], row["rejected"]
-        assert chosen == truth[row["prompt"]] != rejected
+    for record in records(folder, "preferences", split):
+        chosen, rejected = record["chosen"], record["rejected"]
+        assert chosen == truth[record["prompt"]] != rejected
         assert chosen.startswith(" ")
         assert rejected.startswith(" ")
         truncated, shuffled = chosen.startswith(rejected), sorted(chosen.split()) == sorted(rejected.split())
         same_module = [
-            label for prompt, label in truth.items() if prompt.split("\n")[0] == row["prompt"].split("\n")[0]
+            label for prompt, label in truth.items() if prompt.split("\n")[0] == record["prompt"].split("\n")[0]
         ]
         assert truncated or shuffled or rejected in same_module
         kinds.add("truncated" if truncated else "shuffled" if shuffled else "another's")
@@ -97,8 +101,8 @@ def test_the_files_load(folder: Path):
         _, prompts = load_prompts(str(folder / f"prompts.{split}.jsonl"), tokenizer, max_prompt_tokens=512)
         _, demonstrations = load_demonstrations(str(folder / f"sft.{split}.jsonl"), tokenizer, **lengths)
         _, preferences = load_preferences(str(folder / f"preferences.{split}.jsonl"), tokenizer, **lengths)
-        assert prompts.rows == demonstrations.rows == len(rows(folder, "sft", split))
-        assert preferences.rows == len(rows(folder, "preferences", split))
+        assert prompts.examples == demonstrations.examples == len(records(folder, "sft", split))
+        assert preferences.examples == len(records(folder, "preferences", split))
 
 
 def test_an_interruption_leaves_the_old_file(script: ModuleType, tmp_path: Path):
@@ -106,9 +110,9 @@ def test_an_interruption_leaves_the_old_file(script: ModuleType, tmp_path: Path)
         yield {"prompt": "new"}
         raise KeyboardInterrupt
 
-    script.write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "old"}])
+    script.write_jsonl(tmp_path / "records.jsonl", [{"prompt": "old"}])
     with pytest.raises(KeyboardInterrupt):
-        script.write_jsonl(tmp_path / "rows.jsonl", interrupted())
+        script.write_jsonl(tmp_path / "records.jsonl", interrupted())
     assert [path.read_text() for path in tmp_path.iterdir()] == ['{"prompt": "old"}\n']
 
 

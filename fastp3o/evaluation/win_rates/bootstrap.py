@@ -11,16 +11,16 @@ def percentile_interval(
     resamples: int = 10_000,
     confidence: float = 0.95,
 ) -> tuple[float, float]:
-    """Interval of sum(numerators) / sum(denominators) over units that are drawn again with replacement.
+    """Interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
 
     Args:
-        numerators, denominators: [n], one entry a unit; all that depends on each other must be in one unit.
+        numerators, denominators: [n], one entry for each unit; dependent values must be in the same unit.
             Denominators are above 0 (ones give the interval of a mean).
         seed: equal seeds give equal intervals.
         confidence: share of the resampled ratios within the interval.
 
     Returns:
-        Low and high end. Units with equal ratios give an interval of no width, however few they are.
+        Low and high end. Units with equal ratios give an interval of zero width, however few they are.
 
     Raises:
         ValueError: no units, differing shapes, or a denominator that is not above 0.

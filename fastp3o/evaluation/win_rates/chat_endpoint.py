@@ -1,4 +1,4 @@
-"""Single questions to an OpenAI-compatible chat-completions endpoint, and patience with one that is busy or away."""
+"""Single questions to an OpenAI-compatible chat-completions endpoint, with retries while it is busy or unreachable."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ EXCERPT = 300  # characters
 
 
 class EndpointError(RuntimeError):
-    """The endpoint refuses, or does not answer in spite of retries. The message names URL, status and answer."""
+    """The endpoint refuses the request, or fails after all retries. The message names URL, status and answer."""
 
 
 class StoppedError(Exception):
@@ -26,14 +26,14 @@ class StoppedError(Exception):
 
 
 class Answer(NamedTuple):
-    """text: empty where the model said nothing. finished: False where it was cut at a length."""
+    """text: empty where the model returned none. finished: False where a length limit cut the text off."""
 
     text: str
     finished: bool
 
 
 class AttemptError(Exception):
-    """One attempt that did not succeed but might the next time. wait: seconds that the endpoint asks for."""
+    """An attempt that failed but may succeed when repeated. wait: seconds that the endpoint asks to wait."""
 
     def __init__(self, what: str, wait: float = 0.0):
         super().__init__(what)
@@ -41,7 +41,7 @@ class AttemptError(Exception):
 
 
 class EveryStatus(HTTPErrorProcessor):
-    """Takes a response of any status as it is. Redirects are not followed either: they would take the key along."""
+    """Returns responses of every status instead of raising, and follows no redirects, which would pass the key on."""
 
     def http_response(self, request: Request, response: HTTPResponse) -> HTTPResponse:
         return response
@@ -50,18 +50,18 @@ class EveryStatus(HTTPErrorProcessor):
 
 
 class ChatEndpoint:
-    """An endpoint and its patience.
+    """One model behind an endpoint, with the time limits and retries of requests to it.
 
     Args:
-        url: up to and without /chat/completions, as OpenAI's clients take it: http://localhost:8000/v1.
+        url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1.
+        model: its name at the endpoint.
         timeout: seconds that one attempt may take.
         retries: attempts after the first, where the endpoint is busy (408, 429), broken (5xx, no chat completion),
-            too slow or away. Any other status but 200 stops at once.
+            too slow or unreachable. Any other status but 200 stops at once.
         backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
-        longest_wait: seconds; an endpoint whose Retry-After asks for more is taken to be away.
+        longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
 
-    The key in the environment variable OPENAI_API_KEY, if there is one, goes into the Authorization header and nowhere
-    else.
+    The key in the environment variable OPENAI_API_KEY, if set, is sent in the Authorization header and nowhere else.
 
     Raises ValueError on a URL or a key that cannot be used.
     """
@@ -76,7 +76,7 @@ class ChatEndpoint:
         backoff: float = 1.0,
         longest_wait: float = 120.0,
     ):
-        self.url = checked(url).rstrip("/") + "/chat/completions"
+        self.url = check_url(url).rstrip("/") + "/chat/completions"
         self.model = model
         self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -88,7 +88,8 @@ class ChatEndpoint:
     def ask(self, question: str, stopped: threading.Event) -> Answer:
         """The model's answer at temperature 0.
 
-        Raises EndpointError as the class says; StoppedError in place of a retry once `stopped` is set.
+        Raises EndpointError where the endpoint refuses or all attempts fail; StoppedError in place of a retry once
+        `stopped` is set.
         """
         for attempt in itertools.count(1):
             try:
@@ -110,7 +111,7 @@ class ChatEndpoint:
             raise AttemptError(f"does not answer: {type(error).__name__}: {error}") from error
         what = f"answered with status {status}: {self.excerpt(body)}"
         if status in (408, 429) or status >= 500:
-            raise AttemptError(what, seconds(retry_after))
+            raise AttemptError(what, retry_after_seconds(retry_after))
         if status != 200:
             raise EndpointError(f"{self.url} {what}")
         try:
@@ -134,7 +135,8 @@ class ChatEndpoint:
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
 
-def checked(url: str) -> str:
+def check_url(url: str) -> str:
+    """The URL as it is. Raises ValueError where it is not one of an endpoint."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -148,7 +150,7 @@ def checked(url: str) -> str:
 
 
 def read_within(response: HTTPResponse, limit: float) -> bytearray:
-    """The whole body. Raises TimeoutError after `limit` seconds: a body in drops never ends by a socket's timeout."""
+    """The whole body. Raises TimeoutError after `limit` seconds: a socket's timeout does not end a slow trickle."""
     end = time.monotonic() + limit
     body = bytearray()
     while part := response.read1(2**16):
@@ -162,14 +164,14 @@ def read_within(response: HTTPResponse, limit: float) -> bytearray:
     return body
 
 
-def seconds(retry_after: str | None) -> float:
-    """A Retry-After header, seconds or a date (RFC 9110, 10.2.3); 0 where there is none or it says nothing."""
-    if retry_after is None:
+def retry_after_seconds(header: str | None) -> float:
+    """Of a Retry-After header, seconds or a date (RFC 9110, 10.2.3); 0 where there is none or it cannot be read."""
+    if header is None:
         return 0.0
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
+    if header.strip().isdecimal():
+        return float(header)
     try:
-        date = parsedate_to_datetime(retry_after)
+        date = parsedate_to_datetime(header)
     except ValueError:
         return 0.0
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

@@ -31,33 +31,33 @@ class WinRateConfig:
     first: str = required(
         "The checkpoint whose win rate is asked for: a Hugging Face causal LM, as hub name or folder."
     )
-    second: str = required("The checkpoint that it plays against.")
+    second: str = required("The checkpoint that it is compared with.")
     prompts: str = required("Prompts that both respond to: a hub name (or name:config), or JSONL or parquet files.")
     reward: str | None = option(
         None, "Higher reward wins: a reward model (folder or hub name) or a function, as module:function."
     )
-    judge: str | None = option(
-        None, "A judge of texts, as module:function; FunctionJudge in win_rates/judge.py says more."
-    )
+    judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in win_rates/judge.py).")
     judge_url: str | None = option(
         None,
         "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
         "variable OPENAI_API_KEY holds its key, if it needs one.",
     )
     judge_model: str | None = option(None, "Name of the model at judge_url.")
-    judge_requests: int = option(8, "Requests to judge_url under way at once.")
+    judge_requests: int = option(8, "Concurrent requests to judge_url.")
     verdicts: str | None = option(
-        None, "JSONL file that keeps the verdicts from judge_url as they come; those in it are not asked for again."
+        None, "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again."
     )
     output: str | None = option(None, "JSON file to write the result to.")
     trust_remote_code: bool = option(False, "Run model code that comes with a checkpoint. Only for sources you trust.")
 
     split: str = option("train", "Split of the prompts, for hub data sets and folders that have several.")
     limit: int | None = option(None, "Use only the first this many prompts.")
-    skip_bad_records: bool = option(False, "Skip and count rows that cannot be used. Off: the first one stops the run.")
+    skip_bad_records: bool = option(
+        False, "Skip and count records that cannot be used. Off: the first one stops the run."
+    )
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
     max_response_tokens: int = option(128, "Longest response, in tokens.")
-    responses_per_prompt: int = option(1, "Responses to each prompt; response k of one plays against k of the other.")
+    responses_per_prompt: int = option(1, "Responses to each prompt; response k of one against k of the other.")
     rollout_batch_size: int = option(64, "Prompts responded to at once.")
     seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
 
@@ -94,7 +94,7 @@ class Responses:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens per response, ends of sequences included."""
+        """Tokens per response, including the end-of-sequence token."""
         return float(np.mean(self.rollouts.response_lengths))
 
 
@@ -102,7 +102,7 @@ def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
     """Both checkpoints' responses to the same prompts with the same seed, and their rewards if asked for.
 
     One checkpoint is in memory at a time. Raises ValueError where their tokenizers make different texts of the prompts
-    (chat template, limit on the length), for then they would not respond to the same.
+    (chat template, length limit): the two would not respond to the same prompts.
     """
     checkpoints = (config.first, config.second)
     tokenizers = [load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in checkpoints]
@@ -155,7 +155,7 @@ def respond(
 def win_rates(
     config: WinRateConfig, judge: Judge | None, first: Responses, second: Responses
 ) -> Iterator[tuple[str, WinRate]]:
-    """Win rates of the first checkpoint by "reward" and by "judge", those asked for, each as soon as it is known."""
+    """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as it is known."""
     if config.reward:
         yield "reward", rate_of(by_reward(first, second), config)
     if judge is not None:
@@ -169,7 +169,7 @@ def rate_of(verdicts: list[Verdict], config: WinRateConfig) -> WinRate:
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:
-    """Equal responses are a tie: packed beside others their rewards may differ by rounding, which is no victory."""
+    """The higher reward wins. Equal responses are a tie: packed differently, their rewards may differ by rounding."""
     ends = (
         zip(side.rollouts.texts()[1], chain.from_iterable(side.rollouts.finished), strict=True)
         for side in (first, second)

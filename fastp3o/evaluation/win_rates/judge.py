@@ -1,4 +1,4 @@
-"""Judges, which say the better of two responses: a Python function, or a language model behind an endpoint."""
+"""Judges, which decide the better of two responses: a Python function, or a language model behind an endpoint."""
 
 import hashlib
 import json
@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
 from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
-from fastp3o.named_function import imported
+from fastp3o.named_function import import_function
 
-# Texts: prompts, first and second responses to them, as many of each as there will be verdicts.
+# Called with texts: prompts, first responses, second responses. Returns one verdict for each prompt.
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Verdict]]
 
 # After MT-Bench's pair-v2 (Zheng et al. 2023, arXiv 2306.05685, figure 5): explain first, then [[A]], [[B]] or [[C]].
@@ -41,7 +41,7 @@ Judge how well each response does what the prompt asks for: helpful, relevant, a
 Neither the order of the responses nor their length must influence you. Explain your comparison in a few sentences; \
 then end with a last line that holds nothing but [[A]] if response A is better, [[B]] if response B is better, or \
 [[C]] for a tie."""
-PLACES = {"prompt", "first", "second"}
+PLACEHOLDERS = {"prompt", "first", "second"}
 MARKS = {"[[A]]": Verdict.FIRST, "[[B]]": Verdict.SECOND, "[[C]]": Verdict.TIE}
 
 
@@ -53,7 +53,7 @@ class FunctionJudge:
 
     def __init__(self, name: str):
         self.name = name
-        self.function = imported(name, "judge")
+        self.function = import_function(name, "judge")
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
         """Raises ValueError where the function returns another number of verdicts or another word."""
@@ -72,20 +72,22 @@ class FunctionJudge:
 class EndpointJudge:
     """A language model, asked twice a comparison, with the responses in either order.
 
-    Where both answers agree they are the verdict; where they do not, the judge looks at positions, and it is a tie
-    (habit of MT-Bench, arXiv 2306.05685, section 3.4). An answer without a verdict, or cut off, gives none.
+    The verdict is that of both answers where they agree. Where they do not, the judge is biased by position, and the
+    verdict is a tie (as in MT-Bench, arXiv 2306.05685, section 3.4). It is NONE where one of the answers has no verdict
+    or was cut off.
 
-    Equal responses are a tie without asking. Equal comparisons are asked once.
+    Equal responses are a tie without a request. Equal comparisons are requested once.
 
     Args:
-        endpoint: where the model is.
-        path: a JSONL file that keeps each verdict as it comes and with it the answers; verdicts that it holds already
-            for the same model, template, prompt and responses, NONE among them, are not asked for again.
-        template: the question, with the places $prompt, $first and $second, and if wanted $boundary, a code that
-            prompt and responses cannot foresee.
-        requests: under way at once.
+        endpoint: the model.
+        path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds
+            for the same model, template, prompt and responses, including NONE, are not requested again.
+        template: the question, with the placeholders $prompt, $first and $second, and optionally $boundary, a code
+            that prompt and responses cannot predict.
+        requests: concurrent requests.
 
-    Raises ValueError on a template without these places or with others, or a file that no judge has written.
+    Raises:
+        ValueError: the template lacks a placeholder or has another, or the file was not written by a judge.
     """
 
     def __init__(
@@ -95,15 +97,15 @@ class EndpointJudge:
         self.file = VerdictFile(path)
         self.template = Template(template)
         self.requests = requests
-        places = set(self.template.get_identifiers())
-        if not self.template.is_valid() or not PLACES <= places <= PLACES | {"boundary"}:
+        placeholders = set(self.template.get_identifiers())
+        if not self.template.is_valid() or not PLACEHOLDERS <= placeholders <= PLACEHOLDERS | {"boundary"}:
             raise ValueError(
                 "a judge's template must hold $prompt, $first and $second, may hold $boundary, and writes other "
-                f"dollar signs as $$; this one holds {', '.join(sorted(places)) or 'none of them'}"
+                f"dollar signs as $$; this one holds {', '.join(sorted(placeholders)) or 'none of them'}"
             )
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
-        """Raises EndpointError where the endpoint refuses or stays away; verdicts until then are in the file."""
+        """Raises EndpointError where the endpoint refuses or remains unavailable; earlier verdicts are in the file."""
         comparisons = list(zip(prompts, firsts, seconds, strict=True))
         keys = [self.key(*comparison) for comparison in comparisons]
         self.ask_all(
@@ -126,7 +128,7 @@ class EndpointJudge:
             for future in tqdm(as_completed(asked), total=len(asked), desc="judging", unit="pair", disable=not asked):
                 future.result()
         finally:
-            # After an error or an interrupt too, answers on their way are waited for and kept, and no more are asked.
+            # After an error or an interrupt too: wait for the pending answers and keep them, but send no more requests.
             stopped.set()
             pool.shutdown(cancel_futures=True)
 
@@ -135,8 +137,8 @@ class EndpointJudge:
         answers = [
             self.endpoint.ask(self.question(prompt, *pair), stopped) for pair in ((first, second), (second, first))
         ]
-        straight, swapped = (verdict_of(answer) for answer in answers)
-        self.file.add(key, agreed(straight, swapped.swapped), [answer.text for answer in answers])
+        straight, swapped = (parse_verdict(answer) for answer in answers)
+        self.file.add(key, combine_verdicts(straight, swapped.swapped), [answer.text for answer in answers])
 
     def question(self, prompt: str, first: str, second: str) -> str:
         boundary = digest(prompt, first, second)[:16]
@@ -146,19 +148,19 @@ class EndpointJudge:
         return digest(self.endpoint.model, self.template.template, prompt, first, second)
 
 
-def verdict_of(answer: Answer) -> Verdict:
-    """Of one answer: its last mark counts. NONE where there is no mark, or the answer was cut off before its end."""
+def parse_verdict(answer: Answer) -> Verdict:
+    """The verdict of one answer: its last mark counts. NONE where there is no mark, or the answer was cut off."""
     marks = re.findall(r"\[\[[ABC]\]\]", answer.text)
     return MARKS[marks[-1]] if marks and answer.finished else Verdict.NONE
 
 
-def agreed(one: Verdict, other: Verdict) -> Verdict:
-    """Of two verdicts on the same responses in the same order."""
+def combine_verdicts(one: Verdict, other: Verdict) -> Verdict:
+    """One verdict of two on the same responses in the same order: NONE where one is NONE, a tie where they differ."""
     if Verdict.NONE in (one, other):
         return Verdict.NONE
     return one if one == other else Verdict.TIE
 
 
 def digest(*texts: str) -> str:
-    """SHA-256 in hexadecimal digits; JSON keeps texts apart, and takes lone surrogates."""
+    """SHA-256 in hexadecimal digits. JSON separates the texts, and can encode lone surrogates."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

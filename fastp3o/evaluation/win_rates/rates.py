@@ -1,4 +1,4 @@
-"""Wins of one checkpoint's responses against another's, from verdicts or rewards, and how certain their share is."""
+"""The win rate of one checkpoint's responses against another's, from verdicts or rewards, with its interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from fastp3o.evaluation.win_rates.verdicts import Verdict
 
 @dataclass(frozen=True)
 class WinRate:
-    """Of the first against the second.
+    """Win rate of the first checkpoint against the second.
 
-    win_rate: wins and half the ties, over comparisons with a verdict; 0.5 is even.
-    low, high: ends of its 95% interval over prompts.
-    wins, ties, losses: comparisons, of the first.
+    win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even.
+    low, high: its 95% bootstrap interval over prompts.
+    wins, ties, losses: numbers of comparisons.
     missing: comparisons without a verdict, which count nowhere else.
-    prompts: that have a verdict.
+    prompts: number of prompts with a verdict.
     """
 
     win_rate: float
@@ -31,10 +31,9 @@ class WinRate:
 
 
 def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:
-    """Win rate from verdicts on P * K comparisons; comparison k of prompt p is verdict p * K + k, K the
-    responses to each prompt.
+    """Win rate from verdicts [P * K], those on the K responses to a prompt adjacent.
 
-    The interval draws prompts, each with all its comparisons: these are not independent of each other.
+    The interval resamples prompts, each with all its comparisons: these are not independent of each other.
 
     Raises ValueError where there is no verdict at all, or their number is no multiple of `responses_per_prompt`.
     """
@@ -63,7 +62,7 @@ POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NON
 
 
 def verdicts_of_rewards(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:
-    """The higher reward wins, equal ones are a tie. Raises ValueError on a reward that is not finite."""
+    """The higher reward wins; equal rewards are a tie. Raises ValueError where a reward is not finite."""
     for name, rewards in (("first", firsts), ("second", seconds)):
         broken = np.flatnonzero(~np.isfinite(rewards))
         if len(broken):

@@ -1,4 +1,4 @@
-"""What a comparison of two responses can end with, and a file that keeps such ends."""
+"""The verdict on two responses, and a file that keeps verdicts."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Verdict(StrEnum):
-    """FIRST, SECOND: that response is better. NONE: the judge gave no usable answer."""
+    """FIRST, SECOND: the response that is better. NONE: the judge gave no usable answer."""
 
     FIRST = "first"
     SECOND = "second"
@@ -21,14 +21,14 @@ class Verdict(StrEnum):
         return {Verdict.FIRST: Verdict.SECOND, Verdict.SECOND: Verdict.FIRST}.get(self, self)
 
 
-BEGINNING = b'{"key": "'  # of every line, by which an unfinished one is known from the end of some other file
+LINE_START = b'{"key": "'  # tells an unfinished line of this file from the last line of some other file
 
 
 class VerdictFile:
-    """Verdicts by key, each a JSON line from the moment it is known; without a path they are in memory alone.
+    """Verdicts by key, each written as a JSON line as soon as it is known; without a path they stay in memory.
 
     Raises ValueError naming file and line where the file holds anything else. An unfinished last line, of a process
-    that was stopped while writing, is cut off: that comparison has no verdict yet.
+    that was stopped while writing, is removed: that comparison has no verdict yet.
     """
 
     def __init__(self, path: Path | None):
@@ -49,12 +49,12 @@ class VerdictFile:
                     f"{path} line {number}: expected a JSON object with 'key' and 'verdict', as a judge writes them "
                     f"({type(error).__name__}: {error})"
                 ) from error
-        if not unfinished.startswith(BEGINNING[: len(unfinished)]):
+        if not unfinished.startswith(LINE_START[: len(unfinished)]):
             raise ValueError(f"{path} line {len(lines) + 1}: expected a line as a judge writes them, with its end")
         os.truncate(path, path.stat().st_size - len(unfinished))
 
     def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
-        """answers: the judge's own words, which the file keeps for its readers."""
+        """Keeps a verdict. answers: the judge's own words, for people who read the file."""
         line = json.dumps({"key": key, "verdict": verdict, "answers": answers}) + "\n"
         with self.lock:
             if self.path is not None:

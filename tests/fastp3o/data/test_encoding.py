@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fastp3o.data.encoding import Encoded, Encoder, Texts, ids_added_first
-from fastp3o.data.errors import RowError
+from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
 
 BOS, EOS = "<s>", "</s>"
@@ -36,7 +36,7 @@ PLAIN = byte_tokenizer()
 BOS_ID, EOS_ID = PLAIN.bos_token_id, PLAIN.eos_token_id
 
 
-def ids_of(text: str) -> list[int]:
+def token_ids(text: str) -> list[int]:
     return PLAIN(text, add_special_tokens=False).input_ids
 
 
@@ -52,7 +52,7 @@ def encode(encoder: Encoder, item: Texts) -> Encoded:
 
 def problem(encoder: Encoder, item: Texts) -> str:
     (result,) = encoder.encode([item])
-    assert isinstance(result, RowError)
+    assert isinstance(result, RecordError)
     return str(result.at("file", 1))
 
 
@@ -63,8 +63,8 @@ def problem(encoder: Encoder, item: Texts) -> str:
 def test_a_prompt_gets_the_tokenizers_bos_and_never_its_eos(adds: str, first: list[int]):
     tokenizer = byte_tokenizer(adds)
     assert ids_added_first(tokenizer) == first
-    encoded = encode(Encoder.of(tokenizer, 100, 100), texts("Hi", " you"))
-    assert encoded == ("Hi", first + ids_of("Hi"), [[*ids_of(" you"), EOS_ID]], False, 0)
+    encoded = encode(Encoder(tokenizer, 100, 100), texts("Hi", " you"))
+    assert encoded == ("Hi", first + token_ids("Hi"), [[*token_ids(" you"), EOS_ID]], False, 0)
 
 
 def test_bos_is_found_with_a_vocabulary_of_other_letters():
@@ -78,9 +78,9 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_off():
     tokenizer.pad_token = EOS
     tokenizer.backend_tokenizer.enable_truncation(3)
     tokenizer.backend_tokenizer.enable_padding(length=50)
-    encoded = encode(Encoder.of(tokenizer, 100, 100), texts("a longer prompt", "and its response"))
-    assert encoded.prompt_ids == ids_of("a longer prompt")
-    assert encoded.response_ids == [[*ids_of("and its response"), EOS_ID]]
+    encoded = encode(Encoder(tokenizer, 100, 100), texts("a longer prompt", "and its response"))
+    assert encoded.prompt_ids == token_ids("a longer prompt")
+    assert encoded.response_ids == [[*token_ids("and its response"), EOS_ID]]
 
 
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A"])
@@ -88,8 +88,8 @@ def test_truncation_and_padding_of_the_tokenizer_file_are_off():
 def test_truncation_keeps_the_ends_that_matter(adds: str, prompt: str, response: str, limits: tuple[int, int]):
     tokenizer = byte_tokenizer(adds)
     first = [BOS_ID] if adds != "$A" else []
-    whole, reply = ids_of(prompt), ids_of(response)
-    encoded = encode(Encoder.of(tokenizer, *limits), texts(prompt, response))
+    whole, reply = token_ids(prompt), token_ids(response)
+    encoded = encode(Encoder(tokenizer, *limits), texts(prompt, response))
 
     room = limits[0] - len(first)
     assert encoded.prompt_ids == first + whole[-room:]
@@ -105,53 +105,53 @@ def test_prompt_and_response_share_no_token():
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, EOS: 3}, [("a", "b")]))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
     assert fast("ab").input_ids == [2]
-    encoded = encode(Encoder.of(fast, 9, 9), texts("a", "b"))
+    encoded = encode(Encoder(fast, 9, 9), texts("a", "b"))
     assert (encoded.prompt_ids, encoded.response_ids) == ([0], [[1, 3]])
 
 
 def test_each_truncated_response_counts():
-    encoder = Encoder.of(PLAIN, 100, 3)
+    encoder = Encoder(PLAIN, 100, 3)
     assert encode(encoder, texts("Hi", "long one", "long two")).responses_truncated == 2
     assert encode(encoder, texts("Hi", "long one", "ok")).responses_truncated == 1
 
 
 def test_a_response_that_brings_its_own_eos_ends_once():
-    encoder = Encoder.of(PLAIN, 100, 100)
-    assert encode(encoder, texts("Hi", "you" + EOS)).response_ids == [[*ids_of("you"), EOS_ID]]
+    encoder = Encoder(PLAIN, 100, 100)
+    assert encode(encoder, texts("Hi", "you" + EOS)).response_ids == [[*token_ids("you"), EOS_ID]]
     assert "field 'chosen': expected no end-of-sequence token inside" in problem(encoder, texts("Hi", f"a{EOS}b"))
     assert "field 'rejected': expected text that the tokenizer knows" in problem(encoder, texts("Hi", "a", EOS))
 
 
 def test_text_outside_the_vocabulary():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, EOS: 1}, [])), eos_token=EOS)
-    encoder = Encoder.of(tokenizer, 9, 9)
+    encoder = Encoder(tokenizer, 9, 9)
     assert "field 'prompt': expected text that the tokenizer knows" in problem(encoder, texts("é", "a"))
     assert "field 'chosen': expected text that the tokenizer knows" in problem(encoder, texts("a", "é"))
 
 
-def test_one_bad_row_leaves_the_others_of_its_batch():
+def test_one_bad_record_leaves_the_others_of_its_batch():
     good, bad = texts("Hi", "a", "b"), texts("Hi", "a", EOS)
-    results = Encoder.of(PLAIN, 9, 9).encode([good, bad, texts("Ho", "c", "d")])
-    assert [type(result) for result in results] == [Encoded, RowError, Encoded]
-    assert results[2].response_ids == [[*ids_of("c"), EOS_ID], [*ids_of("d"), EOS_ID]]
+    results = Encoder(PLAIN, 9, 9).encode([good, bad, texts("Ho", "c", "d")])
+    assert [type(result) for result in results] == [Encoded, RecordError, Encoded]
+    assert results[2].response_ids == [[*token_ids("c"), EOS_ID], [*token_ids("d"), EOS_ID]]
 
 
 def test_limits_and_tokenizers_that_cannot_work():
     with pytest.raises(ValueError, match="max_prompt_tokens must be at least 2, got 1"):
-        Encoder.of(byte_tokenizer(f"{BOS} $A"), 1, 9)
+        Encoder(byte_tokenizer(f"{BOS} $A"), 1, 9)
     with pytest.raises(ValueError, match="max_response_tokens must be at least 1, got 0"):
-        Encoder.of(PLAIN, 9, 0)
+        Encoder(PLAIN, 9, 0)
     endless = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0}, [])))
     with pytest.raises(ValueError, match="no end-of-sequence token"):
-        Encoder.of(endless, 9, 9)
-    assert encode(Encoder.of(endless, 9, None), texts("a")).prompt_ids == [0]
+        Encoder(endless, 9, 9)
+    assert encode(Encoder(endless, 9, None), texts("a")).prompt_ids == [0]
 
 
 # --- chat templates -------------------------------------------------------------------------------------------------
 
 
 def chat(template: str, *responses: dict, adds: str = "$A") -> tuple[Encoder, Texts]:
-    encoder = Encoder.of(byte_tokenizer(adds, template), 100, 100)
+    encoder = Encoder(byte_tokenizer(adds, template), 100, 100)
     parts = tuple(Part("chosen", [response]) for response in responses)
     return encoder, encoder.render(Part("prompt", [USER]), parts)
 
@@ -161,35 +161,35 @@ def test_the_response_is_what_the_template_adds():
     prompt = f"<|user|>Hi{EOS}\n<|assistant|>"
     assert rendered == (prompt, (f"Hello{EOS}\n",), ("prompt", "chosen"), True)
     encoded = encode(encoder, rendered)
-    assert encoded.prompt_ids == ids_of(prompt)
-    assert encoded.response_ids == [[*ids_of("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
+    assert encoded.prompt_ids == token_ids(prompt)
+    assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
 
 
 def test_a_template_without_eos_is_closed_by_one():
     encoder, rendered = chat("{% for m in messages %}[{{ m['content'] }}]{% endfor %}", REPLY)
-    assert encode(encoder, rendered).response_ids == [[*ids_of("[Hello]"), EOS_ID]]
+    assert encode(encoder, rendered).response_ids == [[*token_ids("[Hello]"), EOS_ID]]
 
 
 def test_the_template_alone_decides_on_bos():
     encoder, rendered = chat(CHATML, adds=f"{BOS} $A")
     assert BOS_ID not in encode(encoder, rendered).prompt_ids
     encoder, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
-    assert encode(encoder, rendered).prompt_ids == ids_of(rendered.prompt)
+    assert encode(encoder, rendered).prompt_ids == token_ids(rendered.prompt)
     assert encode(encoder, rendered).prompt_ids.count(BOS_ID) == 1
 
 
 def test_a_truncated_conversation_keeps_the_templates_bos():
-    encoder = Encoder.of(byte_tokenizer(template=BOS + CHATML), 5, None)
+    encoder = Encoder(byte_tokenizer(template=BOS + CHATML), 5, None)
     encoded = encode(encoder, encoder.render(Part("prompt", [USER]), ()))
-    assert encoded.prompt_ids == [BOS_ID, *ids_of("<|assistant|>")[-4:]]
+    assert encoded.prompt_ids == [BOS_ID, *token_ids("<|assistant|>")[-4:]]
     assert (encoded.prompt, encoded.prompt_truncated) == (BOS + "nt|>", True)
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
-    with pytest.raises(RowError, match="the same with and without the reply"):
+    with pytest.raises(RecordError, match="the same with and without the reply"):
         chat("{{ messages | length }} messages", REPLY)
 
 
 def test_a_template_that_raises_says_why():
-    with pytest.raises(RowError, match="only from admins"):
+    with pytest.raises(RecordError, match="only from admins"):
         chat("{{ raise_exception('only from admins') }}")

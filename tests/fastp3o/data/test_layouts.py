@@ -1,10 +1,10 @@
-"""Each layout's prompt and responses, and the field that is named where a row cannot be used."""
+"""Each layout's prompt and responses, and the field that is named where a record cannot be used."""
 
 from typing import Any
 
 import pytest
 
-from fastp3o.data.errors import RowError
+from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import find_layout
 
 USER = {"role": "user", "content": "Hi"}
@@ -18,13 +18,13 @@ COMPARISON = {
 }
 
 
-def read(row: dict[str, Any], responses: int) -> tuple[Any, ...]:
-    layout = find_layout(row, responses)
-    return (layout.prompt(row).value, *(part.value for part in layout.responses(row)))
+def read(record: dict[str, Any], responses: int) -> tuple[Any, ...]:
+    layout = find_layout(record, responses)
+    return (layout.prompt(record).value, *(part.value for part in layout.responses(record)))
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
+    ("record", "expected"),
     [
         ({"prompt": "Hi"}, ("Hi",)),
         ({"prompt": [USER]}, ([USER],)),
@@ -47,9 +47,9 @@ def read(row: dict[str, Any], responses: int) -> tuple[Any, ...]:
     ],
     ids=lambda value: "/".join(value) if isinstance(value, dict) else "as",
 )
-def test_layouts(row: dict[str, Any], expected: tuple[Any, ...]):
-    assert read(row, len(expected) - 1) == expected
-    assert find_layout(row, 0).prompt(row).value == expected[0], "prompts must be those that the other stages see"
+def test_layouts(record: dict[str, Any], expected: tuple[Any, ...]):
+    assert read(record, len(expected) - 1) == expected
+    assert find_layout(record, 0).prompt(record).value == expected[0], "prompts must be those that the other stages see"
 
 
 @pytest.mark.parametrize("info", [{"post": "I ran."}, {"post": "I ran.", "title": None, "subreddit": ""}])
@@ -58,19 +58,19 @@ def test_a_comparison_without_title_and_subreddit(info: dict[str, Any]):
 
 
 def test_messages_may_end_with_the_user_where_only_a_prompt_is_needed():
-    row = {"messages": [USER, GOOD, USER]}
-    assert find_layout(row, 0).prompt(row).value == [USER, GOOD, USER]
+    record = {"messages": [USER, GOOD, USER]}
+    assert find_layout(record, 0).prompt(record).value == [USER, GOOD, USER]
 
 
 def test_null_fields_of_messages_and_empty_system_messages():
     system = {"role": "system", "content": ""}
-    row = {"messages": [system, {**USER, "tool_calls": None}, {**GOOD, "name": None}]}
-    assert read(row, 1) == ([system, USER], [GOOD])
+    record = {"messages": [system, {**USER, "tool_calls": None}, {**GOOD, "name": None}]}
+    assert read(record, 1) == ([system, USER], [GOOD])
 
 
 def test_preferences_serve_as_demonstrations():
-    row = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
-    assert find_layout(row, 1).responses(row)[0].value == "a"
+    record = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
+    assert find_layout(record, 1).responses(record)[0].value == "a"
 
 
 @pytest.mark.parametrize(
@@ -81,11 +81,11 @@ def test_preferences_serve_as_demonstrations():
         (0, "messages, prompt"),
     ],
 )
-def test_an_unknown_layout_lists_the_columns_and_what_is_accepted(responses: int, accepted: str):
-    with pytest.raises(RowError) as caught:
+def test_an_unknown_layout_lists_the_fields_and_what_is_accepted(responses: int, accepted: str):
+    with pytest.raises(RecordError) as caught:
         find_layout({"question": "Hi", "answer": "Ho"}, responses)
     message = str(caught.value.at("qa.jsonl", 1))
-    assert message.startswith("qa.jsonl row 1: expected the columns of one of the layouts")
+    assert message.startswith("qa.jsonl record 1: expected the fields of one of the layouts")
     assert f"{accepted}, got an object with the fields question, answer" in message
 
 
@@ -101,7 +101,7 @@ SUMMARIES = COMPARISON["summaries"]
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("record", "said"),
     [
         (pair(prompt=None), "field 'prompt': expected text, got null"),
         (pair(prompt=3), "field 'prompt': expected text, got the number 3"),
@@ -144,14 +144,14 @@ SUMMARIES = COMPARISON["summaries"]
         (comparison(summaries=[{"text": ""}, SUMMARIES[1]]), "field 'summaries[0].text': expected text, got an empty"),
     ],
 )
-def test_bad_rows_name_the_field(row: dict[str, Any], said: str):
-    with pytest.raises(RowError) as caught:
-        read(row, 2)
-    assert f"data.jsonl row 7 {said}" in str(caught.value.at("data.jsonl", 7))
+def test_bad_records_name_the_field(record: dict[str, Any], said: str):
+    with pytest.raises(RecordError) as caught:
+        read(record, 2)
+    assert f"data.jsonl record 7 {said}" in str(caught.value.at("data.jsonl", 7))
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("record", "said"),
     [
         ({"prompt": "Hi", "label": None}, "field 'label': expected text, got null"),
         ({"messages": []}, "field 'messages': expected a list of messages, got a list of 0"),
@@ -159,7 +159,7 @@ def test_bad_rows_name_the_field(row: dict[str, Any], said: str):
         ({"messages": [GOOD]}, "field 'messages': expected messages before the assistant's, got a single message"),
     ],
 )
-def test_bad_demonstrations_name_the_field(row: dict[str, Any], said: str):
-    with pytest.raises(RowError) as caught:
-        read(row, 1)
+def test_bad_demonstrations_name_the_field(record: dict[str, Any], said: str):
+    with pytest.raises(RecordError) as caught:
+        read(record, 1)
     assert said in str(caught.value.at("data.jsonl", 7))

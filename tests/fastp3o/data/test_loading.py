@@ -49,9 +49,9 @@ class Line(str):
     """A line as it is, where any other value is written as JSON."""
 
 
-def jsonl(folder: Path, rows: list[Any], name: str = "rows.jsonl") -> str:
+def jsonl(folder: Path, records: list[Any], name: str = "records.jsonl") -> str:
     path = folder / name
-    path.write_text("".join((row if isinstance(row, Line) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text("".join((record if isinstance(record, Line) else json.dumps(record)) + "\n" for record in records))
     return str(path)
 
 
@@ -68,28 +68,28 @@ def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     prompts = [{"prompt": text, "prompt_ids": ids(text)} for text in ("Hi", "Zoë 🎈")]
     data, report = load_prompts(source, tokenizer, max_prompt_tokens=100)
     assert data.to_list() == prompts
-    assert report == DataReport(rows=2)
+    assert report == DataReport(examples=2)
 
     data, report = load_demonstrations(source, tokenizer, **LENGTHS)
-    assert data.to_list() == [row | {"response_ids": ids(" you") + end} for row in prompts]
+    assert data.to_list() == [example | {"response_ids": ids(" you") + end} for example in prompts]
 
     data, report = load_preferences(source, tokenizer, **LENGTHS)
     responses = {"chosen_ids": ids(" you") + end, "rejected_ids": ids(" there") + end}
-    assert data.to_list() == [row | responses for row in prompts]
+    assert data.to_list() == [example | responses for example in prompts]
     assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
 
 
 def test_data_is_memory_mapped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     data, _ = load_prompts(jsonl(tmp_path, [PAIR] * 10), tokenizer, max_prompt_tokens=100)
     assert data.cache_files
-    assert data.shuffle(seed=0).map(lambda row: {"length": len(row["prompt_ids"])})["length"][:] == [2] * 10
+    assert data.shuffle(seed=0).map(lambda example: {"length": len(example["prompt_ids"])})["length"][:] == [2] * 10
 
 
-def test_more_rows_than_a_batch_stay_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    rows = [{"prompt": f"row {i}"} for i in range(2345)]
-    data, report = load_prompts(jsonl(tmp_path, rows), tokenizer, max_prompt_tokens=100)
-    assert data["prompt"][:] == [row["prompt"] for row in rows]
-    assert report.rows == 2345
+def test_more_records_than_a_batch_stay_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    records = [{"prompt": f"record {i}"} for i in range(2345)]
+    data, report = load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
+    assert data["prompt"][:] == [record["prompt"] for record in records]
+    assert report.examples == 2345
 
 
 def test_nothing_is_remembered_between_tokenizers_or_files(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
@@ -105,10 +105,10 @@ def test_nothing_is_remembered_between_tokenizers_or_files(tmp_path: Path, token
 def test_parquet_and_hub_give_what_json_lines_give(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
-    rows = [PAIR, {**PAIR, "prompt": "Ho"}]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_list(rows))
-    sources = (jsonl(tmp_path, rows), str(tmp_path / "rows.parquet"), "owner/name")
+    records = [PAIR, {**PAIR, "prompt": "Ho"}]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "records.parquet")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: datasets.Dataset.from_list(records))
+    sources = (jsonl(tmp_path, records), str(tmp_path / "records.parquet"), "owner/name")
     results = [load_preferences(source, tokenizer, **LENGTHS)[0].to_list() for source in sources]
     assert results[0] == results[1] == results[2]
 
@@ -124,89 +124,89 @@ def test_conversations(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
 
 def test_messages_need_a_chat_template_whatever_is_skipped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}]}])
-    with pytest.raises(DataError, match=r"rows\.jsonl row 1: .*no chat template"):
+    with pytest.raises(DataError, match=r"records\.jsonl record 1: .*no chat template"):
         load_prompts(source, tokenizer, max_prompt_tokens=100, skip_bad_records=True)
 
 
-# --- bad rows -------------------------------------------------------------------------------------------------------
+# --- bad records ----------------------------------------------------------------------------------------------------
 
-BAD_ROWS = [
-    ({**PAIR, "chosen": None}, "row 2 field 'chosen': expected text, got null"),
-    ({**PAIR, "chosen": 7}, "row 2 field 'chosen': expected text, got the number 7"),
-    ({"prompt": "Hi", "chosen": "a"}, "row 2 field 'rejected': expected text, got nothing: the field is missing"),
-    ({**PAIR, "prompt": " "}, "row 2 field 'prompt': expected text, got only white space"),
-    ({**PAIR, "rejected": " you"}, "row 2 field 'rejected': expected another response than 'chosen', got the same"),
-    ({**PAIR, "chosen": EOS}, "row 2 field 'chosen': expected text that the tokenizer knows, got no token"),
-    (Line("{"), "row 2: expected valid JSON, got text that is not"),
-    ([PAIR], "row 2: expected an object, got a list of 1"),
-    (3, "row 2: expected an object, got the number 3"),
+BAD_RECORDS = [
+    ({**PAIR, "chosen": None}, "record 2 field 'chosen': expected text, got null"),
+    ({**PAIR, "chosen": 7}, "record 2 field 'chosen': expected text, got the number 7"),
+    ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
+    ({**PAIR, "prompt": " "}, "record 2 field 'prompt': expected text, got only white space"),
+    ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
+    ({**PAIR, "chosen": EOS}, "record 2 field 'chosen': expected text that the tokenizer knows, got no token"),
+    (Line("{"), "record 2: expected valid JSON, got text that is not"),
+    ([PAIR], "record 2: expected an object, got a list of 1"),
+    (3, "record 2: expected an object, got the number 3"),
 ]
 
 
-@pytest.mark.parametrize(("bad", "said"), BAD_ROWS)
-def test_a_bad_row_stops_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: Any, said: str):
+@pytest.mark.parametrize(("bad", "said"), BAD_RECORDS)
+def test_a_bad_record_stops_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, bad: Any, said: str):
     source = jsonl(tmp_path, [PAIR, bad])
     with pytest.raises(DataError) as caught:
         load_preferences(source, tokenizer, **LENGTHS)
     assert str(caught.value).startswith(f"{source} {said}")
 
 
-def test_bad_rows_are_skipped_and_counted_on_request(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    bad = [row for row, _ in BAD_ROWS]
+def test_bad_records_are_skipped_and_counted_on_request(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    bad = [record for record, _ in BAD_RECORDS]
     source = jsonl(
         tmp_path, [*bad, PAIR, *bad, {**PAIR, "prompt": "Ho"}, {**PAIR, "prompt": 7.5}, {**PAIR, "prompt": 1}]
     )
-    # The first row that has a layout decides it, so the row without `rejected` is bad for one reason before and after.
+    # The first record that has a layout decides: the record without `rejected` is bad for one reason before and after.
     data, report = load_preferences(source, tokenizer, skip_bad_records=True, **LENGTHS)
     assert data["prompt"][:] == ["Hi", "Ho"]
-    assert (report.rows, report.skipped) == (2, 2 * len(bad) + 2)
+    assert (report.examples, report.skipped) == (2, 2 * len(bad) + 2)
     assert sum(report.reasons.values()) == report.skipped
     assert report.reasons["field 'prompt': expected text"] == 4
-    assert str(report).startswith("2 rows, 0 prompts and 0 responses truncated, 20 rows skipped (")
+    assert str(report).startswith("2 examples, 0 prompts and 0 responses truncated, 20 records skipped (")
 
 
-def test_the_file_of_a_bad_row_is_the_right_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_the_file_of_a_bad_record_is_the_right_one(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     jsonl(tmp_path, [PAIR, PAIR], "a.jsonl")
     second = jsonl(tmp_path, [PAIR, PAIR, {**PAIR, "prompt": None}], "b.jsonl")
     with pytest.raises(DataError) as caught:
         load_preferences(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)
-    assert str(caught.value) == f"{second} row 3 field 'prompt': expected text, got null"
+    assert str(caught.value) == f"{second} record 3 field 'prompt': expected text, got null"
 
 
-def test_files_may_differ_in_layout_but_rows_of_one_file_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     labelled, completed = {"prompt": "Hi", "label": "a"}, {"prompt": "Hi", "completion": "a"}
     jsonl(tmp_path, [labelled], "a.jsonl")
     jsonl(tmp_path, [completed], "b.jsonl")
-    assert load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)[1].rows == 2
-    with pytest.raises(DataError, match=r"mixed\.jsonl row 2 field 'label'"):
+    assert load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)[1].examples == 2
+    with pytest.raises(DataError, match=r"mixed\.jsonl record 2 field 'label'"):
         load_demonstrations(jsonl(tmp_path, [labelled, completed], "mixed.jsonl"), tokenizer, **LENGTHS)
 
 
-@pytest.mark.parametrize("rows", [[], [Line(), Line("  ")]])
-def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[Any]):
-    with pytest.raises(DataError, match=r"rows\.jsonl: expected at least one usable row, got none"):
-        load_prompts(jsonl(tmp_path, rows), tokenizer, max_prompt_tokens=100)
+@pytest.mark.parametrize("records", [[], [Line(), Line("  ")]])
+def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, records: list[Any]):
+    with pytest.raises(DataError, match=r"records\.jsonl: expected at least one usable record, got none"):
+        load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
 
 
-def test_a_file_of_which_no_row_can_be_used_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_a_file_of_which_no_record_can_be_used_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     with pytest.raises(
-        DataError, match=r"got none \(0 rows, .* 3 rows skipped \(3 × field 'prompt': expected text\)\)"
+        DataError, match=r"got none \(0 examples, .* 3 records skipped \(3 × field 'prompt': expected text\)\)"
     ):
         load_prompts(jsonl(tmp_path, [{"prompt": 1}] * 3), tokenizer, max_prompt_tokens=100, skip_bad_records=True)
 
 
-def test_parquet_columns_of_another_type_name_the_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet row 1 field 'prompt': expected text, got the number 1"):
-        load_prompts(str(tmp_path / "rows.parquet"), tokenizer, max_prompt_tokens=100)
+def test_parquet_columns_of_another_type_name_the_record(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    pq.write_table(pa.table({"prompt": [1, 2]}), tmp_path / "records.parquet")
+    with pytest.raises(DataError, match=r"records\.parquet record 1 field 'prompt': expected text, got the number 1"):
+        load_prompts(str(tmp_path / "records.parquet"), tokenizer, max_prompt_tokens=100)
 
 
 # --- lengths and limits ---------------------------------------------------------------------------------------------
 
 
 def test_truncations_are_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    rows = [PAIR, {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"}, {**PAIR, "chosen": "abcdefgh"}]
-    source = jsonl(tmp_path, rows)
+    records = [PAIR, {"prompt": "0123456789", "chosen": "abcdef", "rejected": "uvwxyz"}, {**PAIR, "chosen": "abcdefgh"}]
+    source = jsonl(tmp_path, records)
     data, report = load_preferences(source, tokenizer, max_prompt_tokens=4, max_response_tokens=7)
     assert data[1]["prompt"] == "6789"
     assert tokenizer.decode(data[2]["chosen_ids"]) == "abcdefg"
@@ -222,14 +222,16 @@ def test_a_pair_that_is_equal_once_truncated_cannot_be_used(tmp_path: Path, toke
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_limit_takes_usable_rows_and_reads_no_further(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, limit: int):
-    good = [{"prompt": f"row {i}"} for i in range(limit)]
+def test_limit_takes_usable_records_and_reads_no_further(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, limit: int
+):
+    good = [{"prompt": f"record {i}"} for i in range(limit)]
     source = jsonl(tmp_path, [{"prompt": None}, *good, {"prompt": None}])
-    with pytest.raises(DataError, match="row 1 field 'prompt'"):
+    with pytest.raises(DataError, match="record 1 field 'prompt'"):
         load_prompts(source, tokenizer, max_prompt_tokens=9, limit=limit)
     data, report = load_prompts(source, tokenizer, max_prompt_tokens=9, limit=limit, skip_bad_records=True)
-    assert data["prompt"][:] == [row["prompt"] for row in good]
-    assert (report.rows, report.skipped) == (limit, 1)
+    assert data["prompt"][:] == [record["prompt"] for record in good]
+    assert (report.examples, report.skipped) == (limit, 1)
     assert load_prompts(source, tokenizer, max_prompt_tokens=9, limit=99, skip_bad_records=True)[1].skipped == 2
     with pytest.raises(ValueError, match="limit must be at least 1"):
         load_prompts(source, tokenizer, max_prompt_tokens=9, limit=0)
@@ -282,24 +284,24 @@ FILES = st.sampled_from(LAYOUTS).flatmap(
 
 @pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences])
 @settings(max_examples=150, deadline=None)
-@given(rows=FILES, skip=st.booleans())
-def test_any_json_gives_usable_rows_or_a_data_error(
+@given(records=FILES, skip=st.booleans())
+def test_any_json_gives_usable_records_or_a_data_error(
     tmp_path_factory: pytest.TempPathFactory,
     chat_tokenizer: PreTrainedTokenizerFast,
     load: Any,
-    rows: list[Any],
+    records: list[Any],
     skip: bool,
 ):
     lengths = LENGTHS if load is not load_prompts else {"max_prompt_tokens": 100}
-    source = jsonl(tmp_path_factory.mktemp("fuzz"), rows)
+    source = jsonl(tmp_path_factory.mktemp("fuzz"), records)
     try:
         data, report = load(source, chat_tokenizer, skip_bad_records=skip, **lengths)
     except DataError:
         return
     event("usable")
-    assert len(data) == report.rows > 0
-    assert report.rows + report.skipped == len(rows), "every row is used or counted"
+    assert len(data) == report.examples > 0
+    assert report.examples + report.skipped == len(records), "every record is used or counted"
     assert report.reasons == Counter() or skip
-    for row in data:
-        assert all(row[column] for column in data.column_names)
-        assert row.get("chosen_ids", [0]) != row.get("rejected_ids", [1])
+    for example in data:
+        assert all(example[column] for column in data.column_names)
+        assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])

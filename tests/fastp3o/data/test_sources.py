@@ -1,4 +1,4 @@
-"""Rows of files and hub names: each with the right file and number, or a clear error where it cannot be read."""
+"""Records of files and hub names: each with the right file and number, or a clear error where it cannot be read."""
 
 import gzip
 import json
@@ -10,65 +10,68 @@ import pyarrow.parquet as pq
 import pytest
 
 from fastp3o.data import DataError
-from fastp3o.data.errors import RowError
-from fastp3o.data.sources import read_rows
+from fastp3o.data.errors import RecordError
+from fastp3o.data.sources import read_records
 
-ROWS = [{"prompt": "one"}, {"prompt": "two"}]
+RECORDS = [{"prompt": "one"}, {"prompt": "two"}]
 
 
 def contents(source: object, split: str = "train") -> list[object]:
-    return [row.content for row in read_rows(str(source), split)]
+    return [record.content for record in read_records(str(source), split)]
 
 
-def lines_of(rows: list[object]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+def json_lines(records: list[object]) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Path:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(lines_of(ROWS))
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(json_lines(RECORDS))
     return path
 
 
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("rows.jsonl", lines_of(ROWS)),
-        ("rows.json", lines_of(ROWS)),
-        ("rows.json", json.dumps(ROWS, indent=2).encode()),
-        ("rows.jsonl.gz", gzip.compress(lines_of(ROWS), mtime=0)),
-        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode(), mtime=0)),
-        ("byte-order mark.jsonl", b"\xef\xbb\xbf" + lines_of(ROWS)),
-        ("byte-order mark.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
-        ("windows.jsonl", lines_of(ROWS).replace(b"\n", b"\r\n")),
-        ("no last newline.jsonl", lines_of(ROWS).rstrip()),
+        ("records.jsonl", json_lines(RECORDS)),
+        ("records.json", json_lines(RECORDS)),
+        ("records.json", json.dumps(RECORDS, indent=2).encode()),
+        ("records.jsonl.gz", gzip.compress(json_lines(RECORDS), mtime=0)),
+        ("records.json.gz", gzip.compress(json.dumps(RECORDS).encode(), mtime=0)),
+        ("byte-order mark.jsonl", b"\xef\xbb\xbf" + json_lines(RECORDS)),
+        ("byte-order mark.json", b"\xef\xbb\xbf" + json.dumps(RECORDS).encode()),
+        ("windows.jsonl", json_lines(RECORDS).replace(b"\n", b"\r\n")),
+        ("no last newline.jsonl", json_lines(RECORDS).rstrip()),
     ],
 )
-def test_json_spellings_hold_the_same_rows(tmp_path: Path, name: str, data: bytes):
+def test_json_spellings_hold_the_same_records(tmp_path: Path, name: str, data: bytes):
     (tmp_path / name).write_bytes(data)
-    assert contents(tmp_path / name) == ROWS
+    assert contents(tmp_path / name) == RECORDS
 
 
 def test_parquet(tmp_path: Path):
-    rows = [{"prompt": f"row {i}", "messages": [{"role": "user", "content": "é"}]} for i in range(2500)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    read = list(read_rows(str(tmp_path / "rows.parquet"), "train"))
-    assert [row.content for row in read] == rows
-    assert [row.number for row in read] == list(range(1, 2501))
+    records = [{"prompt": f"record {i}", "messages": [{"role": "user", "content": "é"}]} for i in range(2500)]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "records.parquet")
+    read = list(read_records(str(tmp_path / "records.parquet"), "train"))
+    assert [record.content for record in read] == records
+    assert [record.number for record in read] == list(range(1, 2501))
 
 
-def test_rows_of_json_lines_are_numbered_by_line(tmp_path: Path):
+def test_records_of_json_lines_are_numbered_by_line(tmp_path: Path):
     path = tmp_path / "gaps.jsonl"
     path.write_text('{"prompt": "one"}\n\n   \n{"prompt": "four"}\n')
-    assert [(row.file, row.number) for row in read_rows(str(path), "train")] == [(str(path), 1), (str(path), 4)]
+    assert [(record.file, record.number) for record in read_records(str(path), "train")] == [
+        (str(path), 1),
+        (str(path), 4),
+    ]
 
 
 def test_strings_that_look_like_dates_or_lines_stay_strings(tmp_path: Path):
-    rows = [{"prompt": "2020-01-01"}, {"prompt": "a\u2028b\x85c"}, {"prompt": "007"}]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert contents(path) == rows
+    records = [{"prompt": "2020-01-01"}, {"prompt": "a\u2028b\x85c"}, {"prompt": "007"}]
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    assert contents(path) == records
 
 
 @pytest.mark.parametrize(
@@ -82,23 +85,23 @@ def test_strings_that_look_like_dates_or_lines_stay_strings(tmp_path: Path):
     ],
 )
 def test_a_line_that_cannot_be_decoded_spoils_only_itself(tmp_path: Path, line: bytes, said: str):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(lines_of(ROWS[:1]) + line + b"\n" + lines_of(ROWS[1:]))
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(json_lines(RECORDS[:1]) + line + b"\n" + json_lines(RECORDS[1:]))
     first, bad, last = contents(path)
-    assert [first, last] == ROWS
-    assert isinstance(bad, RowError)
-    assert said in str(bad.at("rows.jsonl", 2))
+    assert [first, last] == RECORDS
+    assert isinstance(bad, RecordError)
+    assert said in str(bad.at("records.jsonl", 2))
 
 
 @pytest.mark.parametrize(
     ("name", "data"),
     [
         ("broken.json", b'[{"prompt": "a"},'),
-        ("broken.jsonl.gz", gzip.compress(lines_of(ROWS), mtime=0)[:-9]),
+        ("broken.jsonl.gz", gzip.compress(json_lines(RECORDS), mtime=0)[:-9]),
         ("broken.json.gz", b"no gzip"),
         ("broken.parquet", b"PAR1 nothing"),
         ("empty.parquet", b""),
-        ("rows.csv", b"prompt\na\n"),
+        ("records.csv", b"prompt\na\n"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, data: bytes):
@@ -117,32 +120,32 @@ def test_a_missing_path_is_no_hub_name(source: str):
 
 
 def test_a_glob_reads_its_files_in_order_and_names_each(tmp_path: Path):
-    for name, rows in (("b.jsonl", ROWS[1:]), ("a.jsonl", ROWS[:1])):
-        (tmp_path / name).write_bytes(lines_of(rows))
-    read = list(read_rows(str(tmp_path / "*.jsonl"), "train"))
-    assert [(Path(row.file).name, row.number, row.content) for row in read] == [
-        ("a.jsonl", 1, ROWS[0]),
-        ("b.jsonl", 1, ROWS[1]),
+    for name, records in (("b.jsonl", RECORDS[1:]), ("a.jsonl", RECORDS[:1])):
+        (tmp_path / name).write_bytes(json_lines(records))
+    read = list(read_records(str(tmp_path / "*.jsonl"), "train"))
+    assert [(Path(record.file).name, record.number, record.content) for record in read] == [
+        ("a.jsonl", 1, RECORDS[0]),
+        ("b.jsonl", 1, RECORDS[1]),
     ]
     with pytest.raises(DataError, match="no file matches"):
         contents(tmp_path / "*.parquet")
 
 
 def test_a_folder_without_split_names_is_read_whole(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_bytes(lines_of(ROWS[:1]))
-    (tmp_path / "b.json").write_bytes(json.dumps(ROWS[1:]).encode())
+    (tmp_path / "a.jsonl").write_bytes(json_lines(RECORDS[:1]))
+    (tmp_path / "b.json").write_bytes(json.dumps(RECORDS[1:]).encode())
     (tmp_path / "README.md").write_text("not data")
-    assert contents(tmp_path) == ROWS
+    assert contents(tmp_path) == RECORDS
 
 
 def test_a_folder_with_split_names_gives_the_split(tmp_path: Path):
-    (tmp_path / "sft.train.jsonl").write_bytes(lines_of(ROWS[:1]))
-    (tmp_path / "sft.eval.jsonl").write_bytes(lines_of(ROWS[1:]))
-    assert contents(tmp_path, "train") == ROWS[:1]
-    assert contents(tmp_path, "eval") == ROWS[1:]
+    (tmp_path / "sft.train.jsonl").write_bytes(json_lines(RECORDS[:1]))
+    (tmp_path / "sft.eval.jsonl").write_bytes(json_lines(RECORDS[1:]))
+    assert contents(tmp_path, "train") == RECORDS[:1]
+    assert contents(tmp_path, "eval") == RECORDS[1:]
     with pytest.raises(DataError, match=r"'test'; found sft\.eval\.jsonl, sft\.train\.jsonl"):
         contents(tmp_path, "test")
-    (tmp_path / "more.jsonl").write_bytes(lines_of(ROWS))
+    (tmp_path / "more.jsonl").write_bytes(json_lines(RECORDS))
     with pytest.raises(DataError, match=r"more\.jsonl is not"):
         contents(tmp_path, "train")
 
@@ -165,11 +168,13 @@ def test_hub_name_with_config_and_split(monkeypatch: pytest.MonkeyPatch):
 
     def load_dataset(*names: str | None, split: str) -> datasets.Dataset:
         asked.append((*names, split))
-        return datasets.Dataset.from_list(ROWS)
+        return datasets.Dataset.from_list(RECORDS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert list(read_rows("owner/name", "train[:2]")) == [("owner/name", i, row) for i, row in enumerate(ROWS, 1)]
-    assert contents("owner/name-v1.5:config", "test") == ROWS
+    assert list(read_records("owner/name", "train[:2]")) == [
+        ("owner/name", i, record) for i, record in enumerate(RECORDS, 1)
+    ]
+    assert contents("owner/name-v1.5:config", "test") == RECORDS
     assert asked == [("owner/name", None, "train[:2]"), ("owner/name-v1.5", "config", "test")]
 
 

@@ -44,3 +44,28 @@ def test_a_line_that_cannot_be_used_is_named(tmp_path):
             read_run(tmp_path / "run")
     with pytest.raises(ValueError, match="does not exist"):
         read_run(tmp_path / "nowhere")
+
+
+def test_an_evaluation_without_its_metrics_says_which(tmp_path):
+    write_run(tmp_path / "run", [0.0], [0.0])
+    path = tmp_path / "run" / "eval.jsonl"
+    path.write_text('{"step": 0, "reward": 1, "kl": 0, "reward_std": 1}\n')
+    with pytest.raises(ValueError, match=r"eval\.jsonl line 1 lacks kl_std, prompts"):
+        read_run(tmp_path / "run")
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"eval\.jsonl is empty"):
+        read_run(tmp_path / "run")
+
+
+def test_a_run_with_one_evaluation_is_a_table_line_and_a_point(tmp_path, capsys):
+    runs = {"short": write_run(tmp_path / "short", [1.0], [0.0])}
+    print_table(runs)
+    assert capsys.readouterr().out.count("short") == 1
+    plot(runs, tmp_path / "new" / "frontier.png")
+    assert (tmp_path / "new" / "frontier.png").stat().st_size > 0
+
+
+def test_the_table_shows_the_first_and_the_last_evaluation(tmp_path, capsys):
+    print_table({"run": write_run(tmp_path / "run", [0.0, 7.0, 1.0], [0.0, 1.0, 2.0])})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "│ run" in line]
+    assert [(line[3], line[5]) for line in lines] == [("0", "16"), ("10", "16")]

@@ -32,8 +32,8 @@ def test_no_gain_is_invented():
 
 def test_other_rewards_and_constant_shifts():
     evaluations = [e | {"gold": 2 * e["reward"]} for e in run((0, 0), (0.5, 0.2), (1.5, 0.8), start=10.0)]
-    assert gain_at_kl(evaluations, 1.0, of="gold") == pytest.approx(1.0)
-    assert [e["reward"] for e in gains(evaluations, of="gold")] == pytest.approx([0, 0.4, 1.6])
+    assert gain_at_kl(evaluations, 1.0, metric="gold") == pytest.approx(1.0)
+    assert [e["reward"] for e in gains(evaluations, metric="gold")] == pytest.approx([0, 0.4, 1.6])
     with pytest.raises(ValueError, match="step 0"):
         gain_at_kl(evaluations[1:], 1.0)
     with pytest.raises(ValueError, match="step 0"):

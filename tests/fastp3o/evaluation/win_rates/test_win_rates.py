@@ -41,8 +41,8 @@ def test_several_samples_of_a_prompt_count_alike_and_are_one_prompt():
 
 
 def test_responses_to_one_prompt_stay_together():
-    of_prompts = [FIRST] * 20 + [SECOND] * 20
-    alone, together = win_rate(of_prompts), win_rate([v for v in of_prompts for _ in range(9)], responses_per_prompt=9)
+    verdicts = [FIRST] * 20 + [SECOND] * 20
+    alone, together = win_rate(verdicts), win_rate([v for v in verdicts for _ in range(9)], responses_per_prompt=9)
     assert (alone.low, alone.high) == (together.low, together.high)
 
 

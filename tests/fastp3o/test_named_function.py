@@ -1,0 +1,48 @@
+"""A user's function by name: from an installed module or the current directory, or an error that names it."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastp3o.named_function import import_function
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the current directory."""
+    (tmp_path / "judges_for_tests.py").write_text("def longer(a, b):\n    return max(a, b, key=len)\n\nconstant = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "judges_for_tests", raising=False)
+
+
+def test_a_function_of_the_current_directory():
+    assert import_function("judges_for_tests:longer", "judge")("a", "bb") == "bb"
+
+
+def test_a_function_of_an_installed_package():
+    assert import_function("os.path:basename", "judge")("a/b") == "b"
+
+
+@pytest.mark.parametrize("name", ["judges_for_tests:longer", "no_such_module:f"])
+def test_the_import_path_is_left_as_it_was(name: str):
+    before = list(sys.path)
+    with contextlib.suppress(ValueError):
+        import_function(name, "judge")
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "cannot load the judge 'no_such_module:f'"),
+        ("judges_for_tests:f", "cannot load the judge 'judges_for_tests:f'"),
+        ("judges_for_tests:constant", "it is a int, not a function"),
+        ("judges_for_tests", "must be given as module:function"),
+        (":f", "must be given as module:function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        import_function(name, "judge")

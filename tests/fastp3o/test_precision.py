@@ -1,0 +1,34 @@
+"""What the names of --precision mean, and what auto becomes with a GPU and without."""
+
+import pytest
+import torch
+
+from fastp3o.precision import PRECISIONS, precision_of
+
+DTYPES = {
+    "fp32": (torch.float32, None),
+    "bf16-autocast": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, None),
+    "fp16": (torch.float16, None),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["no GPU", "GPU"])
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: request.param)
+    return request.param
+
+
+def test_every_name_but_auto_has_its_dtypes(gpu: bool):
+    assert set(DTYPES) == set(PRECISIONS) - {"auto"}
+    for name, dtypes in DTYPES.items():
+        assert precision_of(name, automatic="fp16") == (name, *dtypes)
+
+
+@pytest.mark.parametrize("automatic", ["fp16", "bf16-autocast"])
+def test_auto_is_the_stages_choice_on_a_gpu_and_fp32_without(gpu: bool, automatic: str):
+    assert precision_of("auto", automatic).name == (automatic if gpu else "fp32")
+
+
+def test_half_is_about_the_weights():
+    assert [name for name in DTYPES if precision_of(name, name).half] == ["bf16", "fp16"]
