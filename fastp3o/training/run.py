@@ -71,9 +71,7 @@ class Run:
             resumable = self.optimizer.steps == steps_before
             self.save(step - 1, stopped / FINISHED_MODEL, self.folder / STATE if resumable else stopped / STATE)
             self.reporter.close()
-            raise NotFiniteError(
-                f"{self.step_name} {step}: {error}; the model as it was before is in {stopped}"
-            ) from error
+            raise NotFiniteError(f"{self.step_name} {step}: {error}; the model before that is in {stopped}") from error
 
     def report(self, step: int, metrics: dict[str, float], *, tokens: float, shown: tuple[str, ...]) -> None:
         """Files a step's metrics, with its times and memory. tokens: trained on, over all processes. shown: beside the

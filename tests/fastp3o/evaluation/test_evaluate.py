@@ -1,0 +1,80 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+
+from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.loading import load_policy
+from fastp3o.models.reference import SecondModel
+from fastp3o.packing.pack import Packing
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from tests.fastp3o.models.model_families import logprobs_alone
+
+K = 3
+
+
+@pytest.fixture
+def evaluation(tiny_model, tokenizer) -> Evaluation:
+    """Of a policy that has moved away from its reference; one reward is the response's length."""
+    policy = load_policy(tiny_model)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    prompts = ["Say tree:", "Say a:", "Say the cloud:"]
+    return Evaluation(
+        accelerator=Accelerator(cpu=True),
+        policy=policy,
+        reference=SecondModel(load_policy(tiny_model), torch.device("cpu"), offload=False),
+        sampler=TransformersSampler(policy, tokenizer, max_response_tokens=5, batch_size=2),
+        rewards={"reward": lambda rollouts: torch.tensor(rollouts.response_lengths).float()},
+        prompts=Dataset.from_dict({"prompt": prompts, "prompt_ids": tokenizer(prompts).input_ids}),
+        packing=Packing(40),
+        responses_per_prompt=K,
+        seed=3,
+    )
+
+
+def test_the_kl_is_the_mean_log_ratio_of_the_samples(evaluation):
+    sampled = []
+
+    def recording(*prompts, **settings):
+        sampled.append(evaluation.sampler(*prompts, **settings))
+        return sampled[-1]
+
+    metrics = replace(evaluation, sampler=recording)()
+    (rollouts,) = sampled
+    assert rollouts.responses_per_prompt == K
+
+    def logprobs(model) -> torch.Tensor:
+        with torch.no_grad(), model.with_own_attention() as alone:
+            groups = zip(rollouts.prompt_ids, rollouts.response_ids, strict=True)
+            sums = [logprobs_alone(alone, prompt, ids).sum() for prompt, group in groups for ids in group]
+        return torch.stack(sums).view(-1, K)
+
+    prompt_means = (logprobs(evaluation.policy) - logprobs(evaluation.reference.model)).mean(dim=1)
+    assert metrics["kl"] == pytest.approx(prompt_means.mean().item(), abs=1e-5)
+    assert metrics["kl_std"] == pytest.approx(prompt_means.std().item(), abs=1e-5)
+    assert metrics["kl"] != 0
+
+
+def test_rewards_lengths_and_missing_ends_are_means_over_prompts(evaluation):
+    metrics = evaluation()
+    assert metrics["reward"] == metrics["response_length"]
+    assert 1 <= metrics["response_length"] <= 5
+    assert 0 <= metrics["missing_eos"] <= 1
+    assert metrics["prompts"] == 3
+    assert metrics.keys() == {
+        "reward",
+        "reward_std",
+        "kl",
+        "kl_std",
+        "response_length",
+        "missing_eos",
+        "prompts",
+    }
+
+
+def test_evaluations_repeat_themselves(evaluation):
+    assert evaluation() == evaluation()

@@ -1,0 +1,74 @@
+from itertools import chain
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.reference import SecondModel
+from fastp3o.packing.pack import Packing
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training.minibatches import pack_minibatches, with_logprobs
+from tests.fastp3o.models.model_families import logprobs_alone, random_model
+
+P, K = 6, 3
+
+
+@pytest.fixture
+def rollouts() -> Rollouts:
+    generator = torch.Generator().manual_seed(0)
+
+    def ids() -> list[int]:
+        return torch.randint(3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator).tolist()
+
+    texts = [[""] * K for _ in range(P)]
+    response_ids = [[ids() for _ in range(K)] for _ in range(P)]
+    return Rollouts([""] * P, [ids() for _ in range(P)], texts, response_ids, [[True] * K] * P)
+
+
+@pytest.mark.parametrize("packing", [Packing(1000), Packing(30), Packing(30, share_prompts=False)])
+def test_every_prompt_is_in_one_minibatch_and_minibatches_are_of_equal_counts(rollouts, packing):
+    minibatches = pack_minibatches(rollouts, 3, packing)
+    groups = [[group for row in rows for group in row.groups] for rows in minibatches]
+    assert list(map(len, groups)) == [2, 2, 2]
+    assert sorted(chain.from_iterable(groups)) == list(range(P))
+    for rows in minibatches:
+        for row in rows:
+            expected = [token for p in row.groups for ids in rollouts.response_ids[p] for token in ids]
+            assert row.labels.tolist() == expected
+
+
+@pytest.mark.parametrize("averages_tokens", [False, True])
+def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_tokens):
+    accelerator = Accelerator(cpu=True)
+    policy, reference = (PackedModel(random_model(family)) for family in ("llama", "gpt2"))
+    rewards = torch.arange(P * K).view(P, K).float()
+    minibatches = with_logprobs(
+        accelerator,
+        policy,
+        SecondModel(reference, accelerator.device, offload=False),
+        pack_minibatches(rollouts, 2, Packing(30)),
+        rewards,
+        averages_tokens=averages_tokens,
+    )
+    for minibatch in minibatches:
+        assert sum(microbatch.weight for microbatch in minibatch) == pytest.approx(1)
+        for microbatch in minibatch:
+            row, groups = microbatch.row, list(microbatch.row.groups)
+            assert torch.equal(microbatch.rewards, rewards[groups])
+            # Bit for bit what training computes before its first step.
+            assert torch.equal(microbatch.old_token_logprobs, scored_logprobs(policy, row).detach())
+            assert not microbatch.old_logprobs.requires_grad
+            size, total = (
+                (len(row.labels), sum(len(one.row.labels) for one in minibatch))
+                if averages_tokens
+                else (len(groups), P // 2)
+            )
+            assert microbatch.weight == pytest.approx(size / total)
+    for model, name in ((policy, "old_logprobs"), (reference, "ref_logprobs")):
+        with torch.no_grad(), model.with_own_attention() as alone:
+            for microbatch in (microbatch for minibatch in minibatches for microbatch in minibatch):
+                for sums, p in zip(getattr(microbatch, name), microbatch.row.groups, strict=True):
+                    prompt, responses = rollouts.prompt_ids[p], rollouts.response_ids[p]
+                    expected = torch.stack([logprobs_alone(alone, prompt, ids).sum() for ids in responses])
+                    torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-5)

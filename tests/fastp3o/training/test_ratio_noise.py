@@ -1,0 +1,55 @@
+import pytest
+import torch
+from torch import nn
+
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.objectives.base import Microbatch
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training.ratio_noise import TOLERATED, noise_warning, ratio_noise
+from fastp3o_kernels import sequence_logprobs
+from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
+
+
+def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> tuple[Rollouts, Microbatch]:
+    """A row that holds all groups but the first, with log-probs of the policy, each sequence's moved by `shift`."""
+    nothing = [[""] * len(group) for group in groups.responses]
+    rollouts = Rollouts([""] * len(groups.prompts), groups.prompts, nothing, groups.responses, nothing)
+    chosen = range(1, len(groups.prompts))
+    responses = [groups.responses[p] for p in chosen]
+    (row,) = pack([groups.prompts[p] for p in chosen], responses, Packing(1000), groups=chosen)
+    with torch.no_grad():
+        logprobs = scored_logprobs(model, row)
+    sums = sequence_logprobs(logprobs, row.cu_seqlens).view(len(chosen), -1) + shift
+    return rollouts, Microbatch(row, sums, logprobs, logprobs, sums, sums, 1.0)
+
+
+@pytest.mark.parametrize("groups", [PAIRS, FOURS], ids=["pairs", "fours"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_in_fp32_both_ways_agree(family, groups):
+    model = PackedModel(random_model(family))
+    assert ratio_noise(model, *rollouts_and_microbatch(model, groups)) < 1e-4
+
+
+def test_a_difference_of_all_responses_is_measured_in_nats():
+    model = PackedModel(random_model("llama"))
+    noise = ratio_noise(model, *rollouts_and_microbatch(model, FOURS, shift=0.5))
+    torch.testing.assert_close(noise, torch.tensor(0.5), atol=1e-4, rtol=0.0)
+
+
+def test_half_precision_is_louder():
+    model = PackedModel(random_model("llama"))
+    quiet = ratio_noise(model, *rollouts_and_microbatch(model, FOURS))
+    model = nn.Module.bfloat16(model)
+    assert ratio_noise(model, *rollouts_and_microbatch(model, FOURS)) > 100 * quiet
+
+
+@pytest.mark.parametrize(
+    ("precision", "advice"),
+    [("fp32", "has the least"), ("fp16", "Use --precision fp32,"), ("bf16", "Use --precision fp16 or fp32,")],
+)
+def test_the_warning_says_how_much_and_what_helps(precision, advice):
+    warning = noise_warning(0.123, 0.2, precision)
+    assert "0.123" in warning
+    assert f"{TOLERATED:.0%}" in warning
+    assert advice in warning
