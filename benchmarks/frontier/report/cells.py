@@ -2,9 +2,11 @@
 
 import math
 
-from benchmarks.frontier.records import Record, by_task
+from pandas import DataFrame, Series
+
+from benchmarks.frontier.runs.records import by_task
 from benchmarks.goals import NOT_MEASURED
-from fastp3o.evaluation.matched_kl import Estimate, Seed, interval
+from fastp3o.evaluation.matched_kl import Estimate, interval
 
 NOT_REACHED = "not reached"
 
@@ -14,10 +16,10 @@ def number(value: float, *, signed: bool = False) -> str:
     return (f"{value:+z.2f}" if signed else f"{value:z.2f}").replace("-", "−")
 
 
-def estimate(found: Estimate | None, *, signed: bool = False, absent: str = NOT_MEASURED) -> str:
+def estimate(found: Estimate | None, *, signed: bool = False) -> str:
     """`mean [low, high] (seeds)`; without the interval where the seeds are too few for one."""
     if found is None:
-        return absent
+        return NOT_MEASURED
     limits = within(found.low, found.high, signed=signed)
     return f"{number(found.mean, signed=signed)}{limits} ({found.count})"
 
@@ -26,23 +28,22 @@ def within(low: float, high: float, *, signed: bool = False) -> str:
     return f" [{number(low, signed=signed)}, {number(high, signed=signed)}]" if math.isfinite(low) else ""
 
 
-def level(values: dict[Seed, float | None], *, signed: bool = False) -> str:
-    """Mean and interval of what runs have; runs without a value do not count."""
-    strata = by_task(values)
-    if not any(strata):
-        return NOT_REACHED if values else NOT_MEASURED
-    return estimate(interval(strata), signed=signed)
+def mean(values: Series) -> str:
+    """Mean and interval of what runs have, by task and seed; runs without a value do not count."""
+    if values.empty:
+        return NOT_MEASURED
+    return NOT_REACHED if values.isna().all() else estimate(interval(by_task(values)))
 
 
-def span(values: list[float]) -> str:
+def means(runs: DataFrame, columns: list[str]) -> list[str]:
+    return [mean(runs[column]) for column in columns]
+
+
+def extent(values: Series) -> str:
     """Smallest and largest."""
-    ends = dict.fromkeys(number(end) for end in (min(values), max(values))) if values else [NOT_MEASURED]
-    return "–".join(ends)
-
-
-def first_kl(runs: list[Record]) -> str:
-    """Of the first evaluation after the start: below it no gain is known."""
-    return span([run["evaluations"][1]["kl"] for run in runs if len(run["evaluations"]) > 1])
+    if values.isna().all():
+        return NOT_MEASURED
+    return "–".join(dict.fromkeys([number(values.min()), number(values.max())]))
 
 
 def rate(value: float | None) -> str:

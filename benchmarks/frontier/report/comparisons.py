@@ -2,14 +2,18 @@
 
 from typing import NamedTuple
 
-from benchmarks.frontier import cells
-from benchmarks.frontier.plan import ALGORITHMS, DOCSTRINGS, KL_COEFS, LEARNING_RATES
-from benchmarks.frontier.records import OFFSETS, OUTCOMES, Arm, Study, enough, gains_at
-from fastp3o.evaluation.matched_kl import Estimate, Seed, paired_difference
+from pandas import Series
 
-KLS = {"languages": (1.0, 2.0, 4.0), DOCSTRINGS: (0.1, 0.2, 0.4)}  # nats per response
+from benchmarks.frontier.report import cells
+from benchmarks.frontier.report.study import OUTCOMES, Arm, Study, enough
+from benchmarks.frontier.runs.plan import ALGORITHMS, KL_COEFS, LEARNING_RATES
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
+from benchmarks.frontier.tasks.offsets import OFFSETS
+from fastp3o.evaluation.matched_kl import Estimate, paired_difference
+
+KLS = {LANGUAGES: (1.0, 2.0, 4.0), DOCSTRINGS: (0.1, 0.2, 0.4)}  # nats per response
 # P3O and DPO see differences of rewards only, for which one kind of offset is proof enough.
-MAIN = [Arm(name, offset) for name in ALGORITHMS for offset in OFFSETS if name == "ppo" or offset != "learnable"]
+ARMS = [Arm(name, offset) for name in ALGORITHMS for offset in OFFSETS if name == "ppo" or offset != "learnable"]
 
 
 class Comparison(NamedTuple):
@@ -18,12 +22,13 @@ class Comparison(NamedTuple):
     second: Arm
 
 
-OTHERS = ("ppo", "dpo", "separate", "none")
-OFFSET_KINDS = OFFSETS[1:]
 COMPARISONS = [
-    *(Comparison(f"joint − {other}", Arm("joint"), Arm(other)) for other in OTHERS),
+    *(Comparison(f"joint − {other}", Arm("joint"), Arm(other)) for other in ("ppo", "dpo", "separate", "none")),
     Comparison("joint − ppo, both with unlearnable offset", Arm("joint", "unlearnable"), Arm("ppo", "unlearnable")),
-    *(Comparison(f"ppo with {kind} offset − ppo without", Arm("ppo", kind), Arm("ppo")) for kind in OFFSET_KINDS),
+    *(
+        Comparison(f"ppo with {offset} offset − ppo without", Arm("ppo", offset), Arm("ppo"))
+        for offset in ("learnable", "unlearnable")
+    ),
     Comparison("joint: K 4 of 32 prompts − K 2 of 64", Arm("joint", responses_per_prompt=4), Arm("joint")),
     *(
         Comparison(
@@ -42,12 +47,12 @@ def rivals_at_other_rates(study: Study, group: str) -> list[Comparison]:
         Arm(algorithm, learning_rate=rate)
         for algorithm in ("ppo", "dpo")
         for rate in LEARNING_RATES[group]
-        if rate != study.rate(group, algorithm)
+        if rate != study.chosen_rate(group, algorithm)
     ]
     return [
         Comparison(f"joint − {arm.algorithm} at {cells.rate(arm.learning_rate)}", Arm("joint"), arm)
         for arm in arms
-        if study.runs_of(group, arm)
+        if len(study.runs_of(group, arm))
     ]
 
 
@@ -55,45 +60,46 @@ def matched_kls(study: Study, group: str) -> tuple[float, ...]:
     """The KLs to compare at: of the languages all, of the docstrings those that most seeds of every algorithm reach."""
     if group != DOCSTRINGS:
         return KLS[group]
-    arms = [runs for algorithm in ALGORITHMS if (runs := study.runs_of(group, Arm(algorithm)))]
-    return tuple(kl for kl in KLS[group] if arms and all(reached(gains_at(runs, kl, "reward")) for runs in arms))
+    arms = [Arm(algorithm) for algorithm in ALGORITHMS if len(study.runs_of(group, Arm(algorithm)))]
+    return tuple(
+        kl for kl in KLS[group] if arms and all(reached(study.gains(group, arm, kl, "reward")) for arm in arms)
+    )
 
 
-def reached(gains: dict[Seed, float | None]) -> bool:
-    return enough(sum(gain is not None for gain in gains.values()))
+def reached(gains: Series) -> bool:
+    return enough(gains.count())
 
 
 def difference(
-    study: Study, group: str, comparison: Comparison, kl: float, of: str, comparisons: int = 1
+    study: Study, group: str, comparison: Comparison, kl: float, outcome: str, comparisons: int = 1
 ) -> Estimate | None:
     """Over the seeds at which both arms have a gain; None where there are none."""
-    first, second = (gains_at(study.runs_of(group, arm), kl, of) for arm in comparison[1:])
+    first, second = (study.gains(group, arm, kl, outcome).dropna().to_dict() for arm in comparison[1:])
     return paired_difference(first, second, comparisons)
 
 
 def levels(study: Study, group: str) -> list[list[str]]:
     """Every arm. Header first."""
     kls = matched_kls(study, group)
-    rows = [["algorithm", "learning rate", "offset", "seeds", "first KL", "gain", *(f"at KL {kl:g}" for kl in kls)]]
-    for arm in MAIN:
+    lines = [["algorithm", "learning rate", "offset", "seeds", "first KL", "gain", *(f"at KL {kl:g}" for kl in kls)]]
+    for arm in ARMS:
         runs = study.runs_of(group, arm)
-        about = [arm.algorithm, cells.rate(study.rate(group, arm.algorithm)), arm.offset, str(len(runs))]
-        for of, outcome in OUTCOMES[group].items():
-            gains = [cells.level(gains_at(runs, kl, of)) for kl in kls]
-            rows.append([*about, cells.first_kl(runs), outcome, *gains])
-    return rows
+        about = [arm.algorithm, cells.rate(study.chosen_rate(group, arm.algorithm)), arm.offset, str(len(runs))]
+        for outcome, name in OUTCOMES[group].items():
+            gains = [cells.mean(study.gains(group, arm, kl, outcome)) for kl in kls]
+            lines.append([*about, cells.extent(runs["first_kl"]), name, *gains])
+    return lines
 
 
 def differences(study: Study, group: str) -> tuple[list[list[str]], int]:
     """Every comparison, and the number of intervals that hold together. Header first."""
-    kls = matched_kls(study, group)
-    outcomes = OUTCOMES[group]
+    kls, outcomes = matched_kls(study, group), OUTCOMES[group]
     comparisons = COMPARISONS + rivals_at_other_rates(study, group)
-    wanted = [(comparison, kl, of) for comparison in comparisons for kl in kls for of in outcomes]
+    wanted = [(comparison, kl, outcome) for comparison in comparisons for kl in kls for outcome in outcomes]
     count = sum(difference(study, group, *one) is not None for one in wanted)
-    rows = [["difference", "gain", *(f"at KL {kl:g}" for kl in kls)]]
+    lines = [["difference", "gain", *(f"at KL {kl:g}" for kl in kls)]]
     for comparison in comparisons:
-        for of, outcome in outcomes.items():
-            found = [difference(study, group, comparison, kl, of, count) for kl in kls]
-            rows.append([comparison.label, outcome, *(cells.estimate(one, signed=True) for one in found)])
-    return rows, count
+        for outcome, name in outcomes.items():
+            found = [difference(study, group, comparison, kl, outcome, count) for kl in kls]
+            lines.append([comparison.label, name, *(cells.estimate(one, signed=True) for one in found)])
+    return lines, count

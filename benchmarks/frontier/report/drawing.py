@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from pandas import DataFrame
 
-from benchmarks.frontier.records import Arm, Record, Study, enough
-from fastp3o.evaluation.matched_kl import gains
+from benchmarks.frontier.report.study import Arm, Study, enough
 
 # In the order of plan.ALGORITHMS; what P3O's clippings share, joint shows.
 LOOKS = {
@@ -30,39 +30,31 @@ NAMES = {
 KL = "KL to the reference, nats per response"
 
 
-def gain_label(outcome: str) -> str:
-    return f"gain, {outcome}, standard deviations" if outcome == "proxy" else f"gain, {outcome} utility"
+def gain_label(name: str) -> str:
+    return f"gain, {name}, standard deviations" if name == "proxy" else f"gain, {name} utility"
 
 
-def drawn(study: Study, group: str, arm: Arm) -> list[Record]:
+def enough_runs(study: Study, group: str, arm: Arm) -> DataFrame | None:
     """The runs of an arm, if there are enough for a mean to be one of the arm."""
     runs = study.runs_of(group, arm)
-    return runs if enough(len(runs)) else []
+    return runs if enough(len(runs)) else None
 
 
-def shared_updates(runs: list[Record]) -> list[float]:
-    """The updates after which all of them were evaluated."""
-    return sorted(set.intersection(*({evaluation["step"] for evaluation in run["evaluations"]} for run in runs)))
+def curves(study: Study, runs: DataFrame, column: str) -> DataFrame:
+    """A column of the evaluations: a line a run, a column an update after which all of them were evaluated."""
+    values = study.evaluations_of(runs)[column].unstack("step")
+    return values.loc[runs["name"]].dropna(axis="columns")
 
 
-def curves(runs: list[Record], of: str) -> np.ndarray:
-    """KL and gain of each run at their shared updates, [runs, updates, 2]."""
-    steps = shared_updates(runs)
-    return np.array(
-        [[(e["kl"], e["reward"]) for e in gains(run["evaluations"], of) if e["step"] in steps] for run in runs]
-    )
+def draw_gains(axes: Axes, study: Study, runs: DataFrame, outcome: str, label: str, **look: Any) -> None:
+    """Gain over KL, as `draw_mean` draws it."""
+    draw_mean(axes, curves(study, runs, "kl"), curves(study, runs, f"{outcome}_gain"), label, **look)
 
 
-def draw_curves(axes: Axes, runs: list[Record], of: str, label: str, **look: Any) -> None:
-    """Mean KL and gain over seeds at each update, with a thin line for every seed."""
-    draw_mean(axes, curves(runs, of), label, **look)
-
-
-def draw_mean(axes: Axes, points: np.ndarray, label: str, **look: Any) -> None:
-    """Of curves [runs, updates, 2], each thin, and their mean with a marker an update."""
-    for run in points:
-        axes.plot(*run.T, color=look["color"], linewidth=0.5, alpha=0.3)
-    axes.plot(*points.mean(axis=0).T, **look, markersize=4, linewidth=1.5, label=label)
+def draw_mean(axes: Axes, x: DataFrame, y: DataFrame, label: str, **look: Any) -> None:
+    """A thin line for every run, and the mean over runs with a marker an update."""
+    axes.plot(x.T, y.T, color=look["color"], linewidth=0.5, alpha=0.3)
+    axes.plot(x.mean(), y.mean(), **look, markersize=4, linewidth=1.5, label=label)
 
 
 def bars(estimates: Sequence[tuple[float, float, float]]) -> np.ndarray:

@@ -1,29 +1,24 @@
 """Every run that was recorded, none left out."""
 
-from operator import itemgetter
+from benchmarks.frontier.report import cells
+from benchmarks.frontier.runs.records import Records
 
-from benchmarks.frontier import cells
-from benchmarks.frontier.records import Record, final_gain, name_of
+ORDER = ["task", "algorithm", "offset", "responses_per_prompt", "learning_rate", "kl_coef", "seed"]
+# The table's columns: of the frame of runs, with the form of their figures.
+COLUMNS = {
+    "run": ("name", str),
+    "first KL": ("first_kl", cells.number),
+    "final KL": ("final_kl", cells.number),
+    "final gain, proxy": ("final_reward", cells.number),
+    "gold": ("final_gold", cells.number),
+    "missing EOS": ("final_missing_eos", "{:.1%}".format),
+    "weights": ("sha256", lambda digits: digits[:12]),
+    "s": ("seconds", "{:.0f}".format),
+}
 
 
-def table(runs: list[Record]) -> list[list[str]]:
+def table(records: Records) -> list[list[str]]:
     """Header first."""
-    rows = [["run", "first KL", "final KL", "final gain, proxy", "gold", "missing EOS", "weights", "s"]]
-    return rows + [row(run) for run in sorted(runs, key=itemgetter(*ORDER))]
-
-
-ORDER = ("task", "algorithm", "offset", "responses_per_prompt", "learning_rate", "kl_coef", "seed")
-
-
-def row(run: Record) -> list[str]:
-    last = run["evaluations"][-1]
-    return [
-        name_of(run),
-        cells.first_kl([run]),
-        cells.number(last["kl"]),
-        cells.number(final_gain(run, "reward")),
-        cells.number(final_gain(run, "gold")) if "gold" in last else "",
-        f"{last['missing_eos']:.1%}",
-        run["sha256"][:12],
-        f"{run['seconds']:.0f}",
-    ]
+    runs = records.runs.sort_values(ORDER)
+    columns = {name: runs[field].map(form, na_action="ignore") for name, (field, form) in COLUMNS.items()}
+    return [list(columns), *zip(*(values.fillna("") for values in columns.values()), strict=True)]

@@ -1,52 +1,50 @@
 """Evaluations that no policy can have had: gains above the best that is possible at their KL."""
 
-from typing import NamedTuple
-
 import numpy as np
+import pandas as pd
+from pandas import DataFrame, Series
 
-from benchmarks.frontier.records import Record, name_of
+from benchmarks.frontier.runs.records import Records
 from fastp3o.evaluation.frontier import standard_error
-from fastp3o.evaluation.matched_kl import gains
 
 Optimum = dict[str, list[dict[str, float]]]  # task -> points of kl (nats per response), reward_gain and ess
 SMALLEST_ESS = 30
 ERRORS = 2  # standard errors by which an evaluation may lie above
 
 
-class Excess(NamedTuple):
-    run: str
-    step: int
-    kl: float
-    errors: float  # standard errors above the optimum
+def known_points(optimum: Optimum) -> DataFrame:
+    """Task, kl and reward_gain of the points whose effective sample size suffices, by KL."""
+    points = pd.DataFrame(
+        [{"task": task} | point for task, curve in optimum.items() for point in curve],
+        columns=["task", "kl", "reward_gain", "ess"],
+    )
+    return points[points["ess"] >= SMALLEST_ESS].sort_values(["task", "kl"])
 
 
-def above_optimum(runs: list[Record], optimum: Optimum) -> tuple[int, list[Excess]]:
-    """How many evaluations could be held against the optimum, and those that lie above it.
+def held_against_optimum(records: Records, optimum: Optimum) -> DataFrame:
+    """The evaluations that the optimum is known for, with `errors`: standard errors by which they lie above it.
 
     The optimum is known between its points with an effective sample size of SMALLEST_ESS; nothing else is compared.
     """
-    compared, found = 0, []
-    errors = standard_errors(runs)
-    for run in runs:
-        points = sorted((p["kl"], p["reward_gain"]) for p in optimum.get(run["task"], []) if p["ess"] >= SMALLEST_ESS)
-        if not points or run["task"] not in errors:
-            continue
-        kls, best = zip(*points, strict=True)
-        for evaluation in gains(run["evaluations"])[1:]:
-            kl = evaluation["kl"]
-            if not kls[0] <= kl <= kls[-1]:
-                continue
-            compared += 1
-            excess = (evaluation["reward"] - np.interp(kl, kls, best)) / errors[run["task"]]
-            if excess > ERRORS:
-                found.append(Excess(name_of(run), int(evaluation["step"]), kl, float(excess)))
-    return compared, found
+    evaluations = records.evaluations.merge(records.runs[["name", "task"]], left_on="run", right_on="name")
+    known, errors = known_points(optimum), standard_errors(records)
+    # Of no task to begin with.
+    compared = [evaluations[:0].assign(errors=pd.Series(dtype=float))]
+    for task, points in known[known["task"].isin(errors.index)].groupby("task"):
+        kls = points["kl"].to_numpy()
+        of_task = evaluations[(evaluations["task"] == task) & (evaluations["step"] > 0)]
+        inside = of_task[of_task["kl"].between(kls[0], kls[-1])]
+        best = np.interp(inside["kl"], kls, points["reward_gain"])
+        compared.append(inside.assign(errors=(inside["reward_gain"] - best) / errors[task]))
+    return pd.concat(compared)
 
 
-def standard_errors(runs: list[Record]) -> dict[str, float]:
+def above_optimum(compared: DataFrame) -> DataFrame:
+    return compared[compared["errors"] > ERRORS]
+
+
+def standard_errors(records: Records) -> Series:
     """Of a mean reward, by task: from runs without an offset, whose spread over prompts cancels in gains."""
-    of_task: dict[str, list[float]] = {}
-    for run in runs:
-        if run["offset"] == "none":
-            of_task.setdefault(run["task"], []).extend(standard_error(e, "reward") for e in run["evaluations"])
-    return {task: float(np.mean(errors)) for task, errors in of_task.items()}
+    plain = records.runs.loc[records.runs["offset"] == "none", ["name", "task"]]
+    evaluations = records.evaluations.merge(plain, left_on="run", right_on="name")
+    return standard_error(evaluations, "reward").groupby(evaluations["task"]).mean()

@@ -1,39 +1,34 @@
-"""Recorded runs -> the tables of README.md and the list of all runs.
+"""Recorded runs -> tables.md and all_runs.md. What has no runs is written "not measured"."""
 
-    python benchmarks/frontier/tables.py
-
-What has no runs is written "not measured".
-"""
-
-import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.frontier import cells, comparisons, endpoints, every_run, learning_rates
-from benchmarks.frontier.acceptance import verdicts
-from benchmarks.frontier.plan import GROUPS, HIGH_LEARNING_RATE
-from benchmarks.frontier.records import FOLDER, RESULTS, Study, load, read
-from benchmarks.frontier.sanity import Optimum
+from benchmarks.frontier.report import cells, comparisons, endpoints, every_run, learning_rates
+from benchmarks.frontier.report.acceptance import checked_rules
+from benchmarks.frontier.report.sanity import Optimum
+from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs.plan import HIGH_LEARNING_RATE
+from benchmarks.frontier.tasks.groups import GROUPS
 from benchmarks.goals import NOT_MEASURED
-from benchmarks.report import between_markers, markdown
+from benchmarks.report import markdown
 
-README = FOLDER / "README.md"
-ALL_RUNS = FOLDER / "all_runs.md"
+FOLDER = Path(__file__).parents[1]
+TABLES, ALL_RUNS = FOLDER / "tables.md", FOLDER / "all_runs.md"
 NAMES = (
     "Names: task, algorithm, learning rate, KL coefficient, seed, offset, its standard deviation, responses per "
-    "prompt, prompts per update. `python benchmarks/frontier/run.py --only NAME --results FOLDER` does a run again."
+    "prompt, prompts per update. `python -m benchmarks.frontier --only NAME --results FOLDER` does a run again."
 )
 
 
-def sections(study: Study, optimum: Optimum) -> str:
-    parts = ["## Acceptance", markdown([["rule", "measured", ""], *map(list, verdicts(study, optimum))])]
+def tables_page(study: Study, optimum: Optimum) -> str:
+    made = "Made of the recorded runs by `python -m benchmarks.frontier.report`; README.md says what they mean."
+    parts = ["# Tables", made]
+    parts += ["## Acceptance", markdown([["rule", "measured", ""], *map(list, checked_rules(study, optimum))])]
     for group in GROUPS:
-        parts += of_group(study, group)
-    return "\n\n".join(parts)
+        parts += group_sections(study, group)
+    return "\n\n".join(parts) + "\n"
 
 
-def of_group(study: Study, group: str) -> list[str]:
+def group_sections(study: Study, group: str) -> list[str]:
     title = group.capitalize()
     compared, count = comparisons.differences(study, group)
     rate = cells.rate(HIGH_LEARNING_RATE)
@@ -56,23 +51,16 @@ def of_group(study: Study, group: str) -> list[str]:
         f"## {title}: scaling by the deviation of absolute scores",
         shown(endpoints.scaling(study, group)),
         f"## {title}: KL coefficients",
-        shown(endpoints.sweep(study, group)),
+        shown(endpoints.kl_coefs(study, group)),
         "Straight lines through the ends of these runs, proxy:",
-        shown(endpoints.lines(study, group)),
+        shown(endpoints.fitted_lines(study, group)),
     ]
 
 
-def shown(rows: list[list[str]]) -> str:
+def shown(lines: list[list[str]]) -> str:
     """A table, unless nothing in it was measured."""
-    return markdown(rows) if any(row[-1] != NOT_MEASURED for row in rows[1:]) else f"{NOT_MEASURED.capitalize()}."
+    return markdown(lines) if any(line[-1] != NOT_MEASURED for line in lines[1:]) else f"{NOT_MEASURED.capitalize()}."
 
 
-def write() -> None:
-    study = load()
-    optimum = json.loads(read(RESULTS / "optimum.json") or "{}")
-    README.write_text(between_markers(README.read_text(), "tables", sections(study, optimum)))
-    ALL_RUNS.write_text(f"# All {len(study.runs)} runs\n\n{NAMES}\n\n{markdown(every_run.table(study.runs))}\n")
-
-
-if __name__ == "__main__":
-    write()
+def all_runs_page(study: Study) -> str:
+    return f"# All {len(study.records.runs)} runs\n\n{NAMES}\n\n{markdown(every_run.table(study.records))}\n"

@@ -4,16 +4,19 @@ Twice: as the runs ended, each at its own KL, and each where its run reached one
 again up to there, which gives the same bits as the runs had.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.frontier.plan import Run, group_of, main
-from benchmarks.frontier.records import Record, by_task, name_of
-from benchmarks.frontier.runs import record_of
-from benchmarks.frontier.tasks import ROLLOUTS, Task
+from pandas import DataFrame
+
+from benchmarks.frontier.runs.one_run import train_and_record
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.records import SEED, Records, by_task
+from benchmarks.frontier.tasks.groups import LANGUAGES, group_of
+from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task
+from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.matched_kl import gain_at_kl, interval
 from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
 from fastp3o.evaluation.win_rates.rates import win_rate
@@ -22,7 +25,7 @@ from fastp3o.models.loading import load_tokenizer
 FIRST = "joint"
 START = "sft"
 # Nats per response. Win rates on the docstrings are too near to one half for a KL to matter.
-EQUAL_KL = {"languages": 4.0}
+EQUAL_KL = {LANGUAGES: 4.0}
 
 
 class Player(NamedTuple):
@@ -30,40 +33,33 @@ class Player(NamedTuple):
     kl: float  # of its last evaluation, nats per response
 
 
-def as_they_ended(group: str, folder: Path, records: Iterable[Record]) -> dict[Run, Player]:
-    """The models of the main runs, which `folder` holds."""
-    return {run: Player(model_of(run, folder), last_kl(record)) for run, record in recorded(group, records).items()}
+def as_they_ended(runs: Iterable[Run], folder: Path, records: Records) -> dict[Run, Player]:
+    """The models of recorded runs, which `folder` holds."""
+    final_kl = records.runs.set_index("name")["final_kl"]
+    return {run: Player(model_folder(run, folder), final_kl[run.name]) for run in runs}
 
 
 def at_equal_kl(
-    pool: Executor, group: str, tasks: dict[str, Task], folder: Path, records: Iterable[Record]
+    pool: Executor, runs: Iterable[Run], kl: float, tasks: dict[str, Task], folder: Path, records: Records
 ) -> dict[Run, Player]:
-    """Models of the main runs where they reached EQUAL_KL, trained again in a folder of their own."""
+    """Models of recorded runs where they reached `kl`, trained again in a folder of their own."""
     stopped = folder / "at_equal_kl"
-    updates = {run: update_at(record, EQUAL_KL[group]) for run, record in recorded(group, records).items()}
-    futures = {run: pool.submit(record_of, run, tasks[run.task], stopped, update) for run, update in updates.items()}
-    return {run: Player(model_of(run, stopped), last_kl(future.result())) for run, future in futures.items()}
+    updates = {run: update_at(run.name, records.histories[run.name], kl) for run in runs}
+    futures = {run: pool.submit(train_and_record, run, tasks[run.task], stopped, up) for run, up in updates.items()}
+    ends = {run: future.result()["evaluations"][-1] for run, future in futures.items()}
+    return {run: Player(model_folder(run, stopped), end["kl"]) for run, end in ends.items()}
 
 
-def recorded(group: str, records: Iterable[Record]) -> dict[Run, Record]:
-    of_name = {name_of(record): record for record in records}
-    return {run: of_name[run.name] for run in main(group)}
-
-
-def update_at(record: Record, kl: float) -> int:
+def update_at(name: str, evaluations: Evaluations, kl: float) -> int:
     """The update nearest to where the run first gets `kl` nats away. ValueError if not between two evaluations."""
-    update = gain_at_kl(record["evaluations"], kl, of="step")
+    update = gain_at_kl(evaluations, kl, of="step")
     if update is None:
-        raise ValueError(f"{name_of(record)}: no evaluation reached KL {kl:g} after the first one")
+        raise ValueError(f"{name}: no evaluation reached KL {kl:g} after the first one")
     return round(update)
 
 
-def model_of(run: Run, folder: Path) -> str:
+def model_folder(run: Run, folder: Path) -> str:
     return str(folder / run.name / "model")
-
-
-def last_kl(record: Record) -> float:
-    return record["evaluations"][-1]["kl"]
 
 
 def win_rates(
@@ -74,47 +70,48 @@ def win_rates(
     first_kl, second_kl: means of the players' KLs, in nats per response. equal_kl: where all were stopped, None if
     nowhere.
     """
-    of_seeds: dict[tuple[str, int], dict[Run, Player]] = defaultdict(dict)
-    for run, player in players.items():
-        of_seeds[run.task, run.seed][run] = player
-    futures = {seed: pool.submit(of_seed, runs, tasks[seed[0]]) for seed, runs in of_seeds.items()}
-    found = {seed: future.result() for seed, future in futures.items()}
+    lines = DataFrame({"run": run, "task": run.task, "seed": run.seed} for run in players)
+    futures = [
+        pool.submit(win_rates_of_seed, {run: players[run] for run in runs}, tasks[task])
+        for (task, _), runs in lines.groupby(SEED, sort=False)["run"]
+    ]
+    found = DataFrame(line for future in futures for line in future.result())
     kls = mean_kls(players)
-    rows = []
-    for second, by in dict.fromkeys(key for rates in found.values() for key in rates):
-        rate = interval(by_task({seed: rates[second, by] for seed, rates in found.items()}))
-        rows.append(
+    means = []
+    for (second, by), rates in found.groupby(["second", "by"], sort=False):
+        rate = interval(by_task(rates.set_index(SEED)["win_rate"]))
+        means.append(
             {"task": group_of(next(iter(tasks))), "equal_kl": equal_kl, "first": FIRST, "second": second, "by": by}
             | {"seeds": rate.count, "first_kl": kls[FIRST], "second_kl": kls[second]}
             | {"win_rate": rate.mean, "low": rate.low, "high": rate.high}
         )
-    return rows
+    return means
 
 
 def mean_kls(players: dict[Run, Player]) -> dict[str, float]:
-    kls: dict[str, list[float]] = defaultdict(list, {START: [0.0]})
-    for run, player in players.items():
-        kls[run.algorithm].append(player.kl)
-    return {name: sum(values) / len(values) for name, values in kls.items()}
+    """Of each algorithm, and 0 of the start."""
+    lines = DataFrame({"algorithm": run.algorithm, "kl": player.kl} for run, player in players.items())
+    return {START: 0.0} | lines.groupby("algorithm")["kl"].mean().to_dict()
 
 
-def of_seed(players: dict[Run, Player], task: Task) -> dict[tuple[str, str], float]:
-    """Win rates of joint clipping by rival and by reward ("reward", and "gold" where the utility is known)."""
+def win_rates_of_seed(players: dict[Run, Player], task: Task) -> list[dict[str, Any]]:
+    """Of joint clipping by rival and by reward ("reward", and "gold" where the utility is known)."""
     seed = next(iter(players)).seed
     models = {run.algorithm: player.model for run, player in players.items()} | {START: task.policy}
-    responses = {name: responses_of(model, task, seed) for name, model in models.items()}
+    responses = {name: scored_responses(model, task, seed) for name, model in models.items()}
     first = responses.pop(FIRST)
-    samples = ROLLOUTS[group_of(task.name)]["eval_samples"]
-    return {
-        (name, by): win_rate(by_reward(first[by], rival[by]), samples_per_prompt=samples).win_rate
+    samples = TASK_SETTINGS[group_of(task.name)]["eval_samples"]
+    return [
+        {"task": task.name, "seed": seed, "second": name, "by": by}
+        | {"win_rate": win_rate(by_reward(first[by], rival[by]), samples_per_prompt=samples).win_rate}
         for name, rival in responses.items()
         for by in rival
-    }
+    ]
 
 
-def responses_of(model: str, task: Task, seed: int) -> dict[str, Responses]:
+def scored_responses(model: str, task: Task, seed: int) -> dict[str, Responses]:
     """To all evaluation prompts, with each kind of reward."""
-    settings = ROLLOUTS[group_of(task.name)]
+    settings = TASK_SETTINGS[group_of(task.name)]
     config = WinRateConfig(
         first=model,
         second=model,

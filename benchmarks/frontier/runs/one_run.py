@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 
-from benchmarks.frontier.offsets import OFFSETS, OffsetReward
-from benchmarks.frontier.plan import Run, group_of
-from benchmarks.frontier.tasks import ROLLOUTS, Task
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.tasks.groups import group_of
+from benchmarks.frontier.tasks.offsets import OFFSETS, OffsetReward
+from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task
 from fastp3o.config import OnlineConfig, P3OConfig
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.objectives.config import OnlineDPOConfig, PPOConfig
@@ -30,7 +31,7 @@ from fastp3o.training.reporting import EVALUATIONS
 MINIBATCHES = 4
 
 
-def record_of(run: Run, task: Task, folder: Path, updates: int | None = None) -> dict[str, Any]:
+def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = None) -> dict[str, Any]:
     """Trains in `folder`/run.name, where the finished model stays, and returns the run with what came out.
 
     updates: stop after so many, with the bits that the whole run has there; None for the whole run.
@@ -42,7 +43,8 @@ def record_of(run: Run, task: Task, folder: Path, updates: int | None = None) ->
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with (output / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(*config_and_algorithm(run, task, output, updates), reward=reward_of(run, task), gold=task.gold_reward())
+        config, algorithm = config_and_algorithm(run, task, output, updates)
+        train(config, algorithm, reward=offset_reward(run, task), gold=task.gold_reward())
     shutil.rmtree(output / "state")
     finished = folder / run.name
     shutil.rmtree(finished, ignore_errors=True)
@@ -51,17 +53,17 @@ def record_of(run: Run, task: Task, folder: Path, updates: int | None = None) ->
         "seconds": round(time.perf_counter() - started, 1),
         "threads": torch.get_num_threads(),
         "sha256": hashlib.sha256((finished / "model" / "model.safetensors").read_bytes()).hexdigest(),
-        "evaluations": evaluations_of(finished),
+        "evaluations": rounded_evaluations(finished),
     }
 
 
-def reward_of(run: Run, task: Task) -> OffsetReward:
+def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_reward(task.reward_model, load_tokenizer(task.policy))
     return OffsetReward(reward, task.reward_mean, task.reward_std, OFFSETS[run.offset], run.offset_sd)
 
 
 def config_and_algorithm(run: Run, task: Task, output: Path, updates: int | None = None) -> tuple[OnlineConfig, type]:
-    settings = ROLLOUTS[group_of(run.task)] | {
+    settings = TASK_SETTINGS[group_of(run.task)] | {
         "model": task.policy,
         "reward": task.reward_model,
         "prompts": task.prompts,
@@ -93,7 +95,7 @@ def config_and_algorithm(run: Run, task: Task, output: Path, updates: int | None
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
 
-def evaluations_of(folder: Path) -> list[dict[str, float]]:
+def rounded_evaluations(folder: Path) -> list[dict[str, float]]:
     """The run's evaluations, to six significant digits, which is beyond their standard errors."""
     lines = (folder / EVALUATIONS).read_text().splitlines()
     return [{name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines]

@@ -1,25 +1,24 @@
 """Every run of the comparison, by the question it answers.
 
-Two languages of the same kind stand for the synthetic task, so that seeds do not share one accident of its tables.
 Arms of a comparison share task and seed: prompts, order and sampling noise are the same.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, TASKS
+
 ALGORITHMS = ("joint", "separate", "none", "ppo", "dpo")
-LANGUAGES = ("language-0", "language-1")
-DOCSTRINGS = "docstrings"
-GROUPS = ("languages", DOCSTRINGS)
+CLIPPINGS = ("joint", "separate", "none")
 
 # Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
 LEARNING_RATES = {
-    "languages": (7.5e-5, 1.5e-4, 3e-4, 6e-4, 1.2e-3),
+    LANGUAGES: (7.5e-5, 1.5e-4, 3e-4, 6e-4, 1.2e-3),
     DOCSTRINGS: (1.9e-5, 3.75e-5, 7.5e-5, 1.5e-4, 3e-4, 6e-4),
 }
-SELECTION_SEEDS = {"languages": (100, 101), DOCSTRINGS: (100,)}
+SELECTION_SEEDS = {LANGUAGES: (100, 101), DOCSTRINGS: (100,)}
 SEEDS = tuple(range(8))
 HIGH_LEARNING_RATE = 1.2e-3
 OFFSET_SD = 10.0
@@ -27,8 +26,9 @@ OFFSET_SD = 10.0
 # Of P3O and PPO the weight of the KL penalty, in standard deviations of the reward a nat; of DPO its own beta.
 KL_COEFS = dict.fromkeys(ALGORITHMS, (0.03, 0.1, 0.3)) | {"dpo": (0.1, 0.3, 1.0)}
 
-PROMPTS_PER_UPDATE = {"languages": 64, DOCSTRINGS: 32}
+PROMPTS_PER_UPDATE = {LANGUAGES: 64, DOCSTRINGS: 32}
 
+# The chosen learning rates: group -> algorithm -> rate.
 SETTINGS = Path(__file__).parent / "settings.json"
 
 
@@ -51,49 +51,46 @@ class Run:
         return "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in asdict(self).values())
 
 
-def group_of(task: str) -> str:
-    return "languages" if task in LANGUAGES else task
-
-
 def task_of(group: str, seed: int) -> str:
     """Half of the seeds run on each language."""
-    return LANGUAGES[seed // (len(SEEDS) // 2) % 2] if group == "languages" else group
+    tasks = TASKS[group]
+    return tasks[seed // (len(SEEDS) // len(tasks)) % len(tasks)]
 
 
-def settings() -> dict[str, dict[str, float]]:
-    """The chosen learning rates: group -> algorithm -> rate."""
-    return json.loads(SETTINGS.read_text())
+def chosen_rates() -> dict[str, dict[str, float]]:
+    return json.loads(SETTINGS.read_text()) if SETTINGS.exists() else {}
 
 
 def rates(group: str) -> Iterator[Run]:
     """All learning rates of every algorithm on the selection seeds."""
     for number, seed in enumerate(SELECTION_SEEDS[group]):
-        task = LANGUAGES[number % 2] if group == "languages" else group
+        task = TASKS[group][number % len(TASKS[group])]
         for algorithm in ALGORITHMS:
             for rate in LEARNING_RATES[group]:
-                yield start(group, task, algorithm, rate, seed)
+                yield basic_run(group, task, algorithm, rate, seed)
 
 
-def start(group: str, task: str, algorithm: str, rate: float, seed: int) -> Run:
+def basic_run(group: str, task: str, algorithm: str, rate: float, seed: int) -> Run:
     """The run that all others vary."""
     prompts = PROMPTS_PER_UPDATE[group]
     return Run(task, algorithm, rate, KL_COEFS[algorithm][0], seed, prompts_per_update=prompts)
 
 
-def main(group: str) -> Iterator[Run]:
+def algorithms(group: str) -> Iterator[Run]:
     """Every algorithm at its chosen rate. Raises ValueError where none has been chosen."""
-    if group not in settings():
+    chosen = chosen_rates()
+    if group not in chosen:
         raise ValueError(f"{SETTINGS} has no learning rates for {group}: run the part `rates` first")
     for seed in SEEDS:
         for algorithm in ALGORITHMS:
-            yield start(group, task_of(group, seed), algorithm, settings()[group][algorithm], seed)
+            yield basic_run(group, task_of(group, seed), algorithm, chosen[group][algorithm], seed)
 
 
 def offsets(group: str) -> Iterator[Run]:
     """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at two lower rates too, as noise
     may want slower steps; one for joint clipping, and for the others one on one seed a task, as a proof.
     """
-    for run in main(group):
+    for run in algorithms(group):
         kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
         if run.seed % (len(SEEDS) // 2) == 0:
             kinds = kinds or ("unlearnable",)
@@ -106,7 +103,7 @@ def offsets(group: str) -> Iterator[Run]:
 
 def scaling(group: str) -> Iterator[Run]:
     """Joint clipping with rewards divided by the deviation of absolute scores, under an offset and without."""
-    for run in main(group):
+    for run in algorithms(group):
         if run.algorithm == "joint":
             yield replace(run, algorithm="joint-absolute")
             yield replace(run, algorithm="joint-absolute", offset="unlearnable", offset_sd=OFFSET_SD)
@@ -114,28 +111,28 @@ def scaling(group: str) -> Iterator[Run]:
 
 def clipping(group: str) -> Iterator[Run]:
     """P3O's three clippings at a high learning rate."""
-    for run in main(group):
-        if run.algorithm in ("joint", "separate", "none"):
+    for run in algorithms(group):
+        if run.algorithm in CLIPPINGS:
             yield replace(run, learning_rate=HIGH_LEARNING_RATE)
 
 
 def responses(group: str) -> Iterator[Run]:
     """Four responses to half as many prompts: equally many generated tokens."""
-    for run in main(group):
+    for run in algorithms(group):
         if run.algorithm == "joint":
             yield replace(run, responses_per_prompt=4, prompts_per_update=run.prompts_per_update // 2)
 
 
-def sweep(group: str) -> Iterator[Run]:
-    """Every algorithm with the other KL coefficients, the largest first: a stopped sweep has its ends."""
+def kl_coefs(group: str) -> Iterator[Run]:
+    """Every algorithm with the other KL coefficients, the largest first: if stopped, the extremes are there."""
     for number in (2, 1):
-        for run in main(group):
+        for run in algorithms(group):
             yield replace(run, kl_coef=KL_COEFS[run.algorithm][number])
 
 
 def other_rates(group: str) -> Iterator[Run]:
     """Every algorithm at the rates on either side of the chosen one, on the seeds of the results."""
-    for run in main(group):
+    for run in algorithms(group):
         for rate in neighbours(group, run.learning_rate):
             yield replace(run, learning_rate=rate)
 
@@ -148,4 +145,6 @@ def neighbours(group: str, rate: float) -> list[float]:
 
 
 # In the order they run: each later part needs the rates that the first one chooses.
-PARTS = {part.__name__: part for part in (rates, main, offsets, clipping, responses, scaling, sweep, other_rates)}
+PARTS: dict[str, Callable[[str], Iterator[Run]]] = {
+    part.__name__: part for part in (rates, algorithms, offsets, clipping, responses, scaling, kl_coefs, other_rates)
+}

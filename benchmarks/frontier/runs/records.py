@@ -1,95 +1,98 @@
-"""The runs as they were recorded, and the choice of those that a table or a figure is about."""
+"""The runs as they were recorded, in two pandas frames."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.frontier.plan import DOCSTRINGS, KL_COEFS, OFFSET_SD, SEEDS, Run, group_of
-from fastp3o.evaluation.matched_kl import Seed, gain_at_kl
+from pandas import DataFrame, Series
 
-FOLDER = Path(__file__).parent
-RESULTS = FOLDER.parent / "results" / "frontier"
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.tasks.groups import group_of
+from fastp3o.evaluation.frontier import Evaluations
+from fastp3o.evaluation.matched_kl import gain_at_kl
 
-Record = dict[str, Any]  # a line of runs.jsonl: the fields of plan.Run with seconds, sha256 and evaluations
-OFFSETS = ("none", "learnable", "unlearnable")
-# By what a run is judged: the reward it was trained on and, where the task has one, the utility behind that reward.
-OUTCOMES = {"languages": {"reward": "proxy", "gold": "gold"}, DOCSTRINGS: {"reward": "proxy"}}
+RESULTS = Path(__file__).parents[2] / "results" / "frontier"
 
-
-class Arm(NamedTuple):
-    """Runs that differ in nothing but task and seed. A learning rate or KL coefficient of None is the main one."""
-
-    algorithm: str
-    offset: str = "none"
-    learning_rate: float | None = None
-    kl_coef: float | None = None
-    responses_per_prompt: int = 2
+RUN_FIELDS = (*Run.__dataclass_fields__, "seconds", "sha256")
+EVALUATION_FIELDS = ("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts")
+SEED = ["task", "seed"]  # what paired runs have in common
 
 
-class Study(NamedTuple):
-    """All runs with the chosen learning rates, group -> algorithm -> rate."""
+@dataclass(frozen=True)
+class Records:
+    """A line a run and a line an evaluation, in the order they were recorded in.
 
-    runs: list[Record]
-    rates: dict[str, dict[str, float]]
+    runs: name, group, the fields of plan.Run, seconds, sha256 (of the final weights), and what came out:
+        first_kl: of the first evaluation after the start, below which no gain is known; NaN without one
+        final_step, final_kl, final_missing_eos: of the last evaluation
+        final_reward, final_gold: gains of the last evaluation over the first, NaN where there is no gold utility
+    evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), their
+        gains over the run's start, reward_gain and gold_gain, reward_std (over prompts), missing_eos, prompts.
+    """
 
-    def rate(self, group: str, algorithm: str) -> float | None:
-        """The chosen one; of variants of joint clipping that of joint."""
-        return self.rates.get(group, {}).get(algorithm.partition("-")[0])
+    runs: DataFrame
+    evaluations: DataFrame
 
-    def runs_of(self, group: str, arm: Arm, *, selection: bool = False) -> list[Record]:
-        """On the seeds of the results, or on those that learning rates were chosen on; empty where there are none."""
-        wanted = arm._asdict() | {"offset_sd": 0.0 if arm.offset == "none" else OFFSET_SD}
-        if arm.learning_rate is None:
-            wanted["learning_rate"] = self.rate(group, arm.algorithm)
-        if arm.kl_coef is None:
-            wanted["kl_coef"] = KL_COEFS[arm.algorithm.partition("-")[0]][0]
-        return [
-            run
-            for run in self.runs
-            if group_of(run["task"]) == group
-            and (run["seed"] not in SEEDS) == selection
-            and all(run[name] == value for name, value in wanted.items())
-        ]
+    @cached_property
+    def histories(self) -> dict[str, Evaluations]:
+        """The evaluations of each run, as `gain_at_kl` takes them."""
+        return {name: lines.to_dict("records") for name, lines in self.evaluations.groupby("run", sort=False)}
+
+    def at_kl(self, runs: DataFrame, kl: float, outcome: str) -> Series:
+        """The gain of `outcome` at a KL of some of the runs, by their index; NaN where a run has none there."""
+        gains = [gain_at_kl(self.histories[name], kl, outcome) for name in runs["name"]]
+        return Series(gains, index=runs.index, dtype=float)
 
 
-def load(results: Path = RESULTS, settings: Path = FOLDER / "settings.json") -> Study:
-    """What has been recorded, be it nothing yet. ValueError where a run was recorded twice."""
-    runs = [json.loads(line) for line in read(results / "runs.jsonl").splitlines()]
-    seen = set()
-    for run in runs:
-        if name_of(run) in seen:
-            raise ValueError(f"{results / 'runs.jsonl'} has two runs {name_of(run)}")
-        seen.add(name_of(run))
-    return Study(runs, json.loads(read(settings) or "{}"))
+def load(path: Path) -> Records:
+    """What a runs.jsonl holds, be it not there yet. ValueError where a run was recorded twice."""
+    records = to_frames(json.loads(line) for line in read(path).splitlines())
+    names = records.runs["name"]
+    if names.duplicated().any():
+        raise ValueError(f"{path} has two runs {names[names.duplicated()].iloc[0]}")
+    return records
+
+
+def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
+    """From lines of runs.jsonl: the fields of plan.Run with seconds, sha256 and evaluations."""
+    lines = list(lines)
+    names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
+    runs = DataFrame(lines, columns=list(RUN_FIELDS))
+    runs.insert(0, "name", Series(names, dtype=object))
+    runs.insert(1, "group", runs["task"].map(group_of))
+    evaluations = DataFrame(
+        [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in line.get("evaluations", [])],
+        columns=list(EVALUATION_FIELDS),
+    )
+    by_run = evaluations.groupby("run", sort=False)
+    for outcome in ("reward", "gold"):
+        evaluations[f"{outcome}_gain"] = evaluations[outcome] - by_run[outcome].transform("first")
+    return Records(runs.join(ends(evaluations), on="name"), evaluations)
+
+
+def ends(evaluations: DataFrame) -> DataFrame:
+    """What came out of each run, by its name."""
+    by_run = evaluations.groupby("run", sort=False)
+    first, last = (by_run.nth(number).set_index("run") for number in (1, -1))
+    return DataFrame(
+        {
+            "first_kl": first["kl"],
+            "final_step": last["step"],
+            "final_kl": last["kl"],
+            "final_missing_eos": last["missing_eos"],
+            "final_reward": last["reward_gain"],
+            "final_gold": last["gold_gain"],
+        }
+    )
+
+
+def by_task(values: Series) -> list[list[float]]:
+    """The values there are, by task: the strata of an interval."""
+    return [list(stratum.dropna()) for _, stratum in values.groupby("task", sort=False)]
 
 
 def read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
-
-
-def name_of(run: Record) -> str:
-    return Run(**{field: run[field] for field in Run.__dataclass_fields__}).name
-
-
-def enough(count: int) -> bool:
-    """Whether so many seeds speak for all: a comparison that most seeds never reach is one of the seeds that do."""
-    return count >= 0.75 * len(SEEDS)
-
-
-def by_seed(runs: list[Record]) -> dict[Seed, Record]:
-    return {(run["task"], run["seed"]): run for run in runs}
-
-
-def gains_at(runs: list[Record], kl: float, of: str) -> dict[Seed, float | None]:
-    """The gain of each run at a KL in nats per response, None where the run has none there."""
-    return {seed: gain_at_kl(run["evaluations"], kl, of) for seed, run in by_seed(runs).items()}
-
-
-def final_gain(run: Record, of: str) -> float:
-    return run["evaluations"][-1][of] - run["evaluations"][0][of]
-
-
-def by_task(values: dict[Seed, float | None]) -> list[list[float]]:
-    """The values there are, by task: the strata of an interval."""
-    tasks = dict.fromkeys(task for task, _ in values)
-    return [[value for (of, _), value in values.items() if of == task and value is not None] for task in tasks]

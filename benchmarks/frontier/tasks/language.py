@@ -74,7 +74,7 @@ class Language:
         for position in range(words.shape[1]):
             passed = self.cumulative[topics, styles, previous] <= rng.random((len(prompts), 1))
             words[:, position] = previous = passed.sum(axis=1)
-        return [text_of(row[:length]) for row, length in zip(words.tolist(), lengths, strict=True)]
+        return [text_of(drawn[:length]) for drawn, length in zip(words.tolist(), lengths, strict=True)]
 
     def utility(self, prompts: list[str], responses: list[str]) -> list[float]:
         """The utility of each response to its prompt; 1 is a standard deviation of the language's own responses to a

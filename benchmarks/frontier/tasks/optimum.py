@@ -6,8 +6,8 @@ reward and its KL without training anything, as long as the effective sample siz
 
 import numpy as np
 
-from benchmarks.frontier.plan import group_of
-from benchmarks.frontier.tasks import ROLLOUTS, Task
+from benchmarks.frontier.tasks.groups import group_of
+from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.rewards.reward import load_reward
@@ -21,7 +21,7 @@ def optimum(task: Task) -> list[dict[str, float]]:
     """Points of the curve from small KL to large, means over prompts: kl in nats per response, reward_gain in
     the task's standard deviations, and ess, the effective sample size.
     """
-    rewards = sampled(task, group_of(task.name))
+    rewards = sampled_rewards(task)
     return [point(rewards, beta) for beta in np.geomspace(20.0, 0.1, 60)]
 
 
@@ -38,18 +38,18 @@ def point(rewards: np.ndarray, beta: float) -> dict[str, float]:
     return {name: float(f"{value:.5g}") for name, value in values.items()}
 
 
-def sampled(task: Task, group: str) -> np.ndarray:
+def sampled_rewards(task: Task) -> np.ndarray:
     """Standardised rewards of SAMPLES responses to each evaluation prompt, [prompts, SAMPLES]."""
-    tokenizer = load_tokenizer(task.policy)
-    limits = {"max_prompt_tokens": ROLLOUTS[group]["max_prompt_tokens"]}
-    prompts, _ = load_prompts(task.eval_prompts, tokenizer, limit=PROMPTS, **limits)
+    settings, tokenizer = TASK_SETTINGS[group_of(task.name)], load_tokenizer(task.policy)
+    max_prompt_tokens = settings["max_prompt_tokens"]
+    prompts, _ = load_prompts(task.eval_prompts, tokenizer, limit=PROMPTS, max_prompt_tokens=max_prompt_tokens)
     rollouts = sample(
         load_policy(task.policy),
         tokenizer,
         prompts["prompt"],
         prompts["prompt_ids"],
         responses_per_prompt=SAMPLES,
-        max_response_tokens=ROLLOUTS[group]["max_response_tokens"],
+        max_response_tokens=settings["max_response_tokens"],
         batch_size=4,
         seed=0,
     )

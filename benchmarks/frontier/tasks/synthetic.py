@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.frontier.language import MAX_TOKENS, VOCABULARY, Language
+from benchmarks.frontier.tasks.language import MAX_TOKENS, VOCABULARY, Language
 
 DEMONSTRATIONS = 16_000
 TRAIN_PAIRS, EVAL_PAIRS = 22_000, 1_000
@@ -48,14 +48,14 @@ def make_data(folder: Path, seed: int) -> None:
     total = DEMONSTRATIONS + TRAIN_PAIRS + EVAL_PAIRS + TRAIN_PROMPTS + EVAL_PROMPTS
     prompts = iter(language.prompts(total, rng))
     folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in {
+    for name, records in {
         "sft": demonstrations(language, list(islice(prompts, DEMONSTRATIONS)), rng),
         "preferences.train": preferences(language, list(islice(prompts, TRAIN_PAIRS)), rng),
         "preferences.eval": preferences(language, list(islice(prompts, EVAL_PAIRS)), rng),
         "prompts.train": [{"prompt": prompt} for prompt in islice(prompts, TRAIN_PROMPTS)],
         "prompts.eval": [{"prompt": prompt} for prompt in prompts],
     }.items():
-        write(folder / f"{name}.jsonl", rows)
+        write_jsonl(folder / f"{name}.jsonl", records)
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "init")
     make_model(tokenizer, seed).save_pretrained(folder / "init")
@@ -79,8 +79,8 @@ def preferences(language: Language, prompts: list[str], rng: np.random.Generator
     ]
 
 
-def write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

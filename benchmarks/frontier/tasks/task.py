@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.frontier import synthetic
-from benchmarks.frontier.language import Language
-from benchmarks.frontier.plan import DOCSTRINGS, LANGUAGES
+from benchmarks.frontier.tasks import synthetic
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, TASKS
+from benchmarks.frontier.tasks.language import Language
 from fastp3o.config import RewardModelConfig, SFTConfig
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
@@ -22,11 +22,11 @@ from fastp3o.rollouts.transformers_sampler import sample
 from fastp3o.stages import reward_model as reward_modeling
 from fastp3o.stages import sft
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
-# Of every run of a task, whatever its algorithm.
-ROLLOUTS: dict[str, dict[str, Any]] = {
-    "languages": {
+# Settings of every run of a task, whatever its algorithm.
+TASK_SETTINGS: dict[str, dict[str, Any]] = {
+    LANGUAGES: {
         "updates": 30,
         "inner_epochs": 4,
         "max_prompt_tokens": 16,
@@ -71,14 +71,12 @@ class Task:
 def make(name: str, folder: Path) -> Task:
     """The task, from `folder` where it has been made already."""
     made = folder / name / "task.json"
+    seed = TASKS[LANGUAGES].index(name) if name in TASKS[LANGUAGES] else None
     if not made.exists():
-        if name in LANGUAGES:
-            given = make_language(folder / name, LANGUAGES.index(name))
-        else:
-            given = make_docstrings(folder / name)
+        given = make_docstrings(folder / name) if seed is None else make_language(folder / name, seed)
         deviation, mean = torch.std_mean(torch.tensor(sampled_rewards(given)))
         made.write_text(json.dumps(given | {"reward_mean": mean.item(), "reward_std": deviation.item()}, indent=2))
-    gold = Language(LANGUAGES.index(name)).utility if name in LANGUAGES else None
+    gold = None if seed is None else Language(seed).utility
     return Task(name=name, gold=gold, **json.loads(made.read_text()))
 
 
@@ -151,12 +149,12 @@ def make_docstrings(folder: Path) -> dict[str, str]:
 def sampled_rewards(given: dict[str, str], prompts: int = 256) -> list[float]:
     """Scores of the reward model on two responses of the fine-tuned policy to each of some training prompts."""
     tokenizer = load_tokenizer(given["policy"])
-    rows, _ = load_prompts(given["prompts"], tokenizer, limit=prompts, max_prompt_tokens=192)
+    examples, _ = load_prompts(given["prompts"], tokenizer, limit=prompts, max_prompt_tokens=192)
     rollouts = sample(
         load_policy(given["policy"]),
         tokenizer,
-        rows["prompt"],
-        rows["prompt_ids"],
+        examples["prompt"],
+        examples["prompt_ids"],
         responses_per_prompt=2,
         max_response_tokens=32,
         batch_size=64,
