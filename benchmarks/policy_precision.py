@@ -1,10 +1,10 @@
 """How far rounding moves the log-ratios of whole responses, for each precision of the policy.
 
-    PYTHONPATH=.:kernels python benchmarks/policy_precision.py --model runs/x/model --prompts prompts.jsonl
+    python -m benchmarks.policy_precision --model runs/x/model --prompts prompts.jsonl
 
 Responses are sampled from the policy, one real AdamW step is taken, and log π_new(y|x) − log π_old(y|x) is compared
 with fp64 arithmetic on the same fp32 weights. `ratio/noise` is what the trainer logs for the policy before the step.
-Writes results/policy_precision.json, of which report.py makes README's table.
+Writes results/policy_precision.json, of which report.py makes the table in fastp3o/training/README.md.
 """
 
 import argparse
@@ -106,15 +106,15 @@ def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
     truth = {rate: sums(copy.deepcopy(model).double(), row) - exact for rate, model in moved.items()}
     records = [{"precision": "true log-ratio", "errors": {str(rate): rms(truth[rate]) for rate in LEARNING_RATES}}]
     for name in (USUAL, *PRECISIONS[1:]):
-        of_rows: Sums = sums_from_rounded_logits if name == USUAL else sums
+        sums_in_precision: Sums = sums_from_rounded_logits if name == USUAL else sums
         precision = precision_of(name.split(",")[0], "fp32")
         with in_precision(policy, precision) as rounded:
-            before = of_rows(rounded, row)
+            before = sums_in_precision(rounded, row)
             noise = ratio_noise(rounded, rollouts, pairs_with(pairs, before)).item() if name != USUAL else None
         errors = {}
         for rate, model in moved.items():
             with in_precision(model, precision) as rounded:
-                errors[str(rate)] = rms(of_rows(rounded, row) - before - truth[rate])
+                errors[str(rate)] = rms(sums_in_precision(rounded, row) - before - truth[rate])
         records.append({"precision": name, "errors": errors, "ratio/noise": noise})
     return records
 

@@ -150,7 +150,7 @@ def parameters_of(model: PackedModel) -> int:
 @pytest.mark.parametrize("K", RESPONSES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_training(benchmark, policy, layout, K, lengths):
-    """In turns with plain packing, as the roof: `ratio_to_roof` is the time over its time."""
+    """In turns with plain packing: `ratio_to_roof` is the time over its time."""
     groups = random_groups(lengths, K)
     update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
     shape = shape_of(groups[1])
@@ -187,8 +187,8 @@ def row(groups) -> PackedRow:
 
 def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole, *, trains: bool) -> None:
     """Bytes of what a pass needs: `body` without its head, and `whole`. Head: what that adds to the peak."""
-    of_body = peak_bytes(model, body)
-    of_whole = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
+    body_bytes = peak_bytes(model, body)
+    whole_bytes = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     # Training is in fp32: of weights in half precision there are copies, and gradients are theirs.
     fp32 = 4 * parameters_of(model) if trains else 0
@@ -202,8 +202,8 @@ def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole,
         "weights_bytes": weights + (0 if DTYPE.itemsize == 4 else fp32),
         "gradients_bytes": fp32,
         "optimizer_bytes": 2 * fp32,
-        "activations_bytes": of_body,
-        "head_bytes": of_whole - of_body,
+        "activations_bytes": body_bytes,
+        "head_bytes": whole_bytes - body_bytes,
     }
 
 
