@@ -18,7 +18,9 @@ from benchmarks.frontier.tasks.groups import GROUPS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.frontier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="Tasks.")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="Questions, see plan.py.")
     parser.add_argument("--only", default="", help="Only runs whose name begins so.")

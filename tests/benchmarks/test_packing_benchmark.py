@@ -22,7 +22,7 @@ def policy(monkeypatch):
     return test_packing.random_model(AutoModelForCausalLM)
 
 
-def random_groups_of(K):
+def short_groups(K):
     generator = random.Random(0)
 
     def ids():
@@ -35,7 +35,7 @@ def random_groups_of(K):
 def test_all_layouts_give_the_same_loss_and_gradients(policy, K):
     losses, gradients = {}, {}
     for name, layout in test_packing.LAYOUTS.items():
-        update = layout(policy, *random_groups_of(K))
+        update = layout(policy, *short_groups(K))
         assert len(update.losses) > 1
         policy.zero_grad()
         losses[name] = update.run()
@@ -48,7 +48,7 @@ def test_all_layouts_give_the_same_loss_and_gradients(policy, K):
 
 
 def test_padding_is_computed_and_a_shared_prompt_once(policy):
-    prompts, responses = random_groups_of(4)
+    prompts, responses = short_groups(4)
     tokens = {name: layout(policy, prompts, responses).tokens for name, layout in test_packing.LAYOUTS.items()}
     scored = sum(len(response) for group in responses for response in group)
     assert tokens["shared prompts"] == sum(map(len, prompts)) + scored

@@ -59,7 +59,7 @@ def ends(study: Study, group: str, algorithm: str) -> list[Evaluations]:
     """The final KL and proxy gain of every run of the sweep; runs of one seed together, as they are not independent."""
     runs = pd.concat(study.runs_of(group, Arm(algorithm, kl_coef=kl_coef)) for kl_coef in KL_COEFS[algorithm])
     points = runs[["final_kl", "final_reward"]].set_axis(["kl", "reward"], axis=1)
-    return [of_seed.to_dict("records") for _, of_seed in points.groupby(SEED, sort=False)]
+    return [seed_points.to_dict("records") for _, seed_points in points.groupby(SEED, sort=False)]
 
 
 def fitted_lines(study: Study, group: str) -> list[list[str]]:

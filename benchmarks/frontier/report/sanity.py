@@ -32,8 +32,8 @@ def held_against_optimum(records: Records, optimum: Optimum) -> DataFrame:
     compared = [evaluations[:0].assign(errors=pd.Series(dtype=float))]
     for task, points in known[known["task"].isin(errors.index)].groupby("task"):
         kls = points["kl"].to_numpy()
-        of_task = evaluations[(evaluations["task"] == task) & (evaluations["step"] > 0)]
-        inside = of_task[of_task["kl"].between(kls[0], kls[-1])]
+        candidates = evaluations[(evaluations["task"] == task) & (evaluations["step"] > 0)]
+        inside = candidates[candidates["kl"].between(kls[0], kls[-1])]
         best = np.interp(inside["kl"], kls, points["reward_gain"])
         compared.append(inside.assign(errors=(inside["reward_gain"] - best) / errors[task]))
     return pd.concat(compared)

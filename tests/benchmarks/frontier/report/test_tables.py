@@ -36,13 +36,13 @@ def best(kl):
 
 def record(run: Run) -> dict:
     """A made-up run: clippings alike, PPO much worse under an unlearnable offset, KL by learning rate and algorithm."""
-    of_seed = np.random.default_rng([run.seed, 7])
+    rng_of_seed = np.random.default_rng([run.seed, 7])
     noise = np.random.default_rng(int(hashlib.sha256(run.name.encode()).hexdigest()[:8], 16))
-    speed = 5 * (run.learning_rate / 3e-4) ** 0.8 * (0.03 / run.kl_coef) ** 0.25 * of_seed.uniform(0.9, 1.15)
+    speed = 5 * (run.learning_rate / 3e-4) ** 0.8 * (0.03 / run.kl_coef) ** 0.25 * rng_of_seed.uniform(0.9, 1.15)
     speed *= {"none": 1.6, "ppo": 1.5, "dpo": 1.2}.get(run.algorithm, 1.0)
     speed *= 0.35 if run.algorithm == "joint-absolute" and run.offset != "none" else 1.0
     speed *= 0.1 if run.task == DOCSTRINGS else 1.0
-    efficiency = of_seed.normal(0.75, 0.02) - 0.02 * math.log(run.learning_rate / 1.5e-4)
+    efficiency = rng_of_seed.normal(0.75, 0.02) - 0.02 * math.log(run.learning_rate / 1.5e-4)
     offset_harm = {"none": 0.0, "learnable": 0.05, "unlearnable": 0.5}[run.offset] if run.algorithm == "ppo" else 0.0
     seen = plan.replace(run, offset="none", offset_sd=0.0) if run.algorithm in plan.CLIPPINGS else run
     evaluations = []
@@ -162,8 +162,8 @@ def test_docstrings_are_compared_only_where_most_seeds_of_every_algorithm_are(st
 
 def test_learning_rates_tell_selection_from_results(study):
     table = learning_rates.table(study, "languages")
-    of_results = ["7.5e-5", "**1.5e-4**", "3e-4"]
-    assert [line[1] for line in table if line[0] == "ppo"] == [*of_results, "6e-4", "1.2e-3", *of_results]
+    result_rates = ["7.5e-5", "**1.5e-4**", "3e-4"]
+    assert [line[1] for line in table if line[0] == "ppo"] == [*result_rates, "6e-4", "1.2e-3", *result_rates]
     assert {line[2]: line[3] for line in table if line[:2] == ["ppo", "3e-4"]} == {"selection": "2", "results": "8"}
     spreads = learning_rates.spreads(study, "languages")
     assert spreads[0] == ["KL", *plan.ALGORITHMS, "algorithms"]
