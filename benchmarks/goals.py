@@ -1,7 +1,7 @@
 """The goals and what the results say of them.
 
-Ratios to a roof are of medians measured in turns in one process. A goal holds for every head and number of rows that
-was measured; the worst counts.
+Ratios to a bare operation are of medians measured in turns in one process. A goal holds for every head and number of
+tokens that was measured; the worst counts.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ NOT_MEASURED = "not measured"
 TLDR = {"level": "training", "prompt": 350, "response": 40, "K": 2}
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     measured: str
     met: str  # "met", "not met" or NOT_MEASURED
 
@@ -21,7 +21,7 @@ class Verdict(NamedTuple):
 class Goal(NamedTuple):
     what: str
     goal: str
-    verdict: Callable[[Results], Verdict]
+    verdict: Callable[[Results], Finding]
 
 
 def select(results: Results, **wanted: object) -> Results:
@@ -32,32 +32,32 @@ def ours(results: Results, level: str, passes: str) -> Results:
     return select(results, level=level, passes=passes, implementation="fastp3o")
 
 
-def at_most(values: list[float], bound: float, form: str) -> Verdict:
-    return judged(max(values), max(values) <= bound, form) if values else Verdict(NOT_MEASURED, NOT_MEASURED)
+def at_most(values: list[float], bound: float, form: str) -> Finding:
+    return judged(max(values), max(values) <= bound, form) if values else Finding(NOT_MEASURED, NOT_MEASURED)
 
 
-def at_least(values: list[float], bound: float, form: str) -> Verdict:
-    return judged(min(values), min(values) >= bound, form) if values else Verdict(NOT_MEASURED, NOT_MEASURED)
+def at_least(values: list[float], bound: float, form: str) -> Finding:
+    return judged(min(values), min(values) >= bound, form) if values else Finding(NOT_MEASURED, NOT_MEASURED)
 
 
-def judged(worst: float, met: bool, form: str) -> Verdict:
-    return Verdict(form.format(worst), "met" if met else "not met")
+def judged(worst: float, met: bool, form: str) -> Finding:
+    return Finding(form.format(worst), "met" if met else "not met")
 
 
-def bandwidth(passes: str, bound: float) -> Callable[[Results], Verdict]:
+def bandwidth(passes: str, bound: float) -> Callable[[Results], Finding]:
     return lambda results: at_least(
         [1 / result["ratio_to_roof"] for result in ours(results, "logits", passes)], bound, "{:.0%}"
     )
 
 
-def products(passes: str, bound: float) -> Callable[[Results], Verdict]:
+def products(passes: str, bound: float) -> Callable[[Results], Finding]:
     return lambda results: at_most(
         [result["ratio_to_roof"] for result in ours(results, "hidden", passes)], bound, "{:.2f} ×"
     )
 
 
 def speedups(results: Results, level: str, names: Callable[[str], bool]) -> list[float]:
-    """How many times longer others take than fastp3o, by their ratios to the same roof."""
+    """How many times longer others take than fastp3o, by their ratios to the same bare operation."""
     passes = "forward and backward"
     return [
         other["ratio_to_roof"] / mine["ratio_to_roof"]
@@ -72,21 +72,22 @@ def eightfold(name: str) -> bool:
     return name == "TRL" or name.startswith("CCE") or name == "torch linear_cross_entropy"
 
 
-def extra_of_logits(results: Results) -> list[float]:
+def extra_over_logits(results: Results) -> list[float]:
     """Over the logits' own bytes, of which the pass moves three times as many."""
     both = ours(results, "logits", "forward and backward")
     return [1e9 * result["extra_gb"] / (result["bytes"] / 3) for result in both if result["extra_gb"] is not None]
 
 
-def extra_of_head(results: Results) -> list[float]:
+def extra_gb(results: Results) -> list[float]:
     both = ours(results, "hidden", "forward and backward")
     return [result["extra_gb"] for result in both if result["extra_gb"] is not None]
 
 
-def growth(results: Results, of: Callable[[dict], float | None]) -> list[float]:
-    """Of a figure, from fewer rows to more of the same head: 1 where it stays."""
-    both = [result for result in ours(results, "hidden", "forward and backward") if of(result) is not None]
-    return [of(many) / of(few) for few in both for many in select(both, D=few["D"], V=few["V"]) if many["N"] > few["N"]]
+def growth(results: Results, figure: Callable[[dict], float | None]) -> list[float]:
+    """Of a figure, from fewer tokens to more of the same head: 1 where it stays."""
+    both = [result for result in ours(results, "hidden", "forward and backward") if figure(result) is not None]
+    pairs = [(few, many) for few in both for many in select(both, D=few["D"], V=few["V"]) if many["N"] > few["N"]]
+    return [figure(many) / figure(few) for few, many in pairs]
 
 
 def log_ratio_errors(results: Results) -> list[float]:
@@ -94,7 +95,7 @@ def log_ratio_errors(results: Results) -> list[float]:
 
 
 def over_plain(results: Results) -> list[float]:
-    """How many times faster rows with shared prompts are than plain ones, whose time is the roof."""
+    """How many times faster rows with shared prompts are than plain ones, which they are timed in turns with."""
     return [1 / result["ratio_to_roof"] for result in select(results, **TLDR, implementation="shared prompts")]
 
 
@@ -124,7 +125,7 @@ GOALS = [
     Goal(
         "its extra memory",
         "< 1% of the logits",
-        lambda results: at_most(extra_of_logits(results), 0.01, "{:.2%}"),
+        lambda results: at_most(extra_over_logits(results), 0.01, "{:.2%}"),
     ),
     Goal(
         "hidden-level loss, forward + backward", "≤ 1.15 × three bare products", products("forward and backward", 1.15)
@@ -144,7 +145,7 @@ GOALS = [
     Goal(
         "its peak memory over inputs and gradients",
         "≤ 1 GB at any N",
-        lambda results: at_most(extra_of_head(results), 1.0, "{:.2f} GB"),
+        lambda results: at_most(extra_gb(results), 1.0, "{:.2f} GB"),
     ),
     Goal(
         "error of a 128-token log-ratio",

@@ -1,4 +1,4 @@
-"""Times a case and its roof in turns, in one process, and files the figures under the benchmark's name."""
+"""Times a case in turns with a bare operation, its lower bound, and files the figures under the benchmark's name."""
 
 import gc
 import statistics
@@ -54,7 +54,7 @@ def measure(
     roof: Callable[[], object],
     roof_share: float = 1.0,
 ) -> None:
-    """Medians into benchmark.extra_info. `roof_share`: what the case must do over what the roof does.
+    """Medians into benchmark.extra_info. `roof`: the bare operation; `roof_share`: of it, what the case must do.
 
     Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted, which sees nothing of
     compiled code.

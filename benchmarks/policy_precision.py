@@ -1,10 +1,10 @@
 """How far rounding moves the log-ratios of whole responses, for each precision of the policy.
 
-    PYTHONPATH=.:kernels python benchmarks/policy_precision.py --model runs/x/model --prompts prompts.jsonl
+    python -m benchmarks.policy_precision --model runs/x/model --prompts prompts.jsonl
 
 Responses are sampled from the policy, one real AdamW step is taken, and log π_new(y|x) − log π_old(y|x) is compared
 with fp64 arithmetic on the same fp32 weights. `ratio/noise` is what the trainer logs for the policy before the step.
-Writes results/policy_precision.json, of which report.py makes README's table.
+Writes results/policy_precision.json, of which report.py makes the table in fastp3o/training/README.md.
 """
 
 import argparse
@@ -13,21 +13,23 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.report import plain, precision_table
-from fastp3o.config import P3OConfig
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs
-from fastp3o.objectives.p3o import pairs_loss
-from fastp3o.packing.pack import PackedRow, in_groups, pack
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import PRECISIONS, Precision, precision_of
-from fastp3o.rollouts.transformers_sampler import Rollouts, sampling_mode
-from fastp3o.training.minibatches import Pairs
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.transformers_sampler import sampling_mode
 from fastp3o.training.ratio_noise import ratio_noise
 from fastp3o_kernels import sequence_logprobs
 
@@ -74,18 +76,17 @@ def sampled(policy: PackedModel, prompts: list[list[int]], tokens: int, end: int
     settings = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "pad_token_id": end, "eos_token_id": end}
     with sampling_mode(policy) as model, torch.no_grad():
         output = model.generate(ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, **settings)
-    responses = output[:, width:].tolist()
-    repeated = [prompt for prompt in prompts for _ in range(2)]
-    texts = [""] * len(responses)
-    return Rollouts(repeated, responses, texts, texts, [False] * len(responses))
+    responses = output[:, width:].view(len(prompts), 2, tokens).tolist()
+    texts = [["", ""] for _ in prompts]
+    return Rollouts([""] * len(prompts), prompts, texts, responses, [[False, False] for _ in prompts])
 
 
-def after_a_step(policy: PackedModel, row: PackedRow, pairs: Pairs, learning_rate: float) -> PackedModel:
+def after_a_step(policy: PackedModel, microbatch: Microbatch, learning_rate: float) -> PackedModel:
     """The policy after one AdamW step on P3O's loss."""
     moved = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(moved.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     config = P3OConfig(model="", output_dir="", prompts="", reward="", learning_rate=learning_rate)
-    pairs_loss(moved, pairs, config).loss.backward()
+    config.objective().loss(moved, microbatch)[0].backward()
     optimizer.step()
     return moved
 
@@ -96,31 +97,32 @@ def rms(values: Tensor) -> float:
 
 def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
     """One record for each precision: the error of log-ratios at each learning rate, and ratio/noise."""
-    (row,) = pack(*in_groups(rollouts.prompt_ids, rollouts.response_ids, 2), tokens_per_row=10**9)
-    row = row.to(policy.model.device)
+    row = single_row(rollouts).to(policy.model.device)
     old = sums(policy, row).view(-1, 2)
     rewards = torch.randn(old.shape, generator=torch.Generator().manual_seed(0)).to(old.device)
-    pairs = Pairs(row, rewards, old, old, old, old, 1.0)
+    microbatch = Microbatch(row, rewards, old, old, old, old, 1.0)
     exact = sums(copy.deepcopy(policy).double(), row)
-    moved = {rate: after_a_step(policy, row, pairs, rate) for rate in LEARNING_RATES}
+    moved = {rate: after_a_step(policy, microbatch, rate) for rate in LEARNING_RATES}
     truth = {rate: sums(copy.deepcopy(model).double(), row) - exact for rate, model in moved.items()}
     records = [{"precision": "true log-ratio", "errors": {str(rate): rms(truth[rate]) for rate in LEARNING_RATES}}]
     for name in (USUAL, *PRECISIONS[1:]):
-        of_rows: Sums = sums_from_rounded_logits if name == USUAL else sums
+        sums_in_precision: Sums = sums_from_rounded_logits if name == USUAL else sums
         precision = precision_of(name.split(",")[0], "fp32")
         with in_precision(policy, precision) as rounded:
-            before = of_rows(rounded, row)
-            noise = ratio_noise(rounded, rollouts, pairs_with(pairs, before)).item() if name != USUAL else None
+            before = sums_in_precision(rounded, row)
+            given = replace(microbatch, old_logprobs=before.view(-1, 2))
+            noise = ratio_noise(rounded, rollouts, given).item() if name != USUAL else None
         errors = {}
         for rate, model in moved.items():
             with in_precision(model, precision) as rounded:
-                errors[str(rate)] = rms(of_rows(rounded, row) - before - truth[rate])
+                errors[str(rate)] = rms(sums_in_precision(rounded, row) - before - truth[rate])
         records.append({"precision": name, "errors": errors, "ratio/noise": noise})
     return records
 
 
-def pairs_with(pairs: Pairs, logprobs: Tensor) -> Pairs:
-    return Pairs(pairs.row, pairs.rewards, logprobs, logprobs, logprobs.view(-1, 2), logprobs.view(-1, 2), 1.0)
+def single_row(rollouts: Rollouts) -> PackedRow:
+    (row,) = pack(rollouts.prompt_ids, rollouts.response_ids, Packing(tokens_per_row=10**9))
+    return row
 
 
 def main() -> None:
@@ -135,9 +137,7 @@ def main() -> None:
     prompts, _ = load_prompts(arguments.prompts, tokenizer, split="train", limit=arguments.pairs, max_prompt_tokens=192)
     policy = load_policy(arguments.model, device=device).eval()
     rollouts = sampled(policy, list(prompts["prompt_ids"]), arguments.tokens, tokenizer.eos_token_id)
-    entropy = -sums(
-        policy, pack(*in_groups(rollouts.prompt_ids, rollouts.response_ids, 2), tokens_per_row=10**9)[0].to(device)
-    )
+    entropy = -sums(policy, single_row(rollouts).to(device))
     record = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,

@@ -1,23 +1,24 @@
 """Results of the suite -> tables and a plot.
 
-    python benchmarks/report.py RESULTS.json           # a short table
-    python benchmarks/report.py --write                # README's tables, goals.md and the plot, from results/
+    python -m benchmarks.report RESULTS.json           # a short table
+    python -m benchmarks.report --write                # tables of both READMEs, goals.md and the plot, from results/
 
 Every figure comes from the JSON; what it lacks is written "not measured".
 """
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.goals import GOALS, NOT_MEASURED, Results, Verdict, select
+from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
-README = FOLDER.parent / "README.md"
+README = FOLDER / "README.md"  # of the benchmarks
+PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
 BOTH = "forward and backward"
+# What a case is timed in turns with; no implementation can be faster.
+BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
 
 
 def load(path: Path) -> dict:
@@ -31,76 +32,76 @@ def described(environment: dict) -> str:
 
 def comparison(results: Results, level: str) -> list[list[str]]:
     """Forward and backward at each shape: fastest first. Header first."""
-    rows = [["D, V", "N", "implementation", "ms", "× roof", "extra GB"]]
+    lines = [["D, V", "N", "implementation", "ms", f"× {BARE_OPERATIONS[level]}", "extra GB"]]
     both = select(results, level=level, passes=BOTH)
     for result in sorted(both, key=lambda result: (result["V"], result["D"], result["N"], result["ms"])):
         extra = NOT_MEASURED if result["extra_gb"] is None else f"{result['extra_gb']:.2f}"
         shape = f"{result['D']}, {result['V']}"
         figures = [f"{result['ms']:.2f}", f"{result['ratio_to_roof']:.2f}", extra]
-        rows.append([shape, str(result["N"]), result["implementation"], *figures])
-    return rows
+        lines.append([shape, str(result["N"]), result["implementation"], *figures])
+    return lines
 
 
-def of_fastp3o(results: Results) -> list[list[str]]:
-    """All its other passes."""
-    rows = [["level", "pass", "D, V", "N", "ms", "× roof", "GB/s", "TFLOP/s"]]
+def other_passes(results: Results) -> list[list[str]]:
+    """Of fastp3o: all but forward and backward together. Header first."""
+    lines = [["level", "pass", "D, V", "N", "ms", "× bare operation", "GB/s", "TFLOP/s"]]
     for result in results:
         if result["implementation"] == "fastp3o" and result.get("passes", BOTH) != BOTH:
             rates = [f"{result[key]:.0f}" if result[key] else "" for key in ("gb_per_s", "tflop_per_s")]
             shape = f"{result['D']}, {result['V']}"
             figures = [f"{result['ms']:.2f}", f"{result['ratio_to_roof']:.2f}", *rates]
-            rows.append([result["level"], result["passes"], shape, str(result["N"]), *figures])
-    return rows
+            lines.append([result["level"], result["passes"], shape, str(result["N"]), *figures])
+    return lines
 
 
 def packing(results: Results) -> list[list[str]]:
     """Updates of the policy in each layout: fastest first."""
-    rows = [["prompt, response", "K", "layout", "tokens computed", "ms", "speed, × plain packing", "extra GB"]]
+    lines = [["prompt, response", "K", "layout", "tokens computed", "ms", "speed, × plain packing", "extra GB"]]
     order = "prompt", "response", "K", "ratio_to_roof"
     for result in sorted(select(results, level="training"), key=lambda result: [result[key] for key in order]):
         lengths = f"{result['prompt']}, {result['response']}"
         figures = [f"{result['ms']:.0f}", f"{1 / result['ratio_to_roof']:.2f}", f"{result['extra_gb']:.2f}"]
-        rows.append([lengths, str(result["K"]), result["implementation"], str(result["tokens"]), *figures])
-    return rows
+        lines.append([lengths, str(result["K"]), result["implementation"], str(result["tokens"]), *figures])
+    return lines
 
 
 def memory(results: Results) -> list[list[str]]:
     """What each pass of an update needs, in MB."""
     parts = ["weights", "gradients", "optimizer", "activations", "head"]
-    rows = [["pass", *parts]]
+    lines = [["pass", *parts]]
     for result in select(results, level="memory"):
-        rows.append([result["passes"], *(f"{result[f'{part}_bytes'] / 1e6:.1f}" for part in parts)])
-    return rows
+        lines.append([result["passes"], *(f"{result[f'{part}_bytes'] / 1e6:.1f}" for part in parts)])
+    return lines
 
 
 def precision_table(record: dict) -> list[list[str]]:
     """Rounding of log-ratios in each precision of the policy."""
     rates = list(record["results"][0]["errors"])
-    rows = [["policy", *(f"lr {float(rate):.0e}" for rate in rates), "ratio/noise"]]
+    lines = [["policy", *(f"lr {float(rate):.0e}" for rate in rates), "ratio/noise"]]
     for result in record["results"]:
         noise = result.get("ratio/noise")
         cells = [f"{result['errors'][rate]:.2g}" for rate in rates]
-        rows.append([result["precision"], *cells, "" if noise is None else f"{noise:.2g}"])
-    return rows
+        lines.append([result["precision"], *cells, "" if noise is None else f"{noise:.2g}"])
+    return lines
 
 
-def markdown(rows: list[list[str]]) -> str:
-    header, *rest = rows
+def markdown(lines: list[list[str]]) -> str:
+    header, *rest = lines
     lines = [header, ["---"] * len(header), *rest]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def plain(rows: list[list[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+def plain(lines: list[list[str]]) -> str:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def goals_table(results: Results) -> list[list[str]]:
-    rows = [["what", "goal", "measured", ""]]
+    lines = [["what", "goal", "measured", ""]]
     for goal in GOALS:
-        verdict: Verdict = goal.verdict(results)
-        rows.append([goal.what, goal.goal, verdict.measured, "" if verdict.met == NOT_MEASURED else verdict.met])
-    return rows
+        found = goal.verdict(results)
+        lines.append([goal.what, goal.goal, found.measured, "" if found.met == NOT_MEASURED else found.met])
+    return lines
 
 
 def absent(record: dict) -> str:
@@ -112,7 +113,7 @@ def absent(record: dict) -> str:
 
 
 def plot(record: dict, path: Path) -> None:
-    """Time, and memory where it was measured, of forward and backward over N at the first head, with the roof."""
+    """Time, and memory where it was measured, over N at the first head: forward and backward, and the bare products."""
     # Tables need no matplotlib.
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -130,8 +131,8 @@ def plot(record: dict, path: Path) -> None:
             emphasis = {"linewidth": 2.5, "zorder": 3} if name == "fastp3o" else {"linewidth": 1.2}
             axis.plot(*zip(*points, strict=True), marker="o", label=name, **emphasis)
         if key == "ms":
-            roof = [(result["N"], result["roof_ms"]) for result in select(results, implementation="fastp3o")]
-            axis.plot(*zip(*roof, strict=True), color="black", linestyle="--", label="three bare matrix products")
+            bare = [(result["N"], result["roof_ms"]) for result in select(results, implementation="fastp3o")]
+            axis.plot(*zip(*bare, strict=True), color="black", linestyle="--", label="three bare matrix products")
         axis.set(xscale="log", yscale="log", xlabel="N, response tokens", ylabel=label)
         ticks = sorted({result["N"] for result in results})
         axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -146,27 +147,27 @@ def plot(record: dict, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def readme_section(record: dict, on_gpu: bool) -> str:
+def benchmarks_section(record: dict, on_gpu: bool) -> str:
     parts = [f"Measured on: {described(record['environment'])}."]
     if not on_gpu:
-        parts.append("No GPU figure has been measured yet; [`goals.md`](benchmarks/goals.md) has the open cells.")
+        parts.append("No GPU figure has been measured yet; [`goals.md`](goals.md) has the open cells.")
     results = record["benchmarks"]
     parts += [
-        "From hidden states to gradients, forward and backward (roof: the three bare matrix products):",
+        "From hidden states to gradients, forward and backward, beside the three bare matrix products:",
         markdown(comparison(results, "hidden")),
-        "From logits (roof: a copy of the bytes that must move):",
+        "From logits, beside a bare copy of the bytes that must move:",
         markdown(comparison(results, "logits")),
-        "![time over N](benchmarks/results/kernels.png)",
+        "![time over N](results/kernels.png)",
     ]
     if updates := select(results, level="training"):
-        parts += [f"Training on packed rows: {policy_of(updates[0])}", markdown(packing(results))]
+        parts += [f"Training on packed rows: {policy_description(updates[0])}", markdown(packing(results))]
     if select(results, level="memory"):
         parts += ["What each pass needs, in MB (prompts shared, 350, 40, K 2; head: what it adds to the peak):"]
         parts += [markdown(memory(results))]
     return "\n\n".join(parts)
 
 
-def policy_of(update: dict) -> str:
+def policy_description(update: dict) -> str:
     return (
         "forward and backward of one update of a random Llama with "
         f"{update['parameters'] / 1e6:.1f} M parameters (D {update['D']}, V {update['V']}, {update['dtype']}). Lengths "
@@ -188,6 +189,10 @@ def between_markers(text: str, name: str, section: str) -> str:
     return text[: text.index(begin) + len(begin)] + f"\n{section}\n" + text[text.index(end) :]
 
 
+def write_between(path: Path, name: str, section: str) -> None:
+    path.write_text(between_markers(path.read_text(), name, section))
+
+
 def judged(record: dict) -> Results:
     """What goals are about: everything on a GPU. Rounding does not depend on the device; bandwidth and time do."""
     results = record["benchmarks"]
@@ -199,13 +204,13 @@ def write() -> None:
     gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
     on_gpu = gpu.exists()
     record = load(gpu if on_gpu else cpu)
-    text = between_markers(README.read_text(), "benchmarks", readme_section(record, on_gpu))
-    README.write_text(between_markers(text, "precision", precision_section(load(RESULTS / "policy_precision.json"))))
+    write_between(README, "benchmarks", benchmarks_section(record, on_gpu))
+    write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
     device = described(record["environment"]) if on_gpu else "no GPU has been measured; precision on a CPU"
-    goals = f"# Goals\n\nThe worst of all heads and numbers of rows. Results of: {device}.\n\n"
+    goals = f"# Goals\n\nThe worst of all heads and numbers of tokens. Results of: {device}.\n\n"
     goals += markdown(goals_table(judged(record))) + "\n"
     if on_gpu:
-        goals += f"\nAll passes of fastp3o:\n\n{markdown(of_fastp3o(record['benchmarks']))}\n"
+        goals += f"\nAll passes of fastp3o:\n\n{markdown(other_passes(record['benchmarks']))}\n"
     goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
     (FOLDER / "goals.md").write_text(goals)
     plot(record, RESULTS / "kernels.png")
@@ -214,7 +219,7 @@ def write() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", help="JSON of one run, for a short table.")
-    parser.add_argument("--write", action="store_true", help="Rewrite README's section, goals.md and the plot.")
+    parser.add_argument("--write", action="store_true", help="Rewrite both READMEs' tables, goals.md and the plot.")
     arguments = parser.parse_args()
     if not arguments.results and not arguments.write:
         parser.error("give a JSON for a table, or --write")
@@ -223,8 +228,8 @@ def main() -> None:
         results = record["benchmarks"]
         print(plain(goals_table(judged(record))), absent(record), sep="\n\n")
         for level in ("hidden", "logits"):
-            of_level = select(results, level=level)
-            first = select(of_level, **{key: of_level[0][key] for key in "NDV"}) if of_level else []
+            measured = select(results, level=level)
+            first = select(measured, **{key: measured[0][key] for key in "NDV"}) if measured else []
             print("", plain(comparison(first, level)), sep="\n")
         print("", plain(packing(results)), "", plain(memory(results)), sep="\n")
     if arguments.write:

@@ -56,7 +56,7 @@ rm -r "$RESULTS/tests"
 
 sanitizer="compute-sanitizer is absent"
 if [[ $device == gpu ]] && command -v compute-sanitizer > /dev/null; then
-    run 40 sanitizer.log compute-sanitizer --error-exitcode 9 "$PYTHON" benchmarks/small_case.py
+    run 40 sanitizer.log compute-sanitizer --error-exitcode 9 "$PYTHON" -m benchmarks.small_case
     sanitizer="compute-sanitizer: exit code $?"
 fi
 
@@ -67,6 +67,6 @@ benchmarks=$?
 
 grep -E "passed|failed|error|stopped after|^FAILED" "$RESULTS/tests.log"
 echo "$sanitizer"
-"$PYTHON" benchmarks/report.py "$RESULTS/kernels.$device.json"
+"$PYTHON" -m benchmarks.report "$RESULTS/kernels.$device.json"
 echo "$((SECONDS - STARTED)) s; exit codes: tests $tests, benchmarks $benchmarks"
 exit $((tests || benchmarks))

@@ -1,4 +1,4 @@
-"""The heads that are measured, and the numbers of rows."""
+"""The heads that are measured, and the numbers of tokens N."""
 
 from typing import NamedTuple
 

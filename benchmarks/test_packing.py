@@ -22,14 +22,15 @@ from benchmarks.measure import Case, measure
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
-from fastp3o.config import P3OConfig
 from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs, scores
-from fastp3o.objectives.p3o import pairs_loss
-from fastp3o.packing.pack import Ids, PackedRow, pack
-from fastp3o.training.minibatches import Pairs
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.p3o import P3O, P3OConfig
+from fastp3o.packing.layout import Ids
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import p3o_loss, sequence_logprobs
 
-DEFAULTS = P3OConfig(model="", output_dir="", prompts="", reward="")
+OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 
 
 @dataclass
@@ -44,13 +45,13 @@ class Update:
         return sum(map(forward_and_backward, self.losses))
 
 
-def forward_and_backward(loss_of: Callable[[], Tensor]) -> Tensor:
-    loss = loss_of()
+def forward_and_backward(forward: Callable[[], Tensor]) -> Tensor:
+    loss = forward()
     loss.backward()
     return loss.detach()
 
 
-def given_of(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tensor:
+def made_up_rollout(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tensor:
     """The policy's own log-probs [P, 2] -> old and reference log-probs and rewards, [3, P, 2].
 
     The pairs moved since the rollout, but within the clip range: all of them have a gradient.
@@ -60,8 +61,7 @@ def given_of(sums: Tensor, pairs: Sequence[int], all_pairs: int) -> Tensor:
 
 
 def packed_rows(prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool) -> list[PackedRow]:
-    tokens = training_shapes.TOKENS_PER_PASS
-    rows = pack(prompts, responses, tokens_per_row=tokens, share_prompts=share_prompts)
+    rows = pack(prompts, responses, Packing(training_shapes.TOKENS_PER_PASS, share_prompts))
     return [row.to(DEVICE) for row in rows]
 
 
@@ -69,17 +69,19 @@ def packed_update(
     policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]], *, share_prompts: bool
 ) -> Update:
     rows = packed_rows(prompts, responses, share_prompts=share_prompts)
-    all_pairs = sum(map(len, responses)) // 2
+    pairs_per_group = len(responses[0]) // 2
+    all_pairs = pairs_per_group * len(responses)
 
-    def loss_of(row: PackedRow) -> Callable[[], Tensor]:
+    def row_loss(row: PackedRow) -> Callable[[], Tensor]:
         with torch.no_grad():
             logprobs = scored_logprobs(policy, row)
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
-        old, ref, rewards = given_of(sums, [s // 2 for s in row.sequences[::2]], all_pairs)
-        pairs = Pairs(row, rewards, logprobs, logprobs, old, ref, weight=len(sums) / all_pairs)
-        return lambda: pairs.weight * pairs_loss(policy, pairs, DEFAULTS).loss
+        pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
+        old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
+        microbatch = Microbatch(row, rewards, logprobs, logprobs, old, ref, weight=len(sums) / all_pairs)
+        return lambda: microbatch.weight * OBJECTIVE.loss(policy, microbatch).loss
 
-    return Update(sum(row.tokens for row in rows), [loss_of(row) for row in rows])
+    return Update(sum(row.tokens for row in rows), [row_loss(row) for row in rows])
 
 
 def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[Ids]]) -> Update:
@@ -89,15 +91,15 @@ def padded_update(policy: PackedModel, prompts: list[Ids], responses: list[list[
     batches = [padded.pad([prompts[p] for p in members], [pairs[p] for p in members]) for members in passes]
 
     def logprobs(batch: padded.Rectangle) -> Tensor:
-        with policy.as_transformers_has_it() as model:
+        with policy.with_own_attention() as model:
             return padded.pair_logprobs(model, batch)
 
-    def loss_of(batch: padded.Rectangle, members: range) -> Callable[[], Tensor]:
+    def batch_loss(batch: padded.Rectangle, members: range) -> Callable[[], Tensor]:
         with torch.no_grad():
-            given = given_of(logprobs(batch), members, len(pairs))
+            given = made_up_rollout(logprobs(batch), members, len(pairs))
         return lambda: len(members) / len(pairs) * p3o_loss(logprobs(batch), *given).loss
 
-    return Update(sum(batch.input_ids.numel() for batch in batches), list(map(loss_of, batches, passes)))
+    return Update(sum(batch.input_ids.numel() for batch in batches), list(map(batch_loss, batches, passes)))
 
 
 LAYOUTS = {
@@ -150,7 +152,7 @@ def parameters_of(model: PackedModel) -> int:
 @pytest.mark.parametrize("K", RESPONSES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_training(benchmark, policy, layout, K, lengths):
-    """In turns with plain packing, as the roof: `ratio_to_roof` is the time over its time."""
+    """In turns with plain packing: `ratio_to_roof` is the time over its time."""
     groups = random_groups(lengths, K)
     update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
     shape = shape_of(groups[1])
@@ -187,8 +189,8 @@ def row(groups) -> PackedRow:
 
 def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole, *, trains: bool) -> None:
     """Bytes of what a pass needs: `body` without its head, and `whole`. Head: what that adds to the peak."""
-    of_body = peak_bytes(model, body)
-    of_whole = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
+    body_bytes = peak_bytes(model, body)
+    whole_bytes = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     # Training is in fp32: of weights in half precision there are copies, and gradients are theirs.
     fp32 = 4 * parameters_of(model) if trains else 0
@@ -202,8 +204,8 @@ def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole,
         "weights_bytes": weights + (0 if DTYPE.itemsize == 4 else fp32),
         "gradients_bytes": fp32,
         "optimizer_bytes": 2 * fp32,
-        "activations_bytes": of_body,
-        "head_bytes": of_whole - of_body,
+        "activations_bytes": body_bytes,
+        "head_bytes": whole_bytes - body_bytes,
     }
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import LlamaConfig
 
 from benchmarks.shapes import CUDA
-from fastp3o.packing.pack import Ids
+from fastp3o.packing.layout import Ids
 
 
 class Lengths(NamedTuple):

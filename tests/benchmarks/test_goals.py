@@ -1,12 +1,5 @@
 from benchmarks.goals import GOALS, NOT_MEASURED
-
-BOTH = "forward and backward"
-
-
-def result(level="hidden", implementation="fastp3o", passes=BOTH, N=8192, ratio=1.0, ms=10.0, **more):
-    shape = {"N": N, "D": 4096, "V": 128256}
-    figures = {"ratio_to_roof": ratio, "ms": ms, "extra_gb": None}
-    return {"level": level, "implementation": implementation, "passes": passes, **shape, **figures, **more}
+from tests.benchmarks.results import result
 
 
 def verdict(results, what, goal=""):
@@ -50,13 +43,13 @@ def test_memory():
     assert verdict(logits, "its extra memory") == ("1.00%", "met")
 
 
-def test_growth_is_of_the_time_for_each_row():
+def test_growth_is_of_the_time_for_each_token():
     results = [result(ms=10.0), result(ms=44.0, N=32768)]
     assert verdict(results, "cost growth") == ("1.10 of linear", "not met")
     assert verdict(results, "the same", "flat") == (NOT_MEASURED, NOT_MEASURED)
 
 
-def test_memory_is_flat_where_more_rows_take_no_more():
+def test_memory_is_flat_where_more_tokens_take_no_more():
     results = [result(extra_gb=0.9, N=2048), result(extra_gb=0.9), result(extra_gb=1.8, N=32768)]
     assert verdict(results, "the same", "flat") == ("2.00 ×", "not met")
     assert verdict(results[:2], "the same", "flat") == ("1.00 ×", "met")

@@ -22,7 +22,7 @@ def policy(monkeypatch):
     return test_packing.random_model(AutoModelForCausalLM)
 
 
-def groups_of(K):
+def short_groups(K):
     generator = random.Random(0)
 
     def ids():
@@ -35,7 +35,7 @@ def groups_of(K):
 def test_all_layouts_give_the_same_loss_and_gradients(policy, K):
     losses, gradients = {}, {}
     for name, layout in test_packing.LAYOUTS.items():
-        update = layout(policy, *groups_of(K))
+        update = layout(policy, *short_groups(K))
         assert len(update.losses) > 1
         policy.zero_grad()
         losses[name] = update.run()
@@ -48,7 +48,7 @@ def test_all_layouts_give_the_same_loss_and_gradients(policy, K):
 
 
 def test_padding_is_computed_and_a_shared_prompt_once(policy):
-    prompts, responses = groups_of(4)
+    prompts, responses = short_groups(4)
     tokens = {name: layout(policy, prompts, responses).tokens for name, layout in test_packing.LAYOUTS.items()}
     scored = sum(len(response) for group in responses for response in group)
     assert tokens["shared prompts"] == sum(map(len, prompts)) + scored
@@ -131,10 +131,10 @@ def test_no_goal_is_met_by_times_on_a_cpu():
 
 
 def test_tables():
-    rows = report.packing(UPDATES)
-    assert rows[1][:3] == ["128, 128", "2", "shared prompts"]
-    assert rows[2] == ["350, 40", "2", "shared prompts", "9459", "500", "2.00", "1.23"]
-    assert [row[2] for row in rows[2:]] == ["shared prompts", "plain packing", "padded", "shared prompts"]
+    lines = report.packing(UPDATES)
+    assert lines[1][:3] == ["128, 128", "2", "shared prompts"]
+    assert lines[2] == ["350, 40", "2", "shared prompts", "9459", "500", "2.00", "1.23"]
+    assert [line[2] for line in lines[2:]] == ["shared prompts", "plain packing", "padded", "shared prompts"]
     sizes = {"weights": 2e6, "gradients": 4e6, "optimizer": 8e6, "activations": 1.25e6, "head": 0}
     sizes = {f"{part}_bytes": size for part, size in sizes.items()}
     assert report.memory([{"level": "memory", "passes": "reward scores", **sizes}])[1:] == [
@@ -144,14 +144,14 @@ def test_tables():
 
 def test_the_section_has_updates_where_they_were_measured():
     environment = {"device": "a GPU", "packages": {}, "date": "2026-01-01"}
-    section = report.readme_section({"environment": environment, "benchmarks": UPDATES}, on_gpu=True)
+    section = report.benchmarks_section({"environment": environment, "benchmarks": UPDATES}, on_gpu=True)
     assert "1235.8 M parameters (D 2048, V 128256, bfloat16)" in section
     assert report.markdown(report.packing(UPDATES)) in section
-    without = report.readme_section({"environment": environment, "benchmarks": []}, on_gpu=True)
+    without = report.benchmarks_section({"environment": environment, "benchmarks": []}, on_gpu=True)
     assert "packed rows" not in without
 
 
-def test_updates_come_after_the_kernels_at_the_first_number_of_rows():
+def test_updates_come_after_the_kernels_at_the_first_number_of_tokens():
     def item(name, **params):
         return SimpleNamespace(name=name, callspec=SimpleNamespace(params=params))
 

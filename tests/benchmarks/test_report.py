@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
-from tests.benchmarks.test_goals import result
+from tests.benchmarks.results import result
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,16 +27,16 @@ def record():
 
 
 def test_the_comparison_is_sorted_and_has_every_figure(record):
-    rows = report.comparison(record["benchmarks"], "hidden")
-    assert rows[1] == ["4096, 128256", "8192", "fastp3o", "12.35", "1.00", "0.96"]
-    assert [row[2] for row in rows[1:]] == ["fastp3o", "TRL", "fastp3o"]
+    lines = report.comparison(record["benchmarks"], "hidden")
+    assert lines[1] == ["4096, 128256", "8192", "fastp3o", "12.35", "1.00", "0.96"]
+    assert [line[2] for line in lines[1:]] == ["fastp3o", "TRL", "fastp3o"]
     del record["benchmarks"][0]["extra_gb"]
     record["benchmarks"][0]["extra_gb"] = None
     assert report.comparison(record["benchmarks"], "hidden")[1][-1] == "not measured"
 
 
 def test_other_passes_have_a_table(record):
-    assert report.of_fastp3o(record["benchmarks"])[1][1:] == [
+    assert report.other_passes(record["benchmarks"])[1][1:] == [
         "on-policy forward and backward",
         "4096, 128256",
         "8192",
@@ -68,11 +68,12 @@ def test_plot(record, tmp_path):
 
 
 def test_what_is_committed_is_what_the_results_give():
-    written = (ROOT / "README.md").read_text()
+    written = report.README.read_text()
     gpu = report.RESULTS / "kernels.gpu.json"
     found = report.load(gpu if gpu.exists() else report.RESULTS / "kernels.cpu.json")
-    assert report.between_markers(written, "benchmarks", report.readme_section(found, gpu.exists())) == written
+    assert report.between_markers(written, "benchmarks", report.benchmarks_section(found, gpu.exists())) == written
     precision = report.precision_section(report.load(report.RESULTS / "policy_precision.json"))
+    written = report.PRECISION_README.read_text()
     assert report.between_markers(written, "precision", precision) == written
 
 

@@ -1,0 +1,71 @@
+"""The recorded runs that a table or a figure is about, as frames with a line a seed."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pandas import DataFrame, Series
+
+from benchmarks.frontier.runs.plan import KL_COEFS, OFFSET_SD, SEEDS, chosen_rates
+from benchmarks.frontier.runs.records import RESULTS, SEED, Records, load
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
+
+# By what a run is judged: the reward it was trained on and, where the task has one, the utility behind that reward.
+OUTCOMES = {LANGUAGES: {"reward": "proxy", "gold": "gold"}, DOCSTRINGS: {"reward": "proxy"}}
+
+
+class Arm(NamedTuple):
+    """Runs that differ in nothing but task and seed. A learning rate or KL coefficient of None is the chosen one."""
+
+    algorithm: str
+    offset: str = "none"
+    learning_rate: float | None = None
+    kl_coef: float | None = None
+    responses_per_prompt: int = 2
+
+
+@dataclass(frozen=True)
+class Study:
+    """All runs with the chosen learning rates, group -> algorithm -> rate."""
+
+    records: Records
+    rates: dict[str, dict[str, float]]
+
+    def chosen_rate(self, group: str, algorithm: str) -> float | None:
+        """Of variants of joint clipping that of joint."""
+        return self.rates.get(group, {}).get(algorithm.partition("-")[0])
+
+    def runs_of(self, group: str, arm: Arm, *, selection: bool = False) -> DataFrame:
+        """On the seeds of the results, or on those that learning rates were chosen on; indexed by task and seed."""
+        if arm.learning_rate is None:
+            arm = arm._replace(learning_rate=self.chosen_rate(group, arm.algorithm))
+        if arm.kl_coef is None:
+            arm = arm._replace(kl_coef=KL_COEFS[arm.algorithm.partition("-")[0]][0])
+        offset_sd = 0.0 if arm.offset == "none" else OFFSET_SD
+        runs = self.arms.get((group, *arm, offset_sd, selection))
+        return self.records.runs[:0].set_index(SEED) if runs is None else runs
+
+    @cached_property
+    def arms(self) -> dict[tuple, DataFrame]:
+        """By group, the fields of Arm, the offset's standard deviation, and whether the seeds are selection seeds."""
+        runs = self.records.runs.assign(selection=~self.records.runs["seed"].isin(SEEDS))
+        return dict(list(runs.set_index(SEED).groupby(["group", *Arm._fields, "offset_sd", "selection"], sort=False)))
+
+    def gains(self, group: str, arm: Arm, kl: float, outcome: str) -> Series:
+        """At a KL in nats per response, by task and seed; NaN where a run has none there."""
+        return self.records.at_kl(self.runs_of(group, arm), kl, outcome)
+
+    def evaluations_of(self, runs: DataFrame) -> DataFrame:
+        """A line an evaluation, indexed by the run's name and the update."""
+        evaluations = self.records.evaluations
+        return evaluations[evaluations["run"].isin(runs["name"])].set_index(["run", "step"])
+
+
+def load_study() -> Study:
+    """What is committed."""
+    return Study(load(RESULTS / "runs.jsonl"), chosen_rates())
+
+
+def enough(count: int) -> bool:
+    """Whether so many seeds speak for all: a comparison that most seeds never reach is one of the seeds that do."""
+    return count >= 0.75 * len(SEEDS)

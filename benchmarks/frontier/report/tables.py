@@ -1,0 +1,66 @@
+"""Recorded runs -> tables.md and all_runs.md. What has no runs is written "not measured"."""
+
+from pathlib import Path
+
+from benchmarks.frontier.report import cells, comparisons, endpoints, every_run, learning_rates
+from benchmarks.frontier.report.acceptance import checked_rules
+from benchmarks.frontier.report.sanity import Optimum
+from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs.plan import HIGH_LEARNING_RATE
+from benchmarks.frontier.tasks.groups import GROUPS
+from benchmarks.goals import NOT_MEASURED
+from benchmarks.report import markdown
+
+FOLDER = Path(__file__).parents[1]
+TABLES, ALL_RUNS = FOLDER / "tables.md", FOLDER / "all_runs.md"
+NAMES = (
+    "Names: task, algorithm, learning rate, KL coefficient, seed, offset, its standard deviation, responses per "
+    "prompt, prompts per update. `python -m benchmarks.frontier --only NAME --results FOLDER` does a run again."
+)
+
+
+def tables_page(study: Study, optimum: Optimum) -> str:
+    made = "Made of the recorded runs by `python -m benchmarks.frontier.report`; README.md says what they mean."
+    parts = ["# Tables", made]
+    parts += ["## Acceptance", markdown([["rule", "measured", ""], *map(list, checked_rules(study, optimum))])]
+    for group in GROUPS:
+        parts += group_sections(study, group)
+    return "\n\n".join(parts) + "\n"
+
+
+def group_sections(study: Study, group: str) -> list[str]:
+    title = group.capitalize()
+    compared, count = comparisons.differences(study, group)
+    rate = cells.rate(HIGH_LEARNING_RATE)
+    return [
+        f"## {title}: gain at matched KL",
+        "Mean over seeds [95% interval] (seeds that reach the KL after their first evaluation). First KL: the smallest "
+        "and largest of the first evaluation.",
+        shown(comparisons.levels(study, group)),
+        f"## {title}: paired differences",
+        f"Over seeds that both arms share [95% intervals that hold together for all {count} in the table] (seeds):",
+        shown(compared),
+        f"## {title}: learning rates",
+        "Proxy; chosen rates in bold. Mean [95% interval] (seeds that reach the KL):",
+        shown(learning_rates.table(study, group)),
+        "How far apart these means lie at most, over the learning rates of each algorithm and over algorithms at their "
+        "chosen rates (seeds of the results; arms of which most seeds reach the KL):",
+        shown(learning_rates.spreads(study, group)),
+        f"## {title}: clipping at learning rate {rate}",
+        shown(endpoints.clipping(study, group)),
+        f"## {title}: scaling by the deviation of absolute scores",
+        shown(endpoints.scaling(study, group)),
+        f"## {title}: KL coefficients",
+        shown(endpoints.kl_coefs(study, group)),
+        "Straight lines through the ends of these runs, proxy:",
+        shown(endpoints.fitted_lines(study, group)),
+    ]
+
+
+def shown(lines: list[list[str]]) -> str:
+    """A table, unless nothing in it was measured."""
+    return markdown(lines) if any(line[-1] != NOT_MEASURED for line in lines[1:]) else f"{NOT_MEASURED.capitalize()}."
+
+
+def all_runs_page(study: Study) -> str:
+    return f"# All {len(study.records.runs)} runs\n\n{NAMES}\n\n{markdown(every_run.table(study.records))}\n"

@@ -1,0 +1,105 @@
+"""The runs of the plan that are not recorded yet, and what follows from finished ones: learning rates, the optimum that
+no policy can pass, and win rates.
+"""
+
+import json
+import multiprocessing
+from collections.abc import Iterable
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.frontier.runs import records as recorded
+from benchmarks.frontier.runs.choice import choose_rates
+from benchmarks.frontier.runs.duels import EQUAL_KL, as_they_ended, at_equal_kl, model_folder, win_rates
+from benchmarks.frontier.runs.one_run import train_and_record
+from benchmarks.frontier.runs.plan import PARTS, Run
+from benchmarks.frontier.tasks.optimum import optimum
+from benchmarks.frontier.tasks.task import Task, make
+
+
+def execute(
+    groups: Iterable[str], parts: Iterable[str], results: Path, folder: Path, *, only: str = "", workers: int | None
+) -> None:
+    """Every run of some parts of the plan that `results`/runs.jsonl lacks and whose name begins with `only`.
+
+    folder: of what runs start from, of trained models and logs. workers: runs at a time, one thread each.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    records, trained = results / "runs.jsonl", folder / "trained"
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for group in groups:
+            for part in parts:
+                runs = waiting([run for run in PARTS[part](group) if run.name.startswith(only)], records)
+                tasks = make_tasks(pool, {run.task for run in runs}, folder)
+                record_all(pool, f"{group}: {part}", runs, tasks, trained, records)
+                if part == "rates" and not only:
+                    choose_rates(group, recorded.load(records))
+                if part == "algorithms":
+                    compare_finished(pool, group, results, folder)
+
+
+def waiting(runs: list[Run], records: Path) -> list[Run]:
+    """Those that are not recorded, each once."""
+    done = set(recorded.load(records).runs["name"])
+    return [run for run in dict.fromkeys(runs) if run.name not in done]
+
+
+def make_tasks(pool: Executor, names: set[str], folder: Path) -> dict[str, Task]:
+    return dict(zip(sorted(names), pool.map(partial(make, folder=folder), sorted(names)), strict=True))
+
+
+def record_all(
+    pool: Executor, title: str, runs: list[Run], tasks: dict[str, Task], trained: Path, records: Path
+) -> None:
+    """Adds a line to `records` for each run as it ends."""
+    futures = [pool.submit(train_and_record, run, tasks[run.task], trained) for run in runs]
+    for future in tqdm(as_completed(futures), title, total=len(runs), unit="run"):
+        with records.open("a") as file:
+            file.write(json.dumps(future.result()) + "\n")
+
+
+def compare_finished(pool: Executor, group: str, results: Path, folder: Path) -> None:
+    """The optimum, and win rates: as the runs of all algorithms ended, if their models are here, and at equal KL, if
+    that has not been recorded. Nothing while some of these runs are missing, as `only` leaves them.
+    """
+    runs, trained, path = list(PARTS["algorithms"](group)), folder / "trained", results / "win_rates.json"
+    if waiting(runs, results / "runs.jsonl"):
+        return
+    records = recorded.load(results / "runs.jsonl")
+    if all(Path(model_folder(run, trained)).exists() for run in runs):
+        tasks = make_tasks(pool, {run.task for run in runs}, folder)
+        write_optima(pool, tasks, results / "optimum.json")
+        write_win_rates(win_rates(pool, tasks, as_they_ended(runs, trained, records), None), path)
+    equal_kl = EQUAL_KL.get(group)
+    if equal_kl is not None and (group, equal_kl) not in map(duel_of, read_win_rates(path)):
+        tasks = make_tasks(pool, {run.task for run in runs}, folder)
+        players = at_equal_kl(pool, runs, equal_kl, tasks, trained, records)
+        write_win_rates(win_rates(pool, tasks, players, equal_kl), path)
+
+
+def write_optima(pool: Executor, tasks: dict[str, Task], path: Path) -> None:
+    curves = json.loads(recorded.read(path) or "{}")
+    missing = {name: pool.submit(optimum, task) for name, task in tasks.items() if name not in curves}
+    path.write_text(json.dumps(curves | {name: future.result() for name, future in missing.items()}) + "\n")
+
+
+def read_win_rates(path: Path) -> list[dict[str, Any]]:
+    return json.loads(recorded.read(path) or "[]")
+
+
+def write_win_rates(rates: list[dict[str, Any]], path: Path) -> None:
+    """In place of those of the same duels."""
+    new = set(map(duel_of, rates))
+    kept = [rate for rate in read_win_rates(path) if duel_of(rate) not in new]
+    path.write_text(json.dumps(kept + rates, indent=1) + "\n")
+
+
+def duel_of(rate: dict[str, Any]) -> tuple[str, float | None]:
+    """What tells duels apart: the group of tasks, and the KL where all were stopped."""
+    return rate["task"], rate["equal_kl"]

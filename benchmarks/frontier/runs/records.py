@@ -1,0 +1,98 @@
+"""The runs as they were recorded, in two pandas frames."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pandas import DataFrame, Series
+
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.tasks.groups import group_of
+from fastp3o.evaluation.frontier import Evaluations
+from fastp3o.evaluation.matched_kl import gain_at_kl
+
+RESULTS = Path(__file__).parents[2] / "results" / "frontier"
+
+RUN_FIELDS = (*Run.__dataclass_fields__, "seconds", "sha256")
+EVALUATION_FIELDS = ("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts")
+SEED = ["task", "seed"]  # what paired runs have in common
+
+
+@dataclass(frozen=True)
+class Records:
+    """A line a run and a line an evaluation, in the order they were recorded in.
+
+    runs: name, group, the fields of plan.Run, seconds, sha256 (of the final weights), and what came out:
+        first_kl: of the first evaluation after the start, below which no gain is known; NaN without one
+        final_step, final_kl, final_missing_eos: of the last evaluation
+        final_reward, final_gold: gains of the last evaluation over the first, NaN where there is no gold utility
+    evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), their
+        gains over the run's start, reward_gain and gold_gain, reward_std (over prompts), missing_eos, prompts.
+    """
+
+    runs: DataFrame
+    evaluations: DataFrame
+
+    @cached_property
+    def histories(self) -> dict[str, Evaluations]:
+        """The evaluations of each run, as `gain_at_kl` takes them."""
+        return {name: lines.to_dict("records") for name, lines in self.evaluations.groupby("run", sort=False)}
+
+    def at_kl(self, runs: DataFrame, kl: float, outcome: str) -> Series:
+        """The gain of `outcome` at a KL of some of the runs, by their index; NaN where a run has none there."""
+        gains = [gain_at_kl(self.histories[name], kl, outcome) for name in runs["name"]]
+        return Series(gains, index=runs.index, dtype=float)
+
+
+def load(path: Path) -> Records:
+    """What a runs.jsonl holds, be it not there yet. ValueError where a run was recorded twice."""
+    records = to_frames(json.loads(line) for line in read(path).splitlines())
+    names = records.runs["name"]
+    if names.duplicated().any():
+        raise ValueError(f"{path} has two runs {names[names.duplicated()].iloc[0]}")
+    return records
+
+
+def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
+    """From lines of runs.jsonl: the fields of plan.Run with seconds, sha256 and evaluations."""
+    lines = list(lines)
+    names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
+    runs = DataFrame(lines, columns=list(RUN_FIELDS))
+    runs.insert(0, "name", Series(names, dtype=object))
+    runs.insert(1, "group", runs["task"].map(group_of))
+    evaluations = DataFrame(
+        [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in line.get("evaluations", [])],
+        columns=list(EVALUATION_FIELDS),
+    )
+    by_run = evaluations.groupby("run", sort=False)
+    for outcome in ("reward", "gold"):
+        evaluations[f"{outcome}_gain"] = evaluations[outcome] - by_run[outcome].transform("first")
+    return Records(runs.join(ends(evaluations), on="name"), evaluations)
+
+
+def ends(evaluations: DataFrame) -> DataFrame:
+    """What came out of each run, by its name."""
+    by_run = evaluations.groupby("run", sort=False)
+    first, last = (by_run.nth(number).set_index("run") for number in (1, -1))
+    return DataFrame(
+        {
+            "first_kl": first["kl"],
+            "final_step": last["step"],
+            "final_kl": last["kl"],
+            "final_missing_eos": last["missing_eos"],
+            "final_reward": last["reward_gain"],
+            "final_gold": last["gold_gain"],
+        }
+    )
+
+
+def by_task(values: Series) -> list[list[float]]:
+    """The values there are, by task: the strata of an interval."""
+    return [list(stratum.dropna()) for _, stratum in values.groupby("task", sort=False)]
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -1,0 +1,36 @@
+"""A reward in its standard deviations, with an offset per prompt."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.frontier.tasks.offsets import Offset, on_grid
+from fastp3o.rewards.reward import Reward
+from fastp3o.rollouts.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class OffsetReward:
+    """A reward in its standard deviations, plus `sd` times an offset; both on the grid.
+
+    mean, std: of the reward's scores over the responses that standardise it.
+    """
+
+    reward: Reward
+    mean: float
+    std: float
+    offset: Offset | None = None
+    sd: float = 0.0
+
+    def __call__(self, rollouts: Rollouts) -> Tensor:
+        """[P, K] fp32."""
+        scores = self.reward(rollouts).tolist()
+        offsets = [on_grid(self.sd * self.offset(prompt)) if self.offset else 0.0 for prompt in rollouts.prompts]
+        return torch.tensor(
+            [
+                [on_grid((score - self.mean) / self.std) + offset for score in group]
+                for group, offset in zip(scores, offsets, strict=True)
+            ],
+            dtype=torch.float32,
+        )

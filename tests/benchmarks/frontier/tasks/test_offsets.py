@@ -1,0 +1,85 @@
+"""Offsets of the reward."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.frontier.tasks.language import Language, parsed
+from benchmarks.frontier.tasks.offset_reward import OffsetReward
+from benchmarks.frontier.tasks.offsets import GRID, OFFSETS, learnable, on_grid, unlearnable
+from fastp3o.rollouts.rollouts import Rollouts
+
+ROOT = Path(__file__).parents[4]
+PROMPT = "topic3 style1 w017 w045 w092 w003"
+REAL_PROMPTS = ["", "word", "MODULE: torch.nn\n\nTL;DR:", "1 2", "ß é", "\N{GRINNING FACE} \N{GRINNING FACE}"]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return Language(0).prompts(3000, np.random.default_rng(1))
+
+
+@pytest.mark.parametrize("offset", [learnable, unlearnable])
+def test_offsets_have_mean_zero_and_deviation_one(offset, prompts):
+    values = [offset(prompt) for prompt in prompts]
+    assert np.mean(values) == pytest.approx(0.0, abs=0.06)
+    assert np.std(values) == pytest.approx(1.0, abs=0.06)
+
+
+def test_the_learnable_offset_is_of_topic_and_style(prompts):
+    values = {parsed(prompt)[:2]: learnable(prompt) for prompt in prompts}
+    assert all(learnable(prompt) == values[parsed(prompt)[:2]] for prompt in prompts)
+    assert len(set(values.values())) == 40
+
+
+@pytest.mark.parametrize("offset", [learnable, unlearnable])
+def test_any_text_has_an_offset(offset):
+    assert all(abs(offset(prompt)) < 10 for prompt in REAL_PROMPTS)
+
+
+def test_offsets_are_the_same_in_every_process():
+    prompts = [PROMPT, *REAL_PROMPTS]
+    code = "from benchmarks.frontier.tasks.offsets import learnable, unlearnable; "
+    output = subprocess.run(
+        [sys.executable, "-c", f"{code}print([[learnable(text), unlearnable(text)] for text in {prompts!a}])"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "7"},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert json.loads(output) == [[learnable(text), unlearnable(text)] for text in prompts]
+
+
+VALUES = st.floats(-1000, 1000)
+
+
+@given(VALUES, VALUES, VALUES)
+def test_on_the_grid_an_offset_leaves_the_bits_of_differences(first, second, offset):
+    first, second, offset = (torch.tensor(on_grid(value), dtype=torch.float32) for value in (first, second, offset))
+    assert (first + offset) - (second + offset) == first - second
+
+
+@given(VALUES)
+def test_the_grid_is_near(value):
+    assert abs(on_grid(value) - value) <= GRID / 2
+    assert (on_grid(value) / GRID).is_integer()
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_a_reward_is_standardised_and_shifted(name):
+    prompts, responses = [PROMPT, "another"], [["w001", "w003"], ["w002", "w004"]]
+    rollouts = Rollouts(prompts, [[1]] * 2, responses, [[[2], [3]]] * 2, [[True, True]] * 2)
+    scores = torch.tensor([[5.0, 3.0], [1.0, 2.0]])
+    reward = OffsetReward(lambda rollouts: scores, mean=2.0, std=4.0, offset=OFFSETS[name], sd=10.0)
+    shifts = [0.0 if OFFSETS[name] is None else on_grid(10 * OFFSETS[name](prompt)) for prompt in rollouts.prompts]
+    expected = [[0.75 + shifts[0], 0.25 + shifts[0]], [-0.25 + shifts[1], shifts[1]]]
+    assert reward(rollouts).tolist() == expected
