@@ -55,7 +55,7 @@ def test_the_loaders_cut_nothing(folder):
     _, demonstrations = load_demonstrations(str(folder / "sft.jsonl"), tokenizer, **limits)
     pairs, preferences = load_preferences(str(folder / "preferences.train.jsonl"), tokenizer, **limits)
     prompts, report = load_prompts(str(folder / "prompts.train.jsonl"), tokenizer, max_prompt_tokens=16)
-    assert str(demonstrations) == "200 rows, 0 prompts and 0 responses truncated, 0 rows skipped"
+    assert str(demonstrations) == "200 examples, 0 prompts and 0 responses truncated, 0 records skipped"
     assert str(preferences) == "2000 rows, 0 prompts and 0 responses truncated, 0 rows skipped"
     assert str(report) == "100 rows, 0 prompts and 0 responses truncated, 0 rows skipped"
     assert prompts["prompt"] == [record["prompt"] for record in read_records(folder, "prompts.train")]
