@@ -56,8 +56,8 @@ def test_the_loaders_cut_nothing(folder):
     pairs, preferences = load_preferences(str(folder / "preferences.train.jsonl"), tokenizer, **limits)
     prompts, report = load_prompts(str(folder / "prompts.train.jsonl"), tokenizer, max_prompt_tokens=16)
     assert str(demonstrations) == "200 examples, 0 prompts and 0 responses truncated, 0 records skipped"
-    assert str(preferences) == "2000 rows, 0 prompts and 0 responses truncated, 0 rows skipped"
-    assert str(report) == "100 rows, 0 prompts and 0 responses truncated, 0 rows skipped"
+    assert str(preferences) == "2000 examples, 0 prompts and 0 responses truncated, 0 records skipped"
+    assert str(report) == "100 examples, 0 prompts and 0 responses truncated, 0 records skipped"
     assert prompts["prompt"] == [record["prompt"] for record in read_records(folder, "prompts.train")]
     chosen = [tokenizer.decode(ids, skip_special_tokens=True) for ids in pairs["chosen_ids"]]
     assert chosen == [record["chosen"] for record in read_records(folder, "preferences.train")]
