@@ -344,7 +344,7 @@ def shuffled_line(pair: Pair, rng: random.Random) -> str:
 
 
 def preferences(pairs: list[Pair], rng: random.Random) -> Iterator[dict[str, str]]:
-    """Two records a pair: against another function's line, and against a copy, truncated or shuffled in turn."""
+    """Two rows a pair: against another function's line, and against a damaged copy (truncated and shuffled in turn)."""
     by_module: dict[str, list[Pair]] = {}
     for pair in pairs:
         by_module.setdefault(pair.module, []).append(pair)
@@ -369,15 +369,15 @@ def held_out_modules(pairs: list[Pair], seed: int, fraction: float) -> set[str]:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> int:
-    """Writes beside the file and renames, so that an interruption leaves no half file. Returns how many there are."""
+def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> int:
+    """Writes beside the file and renames, so that an interruption leaves no half file. Returns the number of rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     count = 0
     try:
         with unfinished.open("w", encoding="utf-8") as lines:
-            for record in records:
-                lines.write(json.dumps(record, ensure_ascii=False) + "\n")
+            for row in rows:
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
                 count += 1
         unfinished.replace(path)
     finally:
@@ -387,13 +387,20 @@ def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> int:
 
 def write_split(folder: Path, split: str, pairs: list[Pair], rng: random.Random) -> dict[Path, int]:
     rng.shuffle(pairs)
-    records = {
+    rows_of = {
         "sft": ({"prompt": pair.prompt, "label": pair.response} for pair in pairs),
         "preferences": preferences(pairs, rng),
         "prompts": ({"prompt": pair.prompt} for pair in pairs),
     }
-    paths = {kind: folder / f"{kind}.{split}.jsonl" for kind in records}
-    return {paths[kind]: write_jsonl(paths[kind], of_kind) for kind, of_kind in records.items()}
+    paths = {kind: folder / f"{kind}.{split}.jsonl" for kind in rows_of}
+    return {paths[kind]: write_jsonl(paths[kind], rows) for kind, rows in rows_of.items()}
+
+
+def totals(sources: list[Source]) -> str:
+    """What was found, in one line; the first source is the standard library."""
+    library, *packages = (len(source.pairs) for source in sources)
+    from_packages = f", {sum(packages)} from {len(packages)} packages" if packages else ""
+    return f"{library + sum(packages)} docstrings with a summary: {library} from the standard library{from_packages}"
 
 
 def quartiles(values: list[int]) -> str:
@@ -403,21 +410,17 @@ def quartiles(values: list[int]) -> str:
 
 
 def report(sources: list[Source], written: dict[Path, int]) -> None:
-    """Prints what was found in one line, and then where it came from, how long it is and where it went."""
     pairs = [pair for source in sources for pair in source.pairs]
     large = [source for source in sources if len(source.pairs) >= len(pairs) / 50]
     small = [source for source in sources if source not in large]
-    library, *packages = sources
-    from_packages = f" and {len(pairs) - len(library.pairs)} from {len(packages)} packages" if packages else ""
-    print(f"{len(pairs)} docstrings with a summary: {len(library.pairs)} from the {library.name}{from_packages}")
     print(f"{'source':<24}{'files':>8}{'unreadable':>12}{'pairs':>8}")
     for name, group in [*((source.name, [source]) for source in large), (f"{len(small)} smaller", small)]:
         files, unreadable = sum(source.files for source in group), sum(source.unreadable for source in group)
         print(f"{name:<24}{files:>8}{unreadable:>12}{sum(len(source.pairs) for source in group):>8}")
     print(f"words of a prompt:   {quartiles([len(pair.prompt.split()) for pair in pairs])}")
     print(f"words of a response: {quartiles([len(pair.response.split()) for pair in pairs])}")
-    for path, records in written.items():
-        print(f"{records:>8} records  {path}")
+    for path, rows in written.items():
+        print(f"{rows:>8} rows  {path}")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -457,6 +460,7 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{len(pairs)} pairs leave none for the {split} split; raise --max_pairs or change --eval_fraction."
             )
         written |= write_split(options.output_dir, split, chosen, rng)
+    print(totals(sources))
     report(sources, written)
 
 
