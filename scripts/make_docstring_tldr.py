@@ -399,8 +399,8 @@ def write_split(folder: Path, split: str, pairs: list[Pair], rng: random.Random)
 def totals(sources: list[Source]) -> str:
     """What was found, in one line; the first source is the standard library."""
     library, *packages = (len(source.pairs) for source in sources)
-    from_packages = f", {sum(packages)} from {len(packages)} packages" if packages else ""
-    return f"{library + sum(packages)} docstrings with a summary: {library} from the standard library{from_packages}"
+    given = f", {sum(packages)} from {sum(map(bool, packages))} packages" if any(packages) else ""
+    return f"{library + sum(packages)} docstrings with a summary: {library} from the standard library{given}"
 
 
 def quartiles(values: list[int]) -> str:

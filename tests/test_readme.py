@@ -66,9 +66,7 @@ def test_the_tree_names_folders_that_exist():
 
 
 def test_commands_use_flags_that_their_scripts_have():
-    text = "\n".join(blocks("bash"))
-    (shared,) = re.findall(r'^data="(.*)"', text, re.MULTILINE)
-    commands = re.findall(r"^python (scripts/\w+\.py) (.*)$", text, re.MULTILINE)
+    commands = re.findall(r"^python (scripts/\w+\.py) (.*)$", "\n".join(blocks("bash")), re.MULTILINE)
     assert len(commands) == 3
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     for script, flags in commands:
@@ -76,7 +74,7 @@ def test_commands_use_flags_that_their_scripts_have():
         help_text = subprocess.run(
             command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True
         ).stdout
-        for flag in re.findall(r"--\w+", flags.replace("$data", shared)):
+        for flag in re.findall(r"--\w+", flags):
             assert f"{flag} " in help_text, f"{script} has no {flag}"
 
 

@@ -53,7 +53,7 @@ def load_policy(
     )
     if adapter is not None:
         model = PeftModel.from_pretrained(model, name).merge_and_unload()
-    return require_packable(PackedModel(model.to(device)), name)
+    return require_packable(PackedModel(model).to(device), name)
 
 
 def load_reward_model(
