@@ -7,6 +7,8 @@ from fastp3o_kernels.p3o.objective import P3OLossOutput
 from fastp3o_kernels.p3o.pair_kernel import p3o_loss, sequence_logprobs, token_p3o_loss
 from fastp3o_kernels.rows.token_logprobs import token_logprobs
 
+__version__ = "0.1.0"
+
 __all__ = [
     "P3OLossOutput",
     "linear_logprobs",
