@@ -5,7 +5,7 @@ D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +103,7 @@ class PackedModel(nn.Module):
 
 def unwrap(model: nn.Module) -> PackedModel:
     """The model inside a distributed wrapper."""
-    return getattr(model, "module", model)
+    return cast(PackedModel, getattr(model, "module", model))
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastp3o.config import RewardModelConfig, SFTConfig
 from fastp3o.models.loading import load_reward_model
 from fastp3o.stages import reward_model, sft
+from fastp3o.stages.reward_model import RewardModelConfig
+from fastp3o.stages.sft import SFTConfig
 from fastp3o.training.reporting import end_of, with_deviations
 
 
