@@ -393,8 +393,8 @@ def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
     path = tmp_path / "verdicts.jsonl"
 
     def reply(question: Question) -> Reply:
-        good = prefers_the_longer(question)._replace(delay=0.6)
-        return Reply(401, delay=0.3) if question.prompt == "p0" else good
+        good = prefers_the_longer(question)._replace(delay=0.25)
+        return Reply(401, delay=0.15) if question.prompt == "p0" else good
 
     server.reply = reply
     with pytest.raises(EndpointError):
