@@ -398,7 +398,7 @@ def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
 
     server.reply = reply
     with pytest.raises(EndpointError):
-        judge_at(server.url, path, requests=4)(*many(4))
+        judge_at(server.url, path, requests=4, timeout=5.0)(*many(4))
     assert len(path.read_text().splitlines()) == 3
 
 
