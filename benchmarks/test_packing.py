@@ -23,11 +23,11 @@ from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.config import P3OConfig
-from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
 from fastp3o.objectives.p3o import pairs_loss
 from fastp3o.packing.pack import Ids, PackedRow, pack
 from fastp3o.training.minibatches import Pairs
-from fastp3o_kernels import p3o_loss, sequence_logprobs
+from fastp3o_kernels import Head, p3o_loss, sequence_logprobs
 
 DEFAULTS = P3OConfig(model="", output_dir="", prompts="", reward="")
 

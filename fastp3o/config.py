@@ -9,6 +9,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from fastp3o.precision import PRECISIONS
+from fastp3o_kernels import P3OSettings
 
 Config = TypeVar("Config")
 
@@ -21,7 +22,7 @@ def required(help: str) -> Any:
     return field(metadata={"help": help})
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StageConfig:
     """What the three stages have in common."""
 
@@ -79,7 +80,7 @@ class StageConfig:
             raise ValueError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(StageConfig):
     """What SFT and reward modelling have in common: passes over a fixed data set."""
 
@@ -96,7 +97,7 @@ class SupervisedConfig(StageConfig):
         self.check(self.batch_size >= 1, "batch_size", "at least 1")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainableConfig:
     """Which parameters of a policy train."""
 
@@ -115,7 +116,7 @@ class TrainableConfig:
             raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SFTConfig(TrainableConfig, SupervisedConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
@@ -128,12 +129,12 @@ class SFTConfig(TrainableConfig, SupervisedConfig):
         self.check_trainable()
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(SupervisedConfig):
     """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OnlineConfig(TrainableConfig, StageConfig):
     """What P3O and the algorithms it is compared with have in common: rollouts, rewards, evaluations."""
 
@@ -194,27 +195,10 @@ class OnlineConfig(TrainableConfig, StageConfig):
 COUNTS = "whole numbers separated by commas"
 
 
-@dataclass(kw_only=True)
-class P3OConfig(OnlineConfig):
+@dataclass(frozen=True, kw_only=True)
+class P3OConfig(OnlineConfig, P3OSettings):
     """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
 
-    clipping: str = field(
-        default="joint",
-        metadata={
-            "help": "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
-            "choices": ["joint", "separate", "none", "token"],
-        },
-    )
-    clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).")
-    ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
-    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
-    kl_reward: str = field(
-        default="current",
-        metadata={
-            "help": "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
-            "choices": ["current", "rollout"],
-        },
-    )
     reward_scaling: str = field(
         default="difference",
         metadata={
@@ -230,10 +214,8 @@ class P3OConfig(OnlineConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.clip_range > 0, "clip_range", "above 0")
-        self.check(self.ratio_cap >= 1, "ratio_cap", "at least 1")
-        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
+        OnlineConfig.__post_init__(self)
+        P3OSettings.__post_init__(self)
         self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
 
 

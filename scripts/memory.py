@@ -17,7 +17,7 @@ from fastp3o.precision import PRECISIONS, precision_of
 from fastp3o.training.memory import Lengths, Model, frozen_memory, update_memory
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryConfig(TrainableConfig):
     model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
     prompt_tokens: int = option(350, "Mean length of a prompt.")

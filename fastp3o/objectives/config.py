@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fastp3o.config import OnlineConfig, option
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PPOConfig(OnlineConfig):
     """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
 
@@ -35,7 +35,7 @@ class PPOConfig(OnlineConfig):
         self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
 

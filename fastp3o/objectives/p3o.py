@@ -4,10 +4,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from fastp3o.config import P3OConfig
-from fastp3o.models.packed_model import Head, PackedModel
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler
 from fastp3o.training.minibatches import Pairs
-from fastp3o_kernels import P3OLossOutput, linear_p3o_loss
+from fastp3o_kernels import Head, P3OLossOutput, linear_p3o_loss
 
 
 class P3O:
@@ -38,20 +38,13 @@ def pairs_loss(policy: nn.Module, pairs: Pairs, config: P3OConfig) -> P3OLossOut
     def loss(hidden: Tensor, head: Head) -> P3OLossOutput:
         return linear_p3o_loss(
             hidden,
-            head.weight,
+            head,
             pairs.row.labels,
             pairs.row.cu_seqlens_on_host,
             pairs.old_logprobs,
             pairs.ref_logprobs,
             pairs.rewards,
-            bias=head.bias,
-            softcap=head.softcap,
-            temperature=head.temperature,
-            clipping=config.clipping,
-            clip_range=config.clip_range,
-            ratio_cap=config.ratio_cap,
-            kl_coef=config.kl_coef,
-            kl_reward=config.kl_reward,
+            config,
             old_token_logprobs=pairs.old_token_logprobs if config.clipping == "token" else None,
         )
 

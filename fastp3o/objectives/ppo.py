@@ -10,13 +10,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from fastp3o.models.packed_model import Head, PackedModel, label_logprobs, unwrap
+from fastp3o.models.packed_model import PackedModel, label_logprobs, unwrap
 from fastp3o.objectives.advantages import advantages, token_rewards, whiten
 from fastp3o.objectives.config import PPOConfig
 from fastp3o.objectives.critic import Critic
 from fastp3o.packing.pack import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o.training.minibatches import Pairs
+from fastp3o_kernels import Head
 
 
 @dataclass

@@ -37,9 +37,9 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path, capsys, text, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--kl_coef", "-1"], "--kl_coef must be 0 or more"),
+        (["--kl_coef", "-1"], "kl_coef must be 0 or more"),
         (["--eval_at", "1,two"], "--eval_at must be whole numbers separated by commas"),
-        (["--clip_range", "0"], "--clip_range must be above 0"),
+        (["--clip_range", "0"], "clip_range must be above 0"),
         (["--clipping", "both"], "clipping"),
         (["--prompts_per_update", "10", "--prompts_per_minibatch", "4"], "multiple of"),
         (["--learning_rates", "1"], "learning_rates"),
