@@ -121,7 +121,10 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     try:
         (config,) = parser.parse_args_into_dataclasses(arguments)
     except ValueError as error:
-        parser.error(str(error))
+        message = str(error)
+        # Settings that are not ours to parse, such as a loss's, know nothing of flags.
+        starts_with_field = message.partition(" ")[0] in {f.name for f in fields(cast(Any, config_class))}
+        parser.error(f"--{message}" if starts_with_field else message)
     return config
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.config import option
-from fastp3o.models.packed_model import Head, PackedModel, label_logprobs, unwrap
+from fastp3o.models.packed_model import PackedModel, label_logprobs, unwrap
 from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.critic import Critic
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
+from fastp3o_kernels import Head
 
 
 @dataclass(frozen=True, kw_only=True)
