@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.measure import release
 from benchmarks.peers import AbsentError
-from benchmarks.shapes import ROWS
+from benchmarks.shapes import TOKENS
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl")
 STARTED = time.monotonic()
@@ -37,15 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def order(item: pytest.Item) -> tuple[bool, bool, int, bool, bool]:
-    """A run that ends early has measured what the goals are about, and every peer at the first number of rows.
+    """A run that ends early has measured what the goals are about, and every peer at the first number of tokens.
 
-    Then come whole updates, the other numbers of rows, more of the peers that compile for long, and what only explains.
+    Then come whole updates, the other numbers of tokens, more of the peers that compile for long, and what only
+    explains.
     """
     callspec = getattr(item, "callspec", None)
-    rows = ROWS.index(callspec.params.get("rows", ROWS[0])) if callspec else 0
+    tokens = TOKENS.index(callspec.params.get("tokens", TOKENS[0])) if callspec else 0
     explains = any(word in item.name for word in ("apart", "without_gradients"))
     peers = "of_peers" in item.name
-    return explains, peers and rows > 0, rows, "training" in item.name, peers
+    return explains, peers and tokens > 0, tokens, "training" in item.name, peers
 
 
 @pytest.fixture(autouse=True)

@@ -33,15 +33,15 @@ class HeadGradients:
 
     def __init__(self, chunked: ChunkedHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]):
         self.chunked: ChunkedHead | None = chunked
-        self.triton, self.logits_dtype = chunked.triton, chunked.dtypes.logits
+        plan = chunked.plan
+        self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
         self.waiting = WaitingTokens()
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
-        rows, elements = chunked.chunks.dlogits_rows, chunked.chunks.row_elements
-        self.dlogits_buffer = hidden.new_empty(rows, elements, dtype=chunked.dtypes.multiplied)
+        self.dlogits_buffer = hidden.new_empty(plan.dlogits_rows, plan.row_elements, dtype=plan.dtypes.multiplied)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
-        self.dbias = hidden.new_zeros(chunked.chunks.V, dtype=self.logits_dtype) if needs_bias else None
+        self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
 
     def backward(self, span: slice, coefficients: Tensor) -> None:
         """Adds a span through which `forward` has gone, with dL/d(log-prob) of its tokens [n]."""
@@ -70,7 +70,7 @@ class HeadGradients:
             self.multiply_waiting(last=False)
         begin = self.waiting.number
         self.waiting.add(span, coefficients)
-        return self.dlogits_buffer[begin : self.waiting.number, : self.chunked.chunks.V]
+        return self.dlogits_buffer[begin : self.waiting.number, : self.chunked.plan.V]
 
     def multiply_waiting(self, *, last: bool) -> None:
         """The gradients' products over all tokens that wait and have a coefficient."""
@@ -93,7 +93,7 @@ class HeadGradients:
         buffer = self.dlogits_buffer
         for source, target in moves:
             buffer[target.to(buffer.device)] = buffer[source.to(buffer.device)]
-        return buffer[:k, : self.chunked.chunks.V]
+        return buffer[:k, : self.chunked.plan.V]
 
     def write_dhidden(self, dlogits: Tensor, index: slice | Tensor) -> None:
         if isinstance(index, slice):
@@ -112,7 +112,7 @@ class HeadGradients:
 
     def dweight_dtype(self, *, only: bool) -> torch.dtype:
         """fp32 where several fillings of the buffer are summed; a single product's own sum is fp32 inside already."""
-        bf16 = self.dtypes[1] == self.chunked.dtypes.multiplied == torch.bfloat16
+        bf16 = self.dtypes[1] == self.chunked.plan.dtypes.multiplied == torch.bfloat16
         return torch.bfloat16 if only and bf16 else self.logits_dtype
 
     def finish(self) -> None:
