@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,8 +157,7 @@ def test_a_nan_reward_stops_the_run_after_saving(workplace, tiny_model):
         train(broken)
     AutoModelForCausalLM.from_pretrained("run/stopped-in-000003/model")
     # The function gives NaN once: the run goes on as if nothing had happened.
-    broken.resume = True
-    train(broken)
+    train(replace(broken, resume=True))
     train(config(tiny_model, "whole"))
     assert_equal(weights("run"), weights("whole"))
 
