@@ -46,13 +46,13 @@ def judged(worst: float, met: bool, form: str) -> Finding:
 
 def bandwidth(passes: str, bound: float) -> Callable[[Results], Finding]:
     return lambda results: at_least(
-        [1 / result["ratio_to_roof"] for result in ours(results, "logits", passes)], bound, "{:.0%}"
+        [1 / result["ratio_to_bare"] for result in ours(results, "logits", passes)], bound, "{:.0%}"
     )
 
 
 def products(passes: str, bound: float) -> Callable[[Results], Finding]:
     return lambda results: at_most(
-        [result["ratio_to_roof"] for result in ours(results, "hidden", passes)], bound, "{:.2f} ×"
+        [result["ratio_to_bare"] for result in ours(results, "hidden", passes)], bound, "{:.2f} ×"
     )
 
 
@@ -60,7 +60,7 @@ def speedups(results: Results, level: str, names: Callable[[str], bool]) -> list
     """How many times longer others take than fastp3o, by their ratios to the same bare operation."""
     passes = "forward and backward"
     return [
-        other["ratio_to_roof"] / mine["ratio_to_roof"]
+        other["ratio_to_bare"] / mine["ratio_to_bare"]
         for mine in ours(results, level, passes)
         for other in select(results, level=level, passes=passes, N=mine["N"], D=mine["D"], V=mine["V"])
         if names(other["implementation"])
@@ -96,12 +96,12 @@ def log_ratio_errors(results: Results) -> list[float]:
 
 def over_plain(results: Results) -> list[float]:
     """How many times faster rows with shared prompts are than plain ones, which they are timed in turns with."""
-    return [1 / result["ratio_to_roof"] for result in select(results, **TLDR, implementation="shared prompts")]
+    return [1 / result["ratio_to_bare"] for result in select(results, **TLDR, implementation="shared prompts")]
 
 
 def over_padded(results: Results) -> list[float]:
     padded = select(results, **TLDR, implementation="padded")
-    return [result["ratio_to_roof"] * speed for result in padded for speed in over_plain(results)]
+    return [result["ratio_to_bare"] * speed for result in padded for speed in over_plain(results)]
 
 
 GOALS = [

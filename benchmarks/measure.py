@@ -51,18 +51,18 @@ def measure(
     case: Case,
     prepare: Callable[[], object],
     run: Callable[[object], object],
-    roof: Callable[[], object],
-    roof_share: float = 1.0,
+    bare: Callable[[], object],
+    bare_share: float = 1.0,
 ) -> None:
-    """Medians into benchmark.extra_info. `roof`: the bare operation; `roof_share`: of it, what the case must do.
+    """Medians into benchmark.extra_info. `bare`: the bare operation; `bare_share`: of it, what the case must do.
 
     Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted, which sees nothing of
     compiled code.
     """
-    times, roofs, extra = [], [], []
+    times, bare_times, extra = [], [], []
 
     def setup():
-        roofs.append(milliseconds(roof))
+        bare_times.append(milliseconds(bare))
         argument = prepare()
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
@@ -79,20 +79,20 @@ def measure(
         (argument,), _ = setup()
         target(argument)
         del argument
-    rounds = int(SECONDS / (1e-3 * (times[-1] + roofs[-1])))
-    del times[:], roofs[:], extra[:]
+    rounds = int(SECONDS / (1e-3 * (times[-1] + bare_times[-1])))
+    del times[:], bare_times[:], extra[:]
     benchmark.pedantic(target, setup=setup, rounds=min(max(rounds, ROUNDS.start), ROUNDS.stop))
     if not CUDA and "compile" not in case.implementation and "Liger" not in case.implementation:
         argument = prepare()
         with PeakMemory() as memory:
             run(argument)
         extra = [memory.peak - case.gradient_bytes]
-    ms, roof_ms = statistics.median(times), roof_share * statistics.median(roofs)
+    ms, bare_ms = statistics.median(times), bare_share * statistics.median(bare_times)
     benchmark.extra_info |= asdict(case) | {
         "ms": ms,
         "spread_ms": max(times) - min(times),
-        "roof_ms": roof_ms,
-        "ratio_to_roof": ms / roof_ms,
+        "bare_ms": bare_ms,
+        "ratio_to_bare": ms / bare_ms,
         "gb_per_s": case.bytes / ms / 1e6 if case.bytes else None,
         "tflop_per_s": case.operations / ms / 1e9 if case.operations else None,
         "extra_gb": statistics.median(extra) / 1e9 if extra else None,

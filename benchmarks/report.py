@@ -37,7 +37,7 @@ def comparison(results: Results, level: str) -> list[list[str]]:
     for result in sorted(both, key=lambda result: (result["V"], result["D"], result["N"], result["ms"])):
         extra = NOT_MEASURED if result["extra_gb"] is None else f"{result['extra_gb']:.2f}"
         shape = f"{result['D']}, {result['V']}"
-        figures = [f"{result['ms']:.2f}", f"{result['ratio_to_roof']:.2f}", extra]
+        figures = [f"{result['ms']:.2f}", f"{result['ratio_to_bare']:.2f}", extra]
         lines.append([shape, str(result["N"]), result["implementation"], *figures])
     return lines
 
@@ -49,7 +49,7 @@ def other_passes(results: Results) -> list[list[str]]:
         if result["implementation"] == "fastp3o" and result.get("passes", BOTH) != BOTH:
             rates = [f"{result[key]:.0f}" if result[key] else "" for key in ("gb_per_s", "tflop_per_s")]
             shape = f"{result['D']}, {result['V']}"
-            figures = [f"{result['ms']:.2f}", f"{result['ratio_to_roof']:.2f}", *rates]
+            figures = [f"{result['ms']:.2f}", f"{result['ratio_to_bare']:.2f}", *rates]
             lines.append([result["level"], result["passes"], shape, str(result["N"]), *figures])
     return lines
 
@@ -57,10 +57,10 @@ def other_passes(results: Results) -> list[list[str]]:
 def packing(results: Results) -> list[list[str]]:
     """Updates of the policy in each layout: fastest first."""
     lines = [["prompt, response", "K", "layout", "tokens computed", "ms", "speed, × plain packing", "extra GB"]]
-    order = "prompt", "response", "K", "ratio_to_roof"
+    order = "prompt", "response", "K", "ratio_to_bare"
     for result in sorted(select(results, level="training"), key=lambda result: [result[key] for key in order]):
         lengths = f"{result['prompt']}, {result['response']}"
-        figures = [f"{result['ms']:.0f}", f"{1 / result['ratio_to_roof']:.2f}", f"{result['extra_gb']:.2f}"]
+        figures = [f"{result['ms']:.0f}", f"{1 / result['ratio_to_bare']:.2f}", f"{result['extra_gb']:.2f}"]
         lines.append([lengths, str(result["K"]), result["implementation"], str(result["tokens"]), *figures])
     return lines
 
@@ -131,7 +131,7 @@ def plot(record: dict, path: Path) -> None:
             emphasis = {"linewidth": 2.5, "zorder": 3} if name == "fastp3o" else {"linewidth": 1.2}
             axis.plot(*zip(*points, strict=True), marker="o", label=name, **emphasis)
         if key == "ms":
-            bare = [(result["N"], result["roof_ms"]) for result in select(results, implementation="fastp3o")]
+            bare = [(result["N"], result["bare_ms"]) for result in select(results, implementation="fastp3o")]
             axis.plot(*zip(*bare, strict=True), color="black", linestyle="--", label="three bare matrix products")
         axis.set(xscale="log", yscale="log", xlabel="N, response tokens", ylabel=label)
         ticks = sorted({result["N"] for result in results})

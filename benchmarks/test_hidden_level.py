@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import implementations, peers, roofs
+from benchmarks import bare_operations, implementations, peers
 from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
 from benchmarks.shapes import DTYPE, HEADS, TOKENS, HeadSizes
@@ -80,7 +80,7 @@ def run_both(benchmark, name, loss_of, inputs, passes="forward and backward") ->
         case_of(name, passes, inputs, 3, leaves),
         prepare=lambda: None,
         run=lambda _: torch.autograd.grad(loss_of(inputs), leaves),
-        roof=roofs.products(inputs, logits=1, dhidden=1, dweight=1),
+        bare=bare_operations.products(inputs, logits=1, dhidden=1, dweight=1),
     )
 
 
@@ -91,7 +91,7 @@ def run_frozen(benchmark, name, loss_of, inputs) -> None:
         case_of(name, "frozen head, forward and backward", inputs, 2, (inputs.hidden,)),
         prepare=lambda: None,
         run=lambda _: torch.autograd.grad(loss_of(inputs), (inputs.hidden,)),
-        roof=roofs.products(inputs, logits=1, dhidden=1, dweight=0),
+        bare=bare_operations.products(inputs, logits=1, dhidden=1, dweight=0),
     )
 
 
@@ -151,8 +151,8 @@ def test_forward_without_gradients(benchmark, name, loss_of, head, tokens):
     def run(_):
         return loss_of(inputs)
 
-    roof = roofs.products(inputs, logits=1, dhidden=0, dweight=0)
-    measure(benchmark, case_of(name, "forward without gradients", inputs, 1, ()), lambda: None, run, roof)
+    bare = bare_operations.products(inputs, logits=1, dhidden=0, dweight=0)
+    measure(benchmark, case_of(name, "forward without gradients", inputs, 1, ()), lambda: None, run, bare)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
@@ -168,5 +168,5 @@ def test_passes_apart(benchmark, passes, name, loss_of, head, tokens):
         case_of(name, passes, inputs, 2 if backward else 1, leaves if backward else ()),
         prepare=(lambda: loss_of(inputs)) if backward else lambda: None,
         run=(lambda loss: torch.autograd.grad(loss, leaves)) if backward else lambda _: loss_of(inputs),
-        roof=roofs.products(inputs, logits=1 - backward, dhidden=int(backward), dweight=int(backward)),
+        bare=bare_operations.products(inputs, logits=1 - backward, dhidden=int(backward), dweight=int(backward)),
     )

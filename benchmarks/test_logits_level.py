@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import implementations, peers, roofs
+from benchmarks import bare_operations, implementations, peers
 from benchmarks.inputs import Inputs
 from benchmarks.measure import Case, measure
 from benchmarks.shapes import CUDA, DTYPE, HEADS, TOKENS
@@ -47,8 +47,8 @@ class Logits:
         # Not a leaf, whose values would have to be kept.
         return self.leaf.view_as(self.leaf)
 
-    def copy(self) -> roofs.Roof:
-        return roofs.copy(self.source, self.leaf.data)
+    def copy(self) -> bare_operations.BareOperation:
+        return bare_operations.copy(self.source, self.leaf.data)
 
 
 def case_of(name: str, passes: str, logits: Logits, accesses: int) -> Case:
@@ -138,6 +138,6 @@ def run_alone(benchmark, name, loss_of: LossOf, inputs, passes) -> None:
         case_of(name, passes, logits, accesses),
         prepare=logits.restored if passes == "forward" else with_loss,
         run=forward if passes == "forward" else backward,
-        roof=logits.copy(),
-        roof_share=accesses / 2,
+        bare=logits.copy(),
+        bare_share=accesses / 2,
     )

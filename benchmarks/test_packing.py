@@ -152,7 +152,7 @@ def parameters_of(model: PackedModel) -> int:
 @pytest.mark.parametrize("K", RESPONSES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_training(benchmark, policy, layout, K, lengths):
-    """In turns with plain packing: `ratio_to_roof` is the time over its time."""
+    """In turns with plain packing: `ratio_to_bare` is the time over its time."""
     groups = random_groups(lengths, K)
     update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
     shape = shape_of(groups[1])
@@ -161,7 +161,7 @@ def test_training(benchmark, policy, layout, K, lengths):
         Case("training", layout, "forward and backward", **shape, bytes=0, operations=0, gradient_bytes=0),
         prepare=lambda: policy.zero_grad(set_to_none=False),
         run=lambda _: update.run(),
-        roof=plain.run,
+        bare=plain.run,
     )
     benchmark.extra_info |= lengths._asdict() | {
         "K": K,

@@ -91,7 +91,7 @@ def test_memory_is_beyond_weights_and_gradients(policy):
 
 def update(layout, ratio, **more):
     shape = {"N": 1784, "D": 2048, "V": 128256, "prompt": 350, "response": 40, "K": 2}
-    figures = {"ms": 1000 * ratio, "ratio_to_roof": ratio, "tokens": 9459, "extra_gb": 1.234}
+    figures = {"ms": 1000 * ratio, "ratio_to_bare": ratio, "tokens": 9459, "extra_gb": 1.234}
     figures |= {"parameters": 1235814400, "dtype": "bfloat16"}
     return {"level": "training", "implementation": layout, "passes": "forward and backward", **shape, **figures, **more}
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def record():
-    rates = {"gb_per_s": None, "tflop_per_s": 500.0, "roof_ms": 9.0}
+    rates = {"gb_per_s": None, "tflop_per_s": 500.0, "bare_ms": 9.0}
     results = [
         result(ms=12.345, extra_gb=0.96, **rates),
         result(ms=40.0, N=32768, extra_gb=2.0, **rates),

@@ -6,10 +6,10 @@ import torch
 
 from benchmarks.inputs import Inputs
 
-Roof = Callable[[], object]
+BareOperation = Callable[[], object]
 
 
-def products(inputs: Inputs, *, logits: int, dhidden: int, dweight: int) -> Roof:
+def products(inputs: Inputs, *, logits: int, dhidden: int, dweight: int) -> BareOperation:
     """So many products of the head's shapes, in the inputs' dtype with results in theirs."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     out = hidden.new_empty(len(hidden), len(weight))
@@ -27,6 +27,6 @@ def products(inputs: Inputs, *, logits: int, dhidden: int, dweight: int) -> Roof
     return run
 
 
-def copy(source: torch.Tensor, target: torch.Tensor) -> Roof:
+def copy(source: torch.Tensor, target: torch.Tensor) -> BareOperation:
     """Each byte of the source read and written once."""
     return lambda: target.copy_(source)
