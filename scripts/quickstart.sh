@@ -23,7 +23,11 @@ stage() { # stage <title> <script> <folder> <flags...>: runs a training stage th
     elif [[ -d "$folder" ]]; then
         rm -r "$folder" # stopped before its first state: nothing to go on from
     fi
-    "$PYTHON" "scripts/$script" --output_dir "$folder" "$@"
+    # A progress bar shows on terminals; the rest is read by those who want to know more, or when something went wrong.
+    mkdir -p "$RUN/logs"
+    local log="$RUN/logs/${folder##*/}.txt"
+    "$PYTHON" "scripts/$script" --output_dir "$folder" "$@" > "$log" || { cat "$log"; exit 1; }
+    echo "$(grep '^after ' "$log" | tail -n 1) ($log)"
 }
 
 if [[ ! -f "$DATA/done" ]]; then
