@@ -53,10 +53,13 @@ class PackedModel(nn.Module):
         Raises ValueError for a sequence beyond the reach of the model's positions.
         """
         self.check_reach(max(row.segments.key_lengths))
-        output = self.model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, segments=row.segments, use_cache=False
-        )
-        return compute(output.last_hidden_state.squeeze(0)[at], self.head())
+        hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
+        return compute(hidden[at], self.head())
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: object) -> Tensor:
+        """The body's results [T, D] for one row of tokens [1, T]; `attention` goes to `segment_attention`."""
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
+        return output.last_hidden_state.squeeze(0)
 
     def check_reach(self, tokens: int) -> None:
         """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""

@@ -4,7 +4,8 @@ from transformers import GenerationConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.transformers_sampler import TransformersSampler, cut_after_end
+from fastp3o.rollouts.end_of_sequence import cut_after_end
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
 
 
 def draw(policy, tokenizer, seed=0, batch_size=4, prompts=("a", "longer prompt", "b", "cc")):
