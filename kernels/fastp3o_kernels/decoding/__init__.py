@@ -1,0 +1,16 @@
+"""Decoding of one token a step: attention over cached keys and values, and sampling of the next token.
+
+cache.py      keys and values of a layer, and what the slots of a step work on
+attention.py  decode_attention: checks, and which of the two implementations runs
+in_torch.py   it in PyTorch
+kernel.py     it in Triton
+noise.py      random numbers that are a function of (seed, prompt, response, position)
+sampling.py   sample_tokens
+"""
+
+from fastp3o_kernels.decoding.attention import decode_attention
+from fastp3o_kernels.decoding.cache import LayerCache, Slots
+from fastp3o_kernels.decoding.noise import response_keys
+from fastp3o_kernels.decoding.sampling import sample_tokens
+
+__all__ = ["LayerCache", "Slots", "decode_attention", "response_keys", "sample_tokens"]
