@@ -36,8 +36,8 @@ except ImportError:
 
 logger = get_logger(__name__)
 
-# transformers treats names with "flash" in a way of its own. For a name without a mask function it makes no mask, and so
-# does not read positions back from the device in every pass to see whether they begin anew somewhere.
+# transformers treats names with "flash" in a way of its own. For a name without a mask function it makes no mask, and
+# does not wait for the device in every pass to see whether positions begin anew somewhere.
 NAME = "fastp3o_segments"
 # Head size that both libraries take.
 LARGEST_HEAD = 256

@@ -1,5 +1,7 @@
 """Keys and values of all layers, and attention of tokens that each continue a response."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,11 @@ class Cache:
 
     def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device, *, impl: str | None = None):
         self.impl = impl
-        self.layers = {layer: layer_cache(shape, room, device) for layer, shape in shapes.items()}
+        # One piece of memory, which is more likely to come back at the same address than many.
+        sizes = [room.tokens * shape.bytes_per_token for shape in shapes.values()]
+        self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        parts = zip(shapes.items(), self.memory.split(sizes), strict=True)
+        self.layers = {layer: layer_cache(part, shape, room) for (layer, shape), part in parts}
         self.slots: Slots
         self.prompt_of_token: Tensor
         self.position_of_token: Tensor
@@ -46,23 +52,30 @@ class Cache:
         options = {"scale": scale, "window": window, "softcap": softcap, "impl": self.impl}
         return decode_attention(query, key, value, self.layers[layer], self.slots, **options)
 
+    def take_memory(self) -> None:
+        """Where it was given back."""
+        storage = self.memory.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.memory.numel())
+            self.memory.zero_()
+
+    def release_memory(self) -> None:
+        """Gives it back until it is taken again, which it may be elsewhere."""
+        self.memory.untyped_storage().resize_(0)
+
     def keep_slots(self, kept: Tensor) -> None:
         """kept: [n] int64, slots whose keys stay, in this order."""
         for layer in self.layers.values():
             layer.own_keys, layer.own_values = layer.own_keys[kept], layer.own_values[kept]
 
 
-def layer_cache(shape: LayerShape, room: Room, device: torch.device) -> LayerCache:
-    return LayerCache.zeros(
-        room.prompts,
-        room.prompt_tokens,
-        room.slots,
-        room.response_tokens,
-        shape.heads,
-        shape.head_size,
-        dtype=shape.dtype,
-        device=device,
-    )
+def layer_cache(memory: Tensor, shape: LayerShape, room: Room) -> LayerCache:
+    """memory: bytes for keys and values of all tokens that there is room for."""
+    of_prompts = (room.prompts, shape.heads, room.prompt_tokens, shape.head_size)
+    of_slots = (room.slots, shape.heads, room.response_tokens, shape.head_size)
+    sizes = [prod(of_prompts)] * 2 + [prod(of_slots)] * 2
+    parts = memory.view(shape.dtype).split(sizes)
+    return LayerCache(*(part.view(s) for part, s in zip(parts, [of_prompts] * 2 + [of_slots] * 2, strict=True)))
 
 
 class LayerShapes:

@@ -1,12 +1,11 @@
 """Responses from the policy's own weights: prompts once through it, then one token of each response a step.
 
-A step is a packed row of one token for each slot. What follows from it - which token is next, whether that ends the
-response, which response the slot takes then - is decided on the device too, so that the host looks at it every few steps
-only, to see whether all are done, and on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and every
-slot costs time, idle slots are dropped.
+A step is a packed row of one token for each slot. Which token is next, whether it ends the response, and which response
+the slot takes then is decided on the device too: the host looks every few steps only, to see whether all are done, and
+on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and every slot costs time, idle slots are dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ class Engine:
         self.policy, self.settings, self.tokens_per_row = policy, vars(settings), tokens_per_row
         device = policy.model.device
         self.static = device.type != "cpu" if static is None else static
-        self.cache = Cache(shapes, room, device, impl=impl)
+        self.room, self.cache = room, Cache(shapes, room, device, impl=impl)
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
         self.captures = device.type == "cuda" if graph is None else graph
@@ -59,11 +58,12 @@ class Engine:
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
-        """Responses to at most as many prompts as there is room for, and their tokens' log-probabilities: [p][K][tokens].
+        """Responses to at most as many prompts as there is room for, and log-probabilities of their tokens, [p][K].
 
         keys: [p, K] int64, of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
         """
         self.queue.fill(prompts, keys)
+        self.cache.take_memory()
         prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
         advance = self.graph.ready() if self.captures else self.step
         while self.queue.working().any():
@@ -87,6 +87,10 @@ class Engine:
         """All that steps read and write beside what they make."""
         model = self.policy.model
         return [*model.parameters(), *model.buffers(), *self.cache.tensors(), *self.queue.tensors()]
+
+    def release_memory(self) -> None:
+        """Gives the cache's memory back until the next batch."""
+        self.cache.release_memory()
 
     def drop_idle_slots(self) -> None:
         working = self.queue.working()

@@ -12,7 +12,7 @@ logger = get_logger(__name__)
 class StepGraph:
     """Captures a step, and again once a tensor that it reads or writes has moved.
 
-    Everything that the step keeps must be in tensors that it changes in place; a graph knows them by their addresses, so
+    Everything that the step keeps must be in tensors that it changes in place. A graph knows them by their addresses:
     weights may change in place between replays.
 
     step: one step on the current stream, without a look at the device. tensors: what lives longer than a step.

@@ -1,6 +1,5 @@
 """Logits from hidden states, in fp32 whatever the precision of the policy."""
 
-import torch
 from torch import Tensor
 
 from fastp3o.models.packed_model import Head

@@ -1,5 +1,6 @@
 """How much the cache has room for: sizes of its keys and values, and what of the memory it may take."""
 
+from operator import ge
 from typing import NamedTuple
 
 import psutil
@@ -41,6 +42,10 @@ class Room(NamedTuple):
     def tokens(self) -> int:
         """In the cache."""
         return self.prompts * self.prompt_tokens + self.slots * self.response_tokens
+
+    def holds(self, other: "Room") -> bool:
+        """Whether what has this room can work in place of what has the other."""
+        return self.responses_per_prompt == other.responses_per_prompt and all(map(ge, self, other))
 
 
 def fitting_room(
