@@ -46,6 +46,8 @@ class PackedModel(nn.Module):
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
+        # It waits for the device in every pass of some models, and packed rows have no padding.
+        model.base_model.warn_if_padding_and_no_attention_mask = no_warning
 
     def forward(self, row: PackedRow, at: Tensor, compute: Callable[[Tensor, Head], Result]) -> Result:
         """What `compute` makes of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
@@ -102,6 +104,10 @@ class PackedModel(nn.Module):
             # Granite divides its logits, Cohere multiplies them.
             temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
         )
+
+
+def no_warning(*_: object) -> None:
+    """In place of transformers' look for padding."""
 
 
 def unwrap(model: nn.Module) -> PackedModel:

@@ -2,7 +2,7 @@
 
 A step is a packed row of one token for each slot. Which token is next, whether it ends the response, and which response
 the slot takes then is decided on the device too: the host looks every few steps only, to see whether all are done, and
-on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and every slot costs time, idle slots are dropped.
+on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each slot costs time, idle ones are dropped.
 """
 
 from collections.abc import Sequence
