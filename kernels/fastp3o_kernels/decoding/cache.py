@@ -62,7 +62,7 @@ class Slots:
     prompts: range | None = None
     longest_prompt: int | None = None
     longest_response: int | None = None
-    # Of this step, by window: made by the first layer that needs it.
+    # What PyTorch adds to products, by window: made by the first layer that needs it.
     masks: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -79,6 +79,22 @@ class Slots:
     def number(self) -> Tensor:
         """[R] int64: 0 to R - 1."""
         return torch.arange(len(self.response), device=self.response.device)
+
+    @cached_property
+    def prompt_range(self) -> range:
+        return range(len(self.cached_lengths) - 1) if self.prompts is None else self.prompts
+
+    @cached_property
+    def grouped(self) -> Tensor:
+        """[P K] int64: the slot of each response to a prompt in prompt_range; any slot where it is in none."""
+        slots = self.slot_of_response[self.prompt_range.start : self.prompt_range.stop]
+        return slots.flatten().clamp_(max=len(self.response) - 1)
+
+    @cached_property
+    def place(self) -> Tensor:
+        """[R] int64: where in `grouped` a slot's response is; anywhere if it is idle."""
+        K = self.responses_per_prompt
+        return (self.response - self.prompt_range.start * K).clamp_(max=len(self.prompt_range) * K - 1)
 
     @cached_property
     def slot_of_response(self) -> Tensor:

@@ -30,43 +30,40 @@ def decode_attention(
     G = H // Hkv
     cache.own_keys[slots.number, :, slots.steps] = key
     cache.own_values[slots.number, :, slots.steps] = value
-    prompts = slots.prompts or range(len(cache.prompt_keys))
-    of_prompts = slice(prompts.start, prompts.stop), slice(None), slice(slots.longest_prompt)
-    prompt_keys, prompt_values = cache.prompt_keys[of_prompts], cache.prompt_values[of_prompts]
+    bounds = slice(slots.prompt_range.start, slots.prompt_range.stop), slice(None), slice(slots.longest_prompt)
+    prompt_keys, prompt_values = cache.prompt_keys[bounds], cache.prompt_values[bounds]
     own_keys, own_values = (own[:, :, : slots.longest_response] for own in (cache.own_keys, cache.own_values))
-    P, Lp, Lr = len(prompts), prompt_keys.shape[2], own_keys.shape[2]
+    P, Lp, Lr = len(prompt_keys), prompt_keys.shape[2], own_keys.shape[2]
     if P == 0:
         return torch.zeros_like(query)
-    # A response without a slot takes some slot's query, and an idle slot some response's result: neither is looked at.
-    slot = slots.slot_of_response[prompts.start : prompts.stop].flatten().clamp(max=R - 1)
-    place = (slots.response - prompts.start * K).clamp(max=P * K - 1)
 
     query = query * scale
-    grouped = query.index_select(0, slot).view(P, K, Hkv, G, D).transpose(1, 2).reshape(P, Hkv, K * G, D)
-    of_prompt = (grouped @ prompt_keys.transpose(2, 3)).view(P, Hkv, K, G, Lp)
+    grouped = query.index_select(0, slots.grouped).view(P, K, Hkv, G, D).transpose(1, 2).reshape(P, Hkv, K * G, D)
+    # Keys times queries: on a CPU up to twice as fast as queries times keys.
+    of_prompt = (prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
     of_own = query.reshape(R, Hkv, G, D) @ own_keys.transpose(2, 3)
-    of_own = of_own.index_select(0, slot).view(P, K, Hkv, G, Lr).transpose(1, 2)
-    products = torch.cat([of_prompt, of_own], dim=4)
+    of_own = of_own.index_select(0, slots.grouped).view(P, K, Hkv, G, Lr).transpose(1, 2)
+    products = torch.cat([of_prompt.unflatten(2, (K, G)), of_own], dim=4)
     products = products.to(torch.promote_types(products.dtype, torch.float32))
     if softcap is not None:
         products = products.div_(softcap).tanh_().mul_(softcap)
     if window not in slots.masks:
-        slots.masks[window] = hidden_keys(slots, prompts, slot, Lp, Lr, window)
+        slots.masks[window] = hidden_keys(slots, Lp, Lr, window)
     products += slots.masks[window]
     weights = products.softmax(4).to(query.dtype)
 
     of_prompt, of_own = weights.split([Lp, Lr], dim=4)
-    result = of_prompt.reshape(P, Hkv, K * G, Lp) @ prompt_values
-    result = result.view(P, Hkv, K, G, D).transpose(1, 2).reshape(P * K, Hkv, G, D).index_select(0, place)
-    of_own = of_own.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, place)
-    return (result + of_own @ own_values).view(R, H, D)
+    result = of_prompt.flatten(2, 3) @ prompt_values
+    result = result.view(P, Hkv, K, G, D).transpose(1, 2).reshape(P * K, Hkv, G, D).index_select(0, slots.place)
+    of_own = of_own.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, slots.place)
+    return result.add_(of_own @ own_values).view(R, H, D)
 
 
-def hidden_keys(slots: Slots, prompts: range, slot: Tensor, Lp: int, Lr: int, window: int | None) -> Tensor:
+def hidden_keys(slots: Slots, Lp: int, Lr: int, window: int | None) -> Tensor:
     """[P, 1, K, 1, Lp + Lr] fp32: 0 for keys that the token sees, -inf for others."""
-    device = slots.steps.device
+    prompts, device = slots.prompt_range, slots.steps.device
     lengths = slots.cached_lengths[prompts.start : prompts.stop, None, None]
-    steps = slots.steps.index_select(0, slot).view(len(prompts), -1, 1)
+    steps = slots.steps[slots.grouped].view(len(prompts), -1, 1)
     # How many tokens each key is before the slot's own.
     of_prompt = lengths + steps - torch.arange(Lp, device=device)
     of_own = steps - torch.arange(Lr, device=device)

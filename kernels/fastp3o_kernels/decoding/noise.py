@@ -2,7 +2,7 @@
 
 A counter-based generator: number i of the SplitMix64 generator (Steele, Lea and Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014) that starts at `key`. Its numbers are keys of further generators: the seed's give one
-to each prompt, a prompt's one to each response, a response's one to each step; a step's are what is sampled with.
+to each prompt, a prompt's one to each response; a response's are what is sampled with, so many to each step.
 int64 throughout; products wrap around.
 """
 
@@ -38,9 +38,8 @@ def response_keys(seed: int, prompt_numbers: Tensor, responses_per_prompt: int) 
 
 
 def exponentials(keys: Tensor, steps: Tensor, count: int) -> Tensor:
-    """[R, count] fp64, independent with mean 1, of response keys [R] and steps [R]."""
-    streams = random_bits(keys, steps)
-    bits = random_bits(streams[:, None], torch.arange(count, device=keys.device))
+    """[R, count] fp64, independent with mean 1: the next `count` numbers of each response [R] at each step [R]."""
+    bits = random_bits(keys[:, None], steps[:, None] * count + torch.arange(count, device=keys.device))
     # Middles of 2^52 equal parts of (0, 1), which fp64 holds exactly: never 0 nor 1.
     uniform = logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_()

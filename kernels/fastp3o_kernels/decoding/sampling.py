@@ -70,13 +70,15 @@ def check_settings(temperature: float, top_k: int, top_p: float, min_p: float) -
 def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
     """[R]: that a token must have to be sampled."""
     V = probs.shape[1]
-    most = probs.topk(min(top_k or V, V) if top_p < 1 or top_k else 1).values
-    least = most[:, 0] * min_p
+    least = probs.amax(1) * min_p
+    if not top_k and top_p == 1:
+        return least
+    most = probs.topk(min(top_k or V, V)).values
     if top_k:
         least = least.maximum(most[:, -1])
     if top_p < 1:
         before = most.cumsum(1, dtype=torch.float64) - most
-        # The last one before which less than the share was reached. The first always is one.
+        # The last token before which less than the share was reached. The first always is one.
         count = (before < top_p * most.sum(1, keepdim=True)).sum(1, keepdim=True)
         least = least.maximum(most.gather(1, count - 1)[:, 0])
     return least
