@@ -54,7 +54,7 @@ class Engine:
         self.queue = Queue(room, end_ids, device)
         self.head = policy.head()
         self.captures = device.type == "cuda" if graph is None else graph
-        self.graph = StepGraph(self.step, self.tensors)
+        self.graph = StepGraph()
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
@@ -65,7 +65,7 @@ class Engine:
         self.queue.fill(prompts, keys)
         self.cache.take_memory()
         prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
-        advance = self.graph.ready() if self.captures else self.step
+        advance = self.graph.ready(self.step, self.tensors()) if self.captures else self.step
         while self.queue.working().any():
             if not self.static:
                 self.drop_idle_slots()

@@ -108,8 +108,10 @@ class EngineSampler:
             ids, ids_logprobs = self.engine_with(room, end_ids).run(prompt_ids[batch], keys[batch])
             response_ids += ids
             logprobs += ids_logprobs
-        if self.engine is not None:
+        if self.engine.static:
             self.engine.release_memory()
+        else:
+            self.engine = None
         return response_ids, logprobs
 
     def room_for(self, prompt_ids: list[Ids], responses_per_prompt: int) -> Room:

@@ -43,16 +43,20 @@ def captures(monkeypatch) -> list[FakeGraph]:
 
 def test_a_graph_serves_until_a_tensor_moves(captures):
     weight, steps = torch.zeros(3), []
-    step_graph = StepGraph(lambda: steps.append(weight.sum()), lambda: [weight])
-    advance = step_graph.ready()
+    step_graph = StepGraph()
+
+    def step():
+        steps.append(weight.sum())
+
+    advance = step_graph.ready(step, [weight])
     # Two steps as they come, and the one that is captured.
     assert (len(steps), len(captures)) == (3, 1)
     advance()
     weight.add_(1.0)
-    step_graph.ready()()
+    step_graph.ready(step, [weight])()
     assert (len(steps), captures[0].replays) == (3, 2)
     weight.data = torch.ones(3)
-    step_graph.ready()()
+    step_graph.ready(step, [weight])()
     assert (len(steps), len(captures), captures[1].replays) == (6, 2, 1)
 
 
@@ -65,9 +69,9 @@ def test_a_step_that_cannot_be_captured_runs_uncaptured_and_says_why_once(captur
             raise RuntimeError("operation not permitted when stream is capturing")
         steps.append(None)
 
-    step_graph = StepGraph(step, lambda: [])
-    assert step_graph.ready() is step
-    assert step_graph.ready() is step
+    step_graph = StepGraph()
+    assert step_graph.ready(step, []) is step
+    assert step_graph.ready(step, []) is step
     assert len(steps) == 2
     (message,) = said
     assert "without a CUDA graph" in message
