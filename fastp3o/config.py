@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from transformers import HfArgumentParser
@@ -114,14 +114,17 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     Exits with a usage message on an unknown flag or key, and with the field's name on a bad value.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = HfArgumentParser(config_class, description=config_class.__doc__)
+    parser = HfArgumentParser(cast(Any, config_class), description=config_class.__doc__)
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         arguments = yaml_as_flags(parser, config_class, Path(arguments[0])) + arguments[1:]
     try:
         (config,) = parser.parse_args_into_dataclasses(arguments)
     except ValueError as error:
-        parser.error(str(error))
+        message = str(error)
+        # Settings that are not ours to parse, such as a loss's, know nothing of flags.
+        starts_with_field = message.partition(" ")[0] in {f.name for f in fields(cast(Any, config_class))}
+        parser.error(f"--{message}" if starts_with_field else message)
     return config
 
 

@@ -13,6 +13,7 @@ T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ except ImportError:
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    varlen_attn = None
+    varlen_attn = None  # type: ignore[assignment]
 
 logger = get_logger(__name__)
 
@@ -148,7 +149,7 @@ def has_grouped_heads(function: Callable) -> bool:
 
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
     if has_grouped_heads(varlen_attn):
-        options = {"enable_gqa": True}
+        options: dict[str, Any] = {"enable_gqa": True}
     else:
         options = {}
         key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -174,7 +175,7 @@ def one_by_one(query, key, value, segments, scale, window, softcap):
         value.split(segments.key_lengths),
         strict=True,
     )
-    attend = with_softcap if softcap else with_sdpa
+    attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
     return torch.cat(
         [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces], dim=1
     ).transpose(0, 1)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +136,7 @@ def respond(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # As P3O samples and rewards.
     dtype = precision_of("auto", automatic="fp16").weights
-    loading = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     packing = Packing(TOKENS_PER_ROW)
     reward = load_reward(config.reward, tokenizer, packing=packing, **loading) if config.reward else None
     policy = load_policy(checkpoint, **loading)
@@ -175,14 +176,16 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
         for side in (first, second)
     )
     same = [one == other for one, other in zip(*ends, strict=True)]
-    verdicts = verdicts_of_rewards(*(side.rewards.flatten().tolist() for side in (first, second)))
+    if first.rewards is None or second.rewards is None:
+        raise ValueError("responses without rewards cannot be compared by them")
+    verdicts = verdicts_of_rewards(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
 
 
 def load_judge(config: WinRateConfig) -> Judge | None:
     if config.judge:
         return FunctionJudge(config.judge)
-    if config.judge_url:
+    if config.judge_url and config.judge_model:
         return EndpointJudge(
             ChatEndpoint(config.judge_url, config.judge_model),
             path=Path(config.verdicts) if config.verdicts else None,
