@@ -1,9 +1,18 @@
 """Tokens from logits. R slots, V vocabulary."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastp3o_kernels.decoding.noise import exponentials
+
+
+class Samples(NamedTuple):
+    """A token of each slot, and its log-probability in nats under the softmax of the logits as they were given."""
+
+    tokens: Tensor  # [R] int64
+    logprobs: Tensor  # [R] fp32
 
 
 def sample_tokens(
@@ -15,7 +24,7 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-) -> Tensor:
+) -> Samples:
     """Samples a token for each slot, a function of the slot's logits, key and step alone.
 
     Nothing in it makes the host wait for a GPU, and logits stay as they are.
@@ -29,19 +38,22 @@ def sample_tokens(
         min_p: only tokens at least this probable relative to the most likely one (arXiv 2407.01082).
 
     Returns:
-        [R] int64.
+        Tokens and log-probabilities [R]; these do not count the settings in.
 
     Raises:
         ValueError: for a setting that is out of range.
     """
     check_settings(temperature, top_k, top_p, min_p)
-    if temperature != 1:
-        logits = logits / temperature
-    probs = logits.softmax(1)
+    probs = (logits if temperature == 1 else logits / temperature).softmax(1)
     if top_k or top_p < 1 or min_p:
         least = least_probability(probs, top_k, top_p, min_p)
         probs.masked_fill_(probs < least[:, None], 0.0)
-    return race(probs, keys, steps)
+    tokens = race(probs, keys, steps)
+    if temperature == 1:
+        logprobs = probs.gather(1, tokens[:, None]).log()
+    else:
+        logprobs = logits.gather(1, tokens[:, None]) - logits.logsumexp(1, keepdim=True)
+    return Samples(tokens, logprobs[:, 0])
 
 
 def check_settings(temperature: float, top_k: int, top_p: float, min_p: float) -> None:

@@ -10,7 +10,7 @@ from fastp3o_kernels.decoding import response_keys, sample_tokens
 def draws(logits: Tensor, n: int, **settings) -> Tensor:
     """[n] tokens from logits [V]."""
     keys = response_keys(0, torch.arange(n), 1)[:, 0]
-    return sample_tokens(logits.expand(n, -1), keys, torch.arange(n) % 11, **settings)
+    return sample_tokens(logits.expand(n, -1), keys, torch.arange(n) % 11, **settings).tokens
 
 
 def chi_squared(tokens: Tensor, probs: Tensor) -> float:
@@ -36,15 +36,15 @@ def test_tokens_follow_the_distribution(V, temperature):
 def test_a_token_depends_on_logits_key_and_step_of_its_slot_alone():
     torch.manual_seed(0)
     logits, keys, steps = torch.randn(9, 300), response_keys(5, torch.arange(9), 1)[:, 0], torch.arange(9)
-    tokens = sample_tokens(logits, keys, steps)
+    tokens = sample_tokens(logits, keys, steps).tokens
     order = torch.tensor([4, 1, 7])
-    assert torch.equal(sample_tokens(logits[order], keys[order], steps[order]), tokens[order])
+    assert torch.equal(sample_tokens(logits[order], keys[order], steps[order]).tokens, tokens[order])
     shared = torch.randn(300).expand(2000, -1)
-    same = sample_tokens(shared, keys[:1].expand(2000), steps[:1].expand(2000))
+    same = sample_tokens(shared, keys[:1].expand(2000), steps[:1].expand(2000)).tokens
     assert (same == same[0]).all()
     # Over steps of one response, and over responses at one step: as many equal neighbours as by chance.
     by_chance = (shared[0].softmax(0) ** 2).sum().item()
-    for other in (draws(shared[0], 2000), sample_tokens(shared, keys[:1].expand(2000), torch.arange(2000))):
+    for other in (draws(shared[0], 2000), sample_tokens(shared, keys[:1].expand(2000), torch.arange(2000)).tokens):
         equal = (other[1:] == other[:-1]).double().mean().item()
         assert abs(equal - by_chance) < 5 * (by_chance / 2000) ** 0.5
 
@@ -61,7 +61,10 @@ def test_small_changes_of_logits_change_few_tokens():
     torch.manual_seed(0)
     logits = 2 * torch.randn(4000, 2000)
     keys, steps = response_keys(0, torch.arange(4000), 1)[:, 0], torch.zeros(4000, dtype=torch.long)
-    changed = sample_tokens(logits, keys, steps) != sample_tokens(logits + 1e-3 * torch.randn(4000, 2000), keys, steps)
+    changed = (
+        sample_tokens(logits, keys, steps).tokens
+        != sample_tokens(logits + 1e-3 * torch.randn(4000, 2000), keys, steps).tokens
+    )
     assert changed.double().mean() < 0.005
 
 
@@ -118,7 +121,7 @@ def test_on_the_meta_device(options, V):
     """So nothing in it looks at values, and the host waits for none."""
     logits = torch.empty(4, V, device="meta")
     numbers = torch.empty(4, dtype=torch.long, device="meta")
-    assert sample_tokens(logits, numbers, numbers, **options).shape == (4,)
+    assert sample_tokens(logits, numbers, numbers, **options).tokens.shape == (4,)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +131,12 @@ def test_settings_out_of_range(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         sample_tokens(torch.zeros(1, 3), torch.zeros(1).long(), torch.zeros(1).long(), **wrong)
+
+
+def test_log_probabilities_are_those_of_the_logits_whatever_the_settings():
+    torch.manual_seed(0)
+    logits, numbers = 3 * torch.randn(50, 300), torch.arange(50)
+    expected = logits.log_softmax(1)
+    for settings in ({}, {"temperature": 0.5}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.7}):
+        tokens, logprobs = sample_tokens(logits, numbers, numbers, **settings)
+        torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=1e-6)
