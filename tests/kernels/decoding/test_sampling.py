@@ -137,6 +137,6 @@ def test_log_probabilities_are_those_of_the_logits_whatever_the_settings():
     torch.manual_seed(0)
     logits, numbers = 3 * torch.randn(50, 300), torch.arange(50)
     expected = logits.log_softmax(1)
-    for settings in ({}, {"temperature": 0.5}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.7}):
-        tokens, logprobs = sample_tokens(logits, numbers, numbers, **settings)
+    for options in ({}, {"temperature": 0.5}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.7}):
+        tokens, logprobs = sample_tokens(logits, numbers, numbers, **options)
         torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=1e-6)
