@@ -32,16 +32,16 @@ class HeadGradients:
     """
 
     def __init__(self, chunked: ChunkedHead, hidden: Tensor, head: Head, needs: tuple[bool, bool, bool]):
-        self.chunked: ChunkedHead | None = chunked
-        self.triton, self.logits_dtype = chunked.triton, chunked.dtypes.logits
+        self.chunked, self.finished = chunked, False
+        plan = chunked.plan
+        self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
         self.waiting = WaitingTokens()
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
-        rows, elements = chunked.chunks.dlogits_rows, chunked.chunks.row_elements
-        self.dlogits_buffer = hidden.new_empty(rows, elements, dtype=chunked.dtypes.multiplied)
+        self.dlogits_buffer = hidden.new_empty(plan.dlogits_rows, plan.row_elements, dtype=plan.dtypes.multiplied)
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
-        self.dbias = hidden.new_zeros(chunked.chunks.V, dtype=self.logits_dtype) if needs_bias else None
+        self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
 
     def backward(self, span: slice, coefficients: Tensor) -> None:
         """Adds a span through which `forward` has gone, with dL/d(log-prob) of its tokens [n]."""
@@ -70,7 +70,7 @@ class HeadGradients:
             self.multiply_waiting(last=False)
         begin = self.waiting.number
         self.waiting.add(span, coefficients)
-        return self.dlogits_buffer[begin : self.waiting.number, : self.chunked.chunks.V]
+        return self.dlogits_buffer[begin : self.waiting.number, : self.chunked.plan.V]
 
     def multiply_waiting(self, *, last: bool) -> None:
         """The gradients' products over all tokens that wait and have a coefficient."""
@@ -82,7 +82,7 @@ class HeadGradients:
         adjacent = bool((tokens.diff() == 1).all())
         index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else tokens.to(dlogits.device)
         if self.dhidden is not None:
-            self.write_dhidden(dlogits, index)
+            self.write_dhidden(self.dhidden, dlogits, index)
         if self.needs_weight:
             self.add_to_dweight(dlogits, self.chunked.hidden[index], last=last)
         if self.dbias is not None:
@@ -93,36 +93,37 @@ class HeadGradients:
         buffer = self.dlogits_buffer
         for source, target in moves:
             buffer[target.to(buffer.device)] = buffer[source.to(buffer.device)]
-        return buffer[:k, : self.chunked.chunks.V]
+        return buffer[:k, : self.chunked.plan.V]
 
-    def write_dhidden(self, dlogits: Tensor, index: slice | Tensor) -> None:
+    def write_dhidden(self, dhidden: Tensor, dlogits: Tensor, index: slice | Tensor) -> None:
         if isinstance(index, slice):
-            multiply(dlogits, self.chunked.weight, out=self.dhidden[index])
+            multiply(dlogits, self.chunked.weight, out=dhidden[index])
         else:
-            dhidden = self.dhidden.new_empty(len(dlogits), self.dhidden.shape[1])
-            multiply(dlogits, self.chunked.weight, out=dhidden)
-            self.dhidden[index] = dhidden
+            product = dhidden.new_empty(len(dlogits), dhidden.shape[1])
+            multiply(dlogits, self.chunked.weight, out=product)
+            dhidden[index] = product
 
     def add_to_dweight(self, dlogits: Tensor, hidden: Tensor, *, last: bool) -> None:
-        accumulate = self.dweight is not None
-        if not accumulate:
+        first = self.dweight is None
+        if self.dweight is None:
             dtype = self.dweight_dtype(only=last)
             self.dweight = torch.empty_like(self.chunked.weight, dtype=dtype, memory_format=torch.contiguous_format)
-        multiply(dlogits.T, hidden, out=self.dweight, accumulate=accumulate)
+        multiply(dlogits.T, hidden, out=self.dweight, accumulate=not first)
 
     def dweight_dtype(self, *, only: bool) -> torch.dtype:
         """fp32 where several fillings of the buffer are summed; a single product's own sum is fp32 inside already."""
-        bf16 = self.dtypes[1] == self.chunked.dtypes.multiplied == torch.bfloat16
+        bf16 = self.dtypes[1] == self.chunked.plan.dtypes.multiplied == torch.bfloat16
         return torch.bfloat16 if only and bf16 else self.logits_dtype
 
     def finish(self) -> None:
         """The last products; the buffers and all that only they need are given up."""
-        if self.chunked is None:
+        if self.finished:
             return
         self.multiply_waiting(last=True)
         if self.needs_weight and self.dweight is None:
             self.dweight = torch.zeros_like(self.chunked.weight, memory_format=torch.contiguous_format)
-        self.chunked = self.dlogits_buffer = None
+        del self.chunked, self.dlogits_buffer
+        self.finished = True
 
     def results(self, scale: Tensor | None = None) -> list[Tensor | None]:
         """Gradients of hidden [N, D], weight [V, D] and bias [V] in their dtypes, None where not needed.
@@ -131,6 +132,6 @@ class HeadGradients:
         """
         self.finish()
         return [
-            None if gradient is None else scaled(gradient, scale, dtype, triton=self.triton)
+            None if gradient is None or dtype is None else scaled(gradient, scale, dtype, triton=self.triton)
             for gradient, dtype in zip((self.dhidden, self.dweight, self.dbias), self.dtypes, strict=True)
         ]

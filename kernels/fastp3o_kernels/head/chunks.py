@@ -30,17 +30,18 @@ class Chunk(NamedTuple):
     spans: list[slice]
 
 
-class Chunks(NamedTuple):
-    """How tokens go through the head, and the buffers [rows, row_elements] for logits and for their gradient."""
+class HeadPlan(NamedTuple):
+    """How tokens go through the head: in which dtypes, by what buffers [rows, row_elements], in which chunks."""
 
+    dtypes: HeadDtypes
     V: int
     row_elements: int  # V, aligned
-    logits_rows: int
-    dlogits_rows: int  # gradients of logits that can wait for their products
+    logits_rows: int  # of the buffer for logits
+    dlogits_rows: int  # of the buffer for gradients of logits that wait for their products
     chunks: list[Chunk]
 
 
-def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None) -> Chunks:
+def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None) -> HeadPlan:
     """Chunks for units between `bounds` (0 first, N last), within so many bytes (None: MEMORY_BUDGET).
 
     It depends on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply matrices
@@ -63,7 +64,7 @@ def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: in
     wanted = max(budget // (4 * logits_bytes), (budget - N * dlogits_bytes) // logits_bytes, longest)
     logits_rows = min(wanted, budget // (logits_bytes + dlogits_bytes), N)
     dlogits_rows = min((budget - logits_rows * logits_bytes) // dlogits_bytes, N)
-    return Chunks(V, row_elements, logits_rows, dlogits_rows, list(divide(bounds, logits_rows)))
+    return HeadPlan(dtypes, V, row_elements, logits_rows, dlogits_rows, list(divide(bounds, logits_rows)))
 
 
 def divide(bounds: list[int], most: int) -> Iterator[Chunk]:

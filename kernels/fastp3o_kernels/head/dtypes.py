@@ -16,7 +16,7 @@ class HeadDtypes(NamedTuple):
     logits: torch.dtype  # of logits, log-probs and sums over tokens
 
     @classmethod
-    def of(cls, hidden: Tensor) -> "HeadDtypes":
+    def for_hidden(cls, hidden: Tensor) -> "HeadDtypes":
         """For these hidden states, here and now: under autocast or not."""
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64

@@ -6,28 +6,20 @@ operations.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastp3o_kernels.dispatch import HAS_TRITON
-from fastp3o_kernels.head.chunks import Chunks
-from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
+from fastp3o_kernels.head.chunks import HeadPlan
+from fastp3o_kernels.head.dtypes import multiply
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.rows import in_torch
 from fastp3o_kernels.rows.transform import transform_
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_logprobs
-
-
-class HeadPlan(NamedTuple):
-    """How the head is applied: in which dtypes, in which chunks, and whether by the Triton kernels."""
-
-    dtypes: HeadDtypes
-    chunks: Chunks
-    triton: bool
 
 
 class ChunkedHead:
@@ -37,21 +29,20 @@ class ChunkedHead:
     `resident`.
     """
 
-    def __init__(self, labels: Tensor, ignore_index: int, plan: HeadPlan):
-        self.labels, self.ignore_index = labels, ignore_index
-        self.dtypes, self.chunks, self.triton = plan
-        N, rows, elements = len(labels), self.chunks.logits_rows, self.chunks.row_elements
-        self.logits_buffer = torch.empty(rows, elements, dtype=self.dtypes.logits, device=labels.device)
+    def __init__(self, labels: Tensor, ignore_index: int, plan: HeadPlan, *, triton: bool):
+        self.labels, self.ignore_index, self.plan, self.triton = labels, ignore_index, plan, triton
+        on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
+        self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
         self.resident: slice | None = None
-        vectors = torch.empty(3, N, dtype=self.dtypes.logits, device=labels.device)
-        self.logprobs, self.row_max, self.log_sum = vectors
+        self.logprobs, self.row_max, self.log_sum = torch.empty(3, len(labels), **on_device)
 
     @contextmanager
     def holding(self, hidden: Tensor, head: Head) -> Iterator[None]:
         """Within, logits of these hidden states [N, D] can be computed. Outside they are left to autograd to keep."""
         # The dtypes have taken autocast into account.
         with torch.autocast(hidden.device.type, enabled=False):
-            self.head, self.hidden, self.weight = head, self.dtypes.cast(hidden), self.dtypes.cast(head.weight)
+            cast = self.plan.dtypes.cast
+            self.head, self.hidden, self.weight = head, cast(hidden), cast(head.weight)
             try:
                 yield
             finally:
@@ -59,7 +50,7 @@ class ChunkedHead:
 
     def logits(self, span: slice) -> Tensor:
         """Logits of a span [n, V]: the bare products where kernels transform them, else transformed."""
-        logits = self.logits_buffer[: span.stop - span.start, : self.chunks.V]
+        logits = self.logits_buffer[: span.stop - span.start, : self.plan.V]
         if span != self.resident:
             multiply(self.hidden[span], self.weight.T, out=logits)
             if not self.triton:

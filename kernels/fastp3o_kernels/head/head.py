@@ -29,7 +29,7 @@ class Head(LogitsTransform):
     weight: Tensor
 
     @classmethod
-    def of(cls, head: "Head | Tensor") -> "Head":
+    def from_weight(cls, head: "Head | Tensor") -> "Head":
         """A bare weight is a head without bias or soft cap, at temperature 1."""
         return head if isinstance(head, Head) else cls(head)
 

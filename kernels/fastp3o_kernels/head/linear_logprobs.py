@@ -12,7 +12,7 @@ from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
-from fastp3o_kernels.head.forward import ChunkedHead, HeadPlan
+from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
 
 
@@ -23,10 +23,10 @@ class LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, ignore_index, plan):
-        chunked = ChunkedHead(labels, ignore_index, plan)
+    def forward(ctx, hidden, weight, bias, labels, head, ignore_index, plan, triton):
+        chunked = ChunkedHead(labels, ignore_index, plan, triton=triton)
         with chunked.holding(hidden, head):
-            for chunk in plan.chunks.chunks:
+            for chunk in plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
         logprobs = chunked.logprobs
@@ -46,10 +46,10 @@ class LinearLogprobs(torch.autograd.Function):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
             coefficients = grad_logprobs.masked_fill(chunked.labels == chunked.ignore_index, 0.0)
             # The last span's logits are still in their buffer.
-            spans = [span for chunk in chunked.chunks.chunks for span in chunk.spans]
+            spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
             for span in reversed(spans):
                 gradients.backward(span, coefficients[span])
-            return *gradients.results(), *[None] * 4
+            return *gradients.results(), *[None] * 5
 
 
 def linear_logprobs(
@@ -91,16 +91,16 @@ def linear_logprobs(
             no row of logits. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of range gives NaN
             there.
     """
-    head = Head.of(head)
+    head = Head.from_weight(head)
     check_head(hidden, head, labels, ignore_index)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
-    dtypes = HeadDtypes.of(hidden)
+    dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:
         return eager.linear_logprobs(hidden, head, labels, ignore_index, dtypes.rounded)
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     bounds = [0, len(hidden)] if cu_seqlens is None else cu_seqlens[::responses_per_prompt].tolist()
-    plan = HeadPlan(dtypes, plan_chunks(bounds, len(head.weight), dtypes, memory_budget), triton)
-    return LinearLogprobs.apply(hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan)
+    plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
+    return LinearLogprobs.apply(hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan, triton)

@@ -69,6 +69,7 @@ def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OS
     """The first author's later variant: every token is clipped for itself in each pair of its response; the mean is
     over these N (K − 1) cases.
     """
+    assert pairs.old_token_logprobs is not None  # inputs are checked before
     token_logprobs, old_token_logprobs = at_least_fp32(token_logprobs), at_least_fp32(pairs.old_token_logprobs)
     cu_seqlens, (P, K) = pairs.cu_seqlens, pairs.rewards.shape
     response_logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(P, K)
@@ -102,7 +103,8 @@ def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OS
 
 def all_pairs(logprobs: Tensor, pairs: PairInputs) -> list[Tensor]:
     """log π, log π_old, log π_ref and rewards of the two responses of each pair, [Q, 2] each, of [P, K]."""
-    first, second = torch.triu_indices(*2 * logprobs.shape[1:], offset=1)
+    K = logprobs.shape[1]
+    first, second = torch.triu_indices(K, K, offset=1)
     responses = (at_least_fp32(t) for t in (logprobs, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards))
     return [torch.stack([values[:, first], values[:, second]], dim=2).flatten(0, 1) for values in responses]
 

@@ -19,7 +19,7 @@ from fastp3o_kernels.head import eager as eager_head
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
-from fastp3o_kernels.head.forward import ChunkedHead, HeadPlan
+from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
 from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.coefficients import loss_and_coefficients, on_policy_loss_and_coefficients
@@ -40,14 +40,13 @@ class LinearP3OLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, pairs, settings, plan):
-        dtypes, chunks, triton = plan
+    def forward(ctx, hidden, weight, bias, labels, head, pairs, settings, plan, triton):
         needs = ctx.needs_input_grad[:3]
-        scale = coefficient_scale(dtypes, len(hidden), pairs, settings)
-        chunked = ChunkedHead(labels, NO_LABEL, plan)
+        scale = coefficient_scale(plan.dtypes, len(hidden), pairs, settings)
+        chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
-            for chunk in chunks.chunks:
+            for chunk in plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
                 if gradients is None:
@@ -57,7 +56,7 @@ class LinearP3OLoss(torch.autograd.Function):
                 # The last span's logits are still in their buffer.
                 for span in reversed(chunk.spans):
                     gradients.backward(span, coefficients[span] * scale if scale != 1 else coefficients[span])
-            if gradients is None or len(chunks.chunks) > 1:
+            if gradients is None or len(plan.chunks) > 1:
                 results, _ = loss_and_coefficients(chunked.logprobs, pairs, settings, triton=triton)
             if gradients is not None:
                 gradients.finish()
@@ -70,7 +69,7 @@ class LinearP3OLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.results(grad_loss / ctx.scale if ctx.scale != 1 else grad_loss), *[None] * 5
+        return *gradients.results(grad_loss / ctx.scale if ctx.scale != 1 else grad_loss), *[None] * 6
 
 
 class OnPolicyLinearP3OLoss(torch.autograd.Function):
@@ -80,11 +79,11 @@ class OnPolicyLinearP3OLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, pairs, settings, plan):
+    def forward(ctx, hidden, weight, bias, labels, head, pairs, settings, plan, triton):
         given = pairs, len(hidden), plan.dtypes.logits, settings
-        results, coefficients = on_policy_loss_and_coefficients(*given, triton=plan.triton)
+        results, coefficients = on_policy_loss_and_coefficients(*given, triton=triton)
         save_for_backward(ctx, hidden, head, labels, coefficients)
-        ctx.plan = plan
+        ctx.plan, ctx.triton = plan, triton
         return forward_results(ctx, results)
 
     @staticmethod
@@ -97,17 +96,17 @@ class OnPolicyLinearP3OLoss(torch.autograd.Function):
         if not everything:
             labels, coefficients = labels[tokens], coefficients[tokens]
         coefficients = coefficients * grad_loss
-        chunked = ChunkedHead(labels, NO_LABEL, ctx.plan)
+        chunked = ChunkedHead(labels, NO_LABEL, ctx.plan, triton=ctx.triton)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
-            most = ctx.plan.chunks.logits_rows
+            most = ctx.plan.logits_rows
             for begin in range(0, len(hidden), most):
                 span = slice(begin, min(begin + most, len(hidden)))
                 gradients.on_policy(span, coefficients[span])
             dhidden, dweight, dbias = gradients.results()
         if dhidden is not None and not everything:
             dhidden = torch.zeros_like(all_hidden).index_copy_(0, tokens, dhidden)
-        return dhidden, dweight, dbias, *[None] * 5
+        return dhidden, dweight, dbias, *[None] * 6
 
 
 def coefficient_scale(dtypes: HeadDtypes, tokens: int, pairs: PairInputs, settings: P3OSettings) -> float:
@@ -164,13 +163,13 @@ def linear_p3o_loss(
         ValueError: as in `linear_logprobs` and `p3o_loss`.
         RuntimeError: for a second backward pass.
     """
-    head = Head.of(head)
+    head = Head.from_weight(head)
     check_head(hidden, head, labels, ignore_index=None)
     given = cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs
     pairs = PairInputs.checked(len(hidden), *given, settings, on_policy=on_policy)
     check_same_device(hidden=hidden, **pairs.floating)
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())
-    dtypes = HeadDtypes.of(hidden)
+    dtypes = HeadDtypes.for_hidden(hidden)
     pairs = replace(pairs, cu_seqlens=cu_seqlens.to(hidden.device, non_blocking=True))
     if impl == "eager":
         logprobs = eager_head.linear_logprobs(hidden, head, labels, NO_LABEL, dtypes.rounded)
@@ -178,7 +177,7 @@ def linear_p3o_loss(
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     bounds = cu_seqlens[:: pairs.responses_per_prompt].tolist()
-    plan = HeadPlan(dtypes, plan_chunks(bounds, len(head.weight), dtypes, memory_budget), triton)
+    plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
     function = OnPolicyLinearP3OLoss if on_policy else LinearP3OLoss
-    given = hidden, head.weight, head.bias, labels.contiguous(), head, pairs, settings, plan
-    return loss_output(*function.apply(*given))
+    tensors = hidden, head.weight, head.bias, labels.contiguous()
+    return loss_output(*function.apply(*tensors, head, pairs, settings, plan, triton))

@@ -42,6 +42,7 @@ def transform_(logits: Tensor, transform: LogitsTransform) -> Tensor:
 
 
 def slope_(transformed: Tensor, transform: LogitsTransform) -> Tensor:
-    """d transformed / d product under a soft cap, overwriting its argument."""
+    """d transformed / d product under a soft cap, which there must be, overwriting its argument."""
+    assert transform.softcap is not None
     tanh = transformed.mul_(transform.temperature / transform.softcap)
     return tanh.square_().neg_().add_(1).div_(transform.temperature)
