@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fastp3o_kernels
-from fastp3o_kernels.decoding import attention_kernel, merge_kernel
+from fastp3o_kernels.decoding import attention_kernel, merge_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
@@ -47,6 +47,7 @@ KERNELS = {
     "scale_kernel": scale_kernel,
     "partial_attention_kernel": attention_kernel,
     "merge_kernel": merge_kernel,
+    "race_kernel": sampling_kernel,
 }
 
 ARCHITECTURES = (80, 90, 100)
@@ -87,6 +88,8 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     """What the launching functions can ask for."""
     for V in vocabularies:
         yield from logits_configurations(V)
+        B = sampling.block_size(V)
+        yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
     for clipping, kl_reward, K in product(CLIPPING, KL_REWARD, RESPONSES):
         constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K, **pair_kernel.block_sizes(K)}
         yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}, K {K}", {}, constants)
@@ -156,7 +159,7 @@ def compiler_source(config: Configuration) -> ASTSource:
     kernel = getattr(KERNELS[config.kernel], config.kernel)
     pointers, constants = dict(config.pointers), dict(config.constants)
     integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32", "members_ptr": "i32"}
-    integers |= dict.fromkeys(("prompt_ptr", "prompt_lengths_ptr", "steps_ptr"), "i64")
+    integers |= dict.fromkeys(("prompt_ptr", "prompt_lengths_ptr", "steps_ptr", "keys_ptr", "tokens_ptr"), "i64")
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:

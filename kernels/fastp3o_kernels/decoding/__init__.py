@@ -7,6 +7,7 @@ attention_kernel.py   it in Triton: chunks of keys
 merge_kernel.py       Triton: the chunks' results
 noise.py              random numbers that are a function of (seed, prompt, response, position)
 sampling.py           public: sample_tokens
+sampling_kernel.py    Triton: from the whole vocabulary at temperature 1
 """
 
 from fastp3o_kernels.decoding.attention import decode_attention
