@@ -3,7 +3,8 @@
     python benchmarks/compile_kernels.py                     # a table; exits with 1 where a kernel spills registers
     python benchmarks/compile_kernels.py --output table.json
 
-Architectures: sm_80 (A100), sm_90 (H100, H200), sm_100 (B200). Vocabularies: those of the heads in `shapes.py`.
+Architectures: sm_80 (A100), sm_90 (H100, H200), sm_100 (B200). Vocabularies: those of the heads in `shapes.py`. Of
+decode attention D is the size of a head, K responses to a prompt, G heads to one of keys.
 """
 
 import os
@@ -21,7 +22,6 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,18 +30,33 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastp3o_kernels.checks import CLIPPING, KL_REWARD
+import fastp3o_kernels
+from fastp3o_kernels.decoding import attention_kernel, merge_kernel, sampling, sampling_kernel
+from fastp3o_kernels.head import scale_kernel
+from fastp3o_kernels.p3o import pair_kernel
+from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
+from fastp3o_kernels.rows import logits_kernel, on_policy_kernel, sequence_kernel
 
-# As attributes of the package, functions hide the modules of the same names.
-gradient_scaling, on_policy_rows, pair_loss, token_logprobs = (
-    import_module(f"fastp3o_kernels.{name}")
-    for name in ("head.gradient_scaling", "rows.on_policy", "p3o.pair_kernel", "rows.token_logprobs")
-)
+# The file of each kernel.
+KERNELS = {
+    "logprobs_kernel": logits_kernel,
+    "dlogits_kernel": logits_kernel,
+    "on_policy_kernel": on_policy_kernel,
+    "pair_kernel": pair_kernel,
+    "sequence_sums_kernel": sequence_kernel,
+    "scale_kernel": scale_kernel,
+    "partial_attention_kernel": attention_kernel,
+    "merge_kernel": merge_kernel,
+    "race_kernel": sampling_kernel,
+}
 
 ARCHITECTURES = (80, 90, 100)
 VOCABULARIES = (128256, 152064, 256000, 262144)
 # To a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
+HEAD_SIZES = (64, 80, 96, 128, 256)
+# Responses to a prompt and heads of a group: of each size of tile one, the smallest tile also at its fullest.
+RESPONSES_AND_HEADS = ((1, 1), (4, 4), (4, 8), (8, 8))
 # Bytes of shared memory that a block can have on the smallest of them (sm_80: 163 KiB).
 SHARED_LIMIT = 163 * 1024
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -51,8 +66,10 @@ SCALARS = {
     "row_stride": "i64",
     "dlogits_row_stride": "i64",
     "ignore_index": "i32",
-    **dict.fromkeys(("S", "P", "N", "PROMPTS", "size"), "i32"),
-    **dict.fromkeys(("inverse_temperature", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
+    **dict.fromkeys(("S", "P", "N", "averaged_prompts", "size"), "i32"),
+    **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
+    **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
+    **dict.fromkeys(("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
 }
 
 
@@ -70,56 +87,79 @@ class Configuration:
 def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     """What the launching functions can ask for."""
     for V in vocabularies:
-        yield from row_configurations(V)
+        yield from logits_configurations(V)
+        B = sampling.block_size(V)
+        yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
     for clipping, kl_reward, K in product(CLIPPING, KL_REWARD, RESPONSES):
-        constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "LIMIT": pair_loss.LOG_RATIO_LIMIT, "K": K}
-        constants |= pair_loss.block_sizes(K)
-        yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}, K {K}", {}, constants, pair_loss.WARPS)
-    blocks = {"BLOCK_P": pair_loss.BLOCK_P, "BLOCK_T": pair_loss.BLOCK_T}
-    yield configuration("sequence_sums_kernel", "", {}, blocks, pair_loss.WARPS)
+        constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K, **pair_kernel.block_sizes(K)}
+        yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}, K {K}", {}, constants)
+    blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
+    yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
-        constants = {"BLOCK": gradient_scaling.BLOCK}
-        yield configuration("scale_kernel", dtype, {"values_ptr": dtype}, constants, gradient_scaling.WARPS)
+        yield configuration("scale_kernel", dtype, {"values_ptr": dtype}, {"BLOCK": scale_kernel.BLOCK})
+    for D in HEAD_SIZES:
+        yield from decoding_configurations(D)
 
 
-def row_configurations(V: int) -> Iterator[Configuration]:
+def logits_configurations(V: int) -> Iterator[Configuration]:
     # Logits from outside: of any dtype, and their gradient has it too. The head's own: fp32, transformed.
     outside = [(dtype, dtype, False, False) for dtype in ELEMENT_BYTES]
-    of_head = [("fp32", out, bias, cap) for out in ELEMENT_BYTES for bias in (False, True) for cap in (False, True)]
-    for dtype, _, bias, cap in dict.fromkeys((dtype, None, bias, cap) for dtype, _, bias, cap in outside + of_head):
-        yield row_configuration("logprobs_kernel", token_logprobs, V, dtype, None, bias, cap, None)
-    for kernel, module in (("dlogits_kernel", token_logprobs), ("on_policy_kernel", on_policy_rows)):
-        for dtype, out, bias, cap in dict.fromkeys(outside + of_head):
-            yield row_configuration(kernel, module, V, dtype, out, bias, cap, False)
+    from_head = [("fp32", out, bias, cap) for out in ELEMENT_BYTES for bias in (False, True) for cap in (False, True)]
+    for dtype, _, bias, cap in dict.fromkeys((dtype, None, bias, cap) for dtype, _, bias, cap in outside + from_head):
+        yield logits_configuration("logprobs_kernel", V, dtype, None, bias, cap, None)
+    for kernel in ("dlogits_kernel", "on_policy_kernel"):
+        for dtype, out, bias, cap in dict.fromkeys(outside + from_head):
+            yield logits_configuration(kernel, V, dtype, out, bias, cap, False)
         for dtype, out, bias, cap in outside:
-            yield row_configuration(kernel, module, V, dtype, out, bias, cap, True)
+            yield logits_configuration(kernel, V, dtype, out, bias, cap, True)
 
 
-def row_configuration(kernel, module, V, dtype, out, bias, cap, scale) -> Configuration:
-    largest = (
-        on_policy_rows.BLOCK_BYTES // ELEMENT_BYTES[dtype] if kernel == "on_policy_kernel" else token_logprobs.BLOCK_V
-    )
-    constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": token_logprobs.block_of(V, largest)}
+def logits_configuration(
+    kernel: str, V: int, dtype: str, out: str | None, bias: bool, cap: bool, scale: bool | None
+) -> Configuration:
+    """out: dtype of the gradient, scale: whether it is multiplied by an incoming one; None for a kernel without."""
+    on_policy = kernel == "on_policy_kernel"
+    largest = on_policy_kernel.BLOCK_BYTES // ELEMENT_BYTES[dtype] if on_policy else logits_kernel.BLOCK_V
+    constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": logits_kernel.block_size(V, largest)}
     if kernel != "dlogits_kernel":
-        constants["GROUP"] = token_logprobs.LOAD_BYTES // ELEMENT_BYTES[dtype]
+        constants["GROUP"] = logits_kernel.LOAD_BYTES // ELEMENT_BYTES[dtype]
     if scale is not None:
         constants["HAS_SCALE"] = scale
     pointers = {"logits_ptr": dtype, "bias_ptr": "bf16" if bias else "fp32"}
     if out is not None:
         pointers["dlogits_ptr"] = out
     parts = [dtype + (f" to {out}" if out else ""), "bias" * bias, "softcap" * cap, "scaled" * bool(scale), f"V {V}"]
-    return configuration(kernel, ", ".join(filter(None, parts)), pointers, constants, module.WARPS)
+    return configuration(kernel, ", ".join(filter(None, parts)), pointers, constants)
 
 
-def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int) -> Configuration:
+def decoding_configurations(D: int) -> Iterator[Configuration]:
+    # Windows and soft caps take the most registers; bf16 and fp16 differ in nothing but the type of instructions.
+    variants = [("bf16", K, G, True) for K, G in RESPONSES_AND_HEADS]
+    for dtype, K, G, limited in [*variants, ("fp16", 4, 4, False), ("fp32", 8, 8, True)]:
+        blocks = attention_kernel.block_sizes(D, K, G, ELEMENT_BYTES[dtype])
+        constants = {"K": K, "G": G, "HKV": 8, "D": D, "CHUNK": attention_kernel.CHUNK, **blocks}
+        constants |= {"HAS_SOFTCAP": limited, "HAS_WINDOW": limited, "INTERPRETED": False}
+        tensors = ("query", "key", "value", "prompt_keys", "prompt_values", "own_keys", "own_values")
+        pointers = {f"{tensor}_ptr": dtype for tensor in tensors}
+        name = f"{dtype}, D {D}, K {K}, G {G}" + ", window, softcap" * limited
+        warps = attention_kernel.warps(blocks, ELEMENT_BYTES[dtype])
+        yield configuration("partial_attention_kernel", name, pointers, constants, warps)
+    constants = {"H": 32, "D": D, "CHUNK": attention_kernel.CHUNK, "PROMPT_CHUNKS": 8, "CHUNKS": 12}
+    constants |= {"BLOCK_D": blocks["BLOCK_D"], "BLOCK_S": merge_kernel.BLOCK_S}
+    yield configuration("merge_kernel", f"bf16, D {D}", {"out_ptr": "bf16"}, constants)
+
+
+def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int | None = None) -> Configuration:
+    """warps: the file's WARPS if None."""
+    warps = KERNELS[kernel].WARPS if warps is None else warps
     return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), warps)
 
 
-def source_of(config: Configuration) -> ASTSource:
-    modules = (token_logprobs, on_policy_rows, pair_loss, gradient_scaling)
-    kernel = next(getattr(module, config.kernel) for module in modules if hasattr(module, config.kernel))
+def compiler_source(config: Configuration) -> ASTSource:
+    kernel = getattr(KERNELS[config.kernel], config.kernel)
     pointers, constants = dict(config.pointers), dict(config.constants)
-    integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32"}
+    integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32", "members_ptr": "i32"}
+    integers |= dict.fromkeys(("prompt_ptr", "prompt_lengths_ptr", "steps_ptr", "keys_ptr", "tokens_ptr"), "i64")
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -129,7 +169,7 @@ def source_of(config: Configuration) -> ASTSource:
         else:
             signature[name] = SCALARS[name]
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
-        if name.endswith(("_ptr", "row_stride")) or name == "size":
+        if name.endswith(("_ptr", "_stride")) or name == "size":
             attributes[(position,)] = [["tt.divisibility", 16]]
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, positions, attributes)
@@ -138,7 +178,7 @@ def source_of(config: Configuration) -> ASTSource:
 def compiled(config: Configuration, architecture: int) -> dict[str, object]:
     """Registers a thread, bytes of stack (spills show there) and of shared memory, and instructions of interest."""
     options = {"num_warps": config.warps}
-    result = triton.compile(source_of(config), target=GPUTarget("cuda", architecture, 32), options=options)
+    result = triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
@@ -163,19 +203,18 @@ def run(*command: object) -> str:
 
 
 def sources() -> str:
-    """A hash of what is compiled, to tell a table of other kernels."""
-    names = ("rows.transform", "rows.token_logprobs", "rows.on_policy", "p3o.pair_kernel", "head.gradient_scaling")
-    files = [Path(import_module(f"fastp3o_kernels.{name}").__file__).read_bytes() for name in names]
-    return hashlib.sha256(b"".join(files)).hexdigest()
+    """A hash of all files with code that is compiled, to tell a table of other kernels."""
+    files = sorted(Path(fastp3o_kernels.__file__).parent.rglob("*_kernel.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def failures(table: list[dict[str, object]]) -> list[str]:
     """What must not be: registers spilled to the stack, or more shared memory than a block has."""
     return [
-        f"{row['kernel']} ({row['configuration']}) on {row['architecture']}: {row['stack']} bytes of stack, "
-        f"{row['spills']} spills, {row['shared']} bytes of shared memory"
-        for row in table
-        if row["stack"] or row["spills"] or row["shared"] > SHARED_LIMIT
+        f"{entry['kernel']} ({entry['configuration']}) on {entry['architecture']}: {entry['stack']} bytes of stack, "
+        f"{entry['spills']} spills, {entry['shared']} bytes of shared memory"
+        for entry in table
+        if entry["stack"] or entry["spills"] or entry["shared"] > SHARED_LIMIT
     ]
 
 
@@ -192,13 +231,13 @@ def main() -> None:
             table = list(pool.map(compiled, *zip(*work, strict=True), chunksize=8))
     columns = ("kernel", "configuration", "architecture", "warps", "registers", "stack", "spills", "shared")
     columns += ("wide_loads", "tensor_core")
-    widths = [max(len(column), *(len(str(row[column])) for row in table)) for column in columns]
+    widths = [max(len(column), *(len(str(entry[column])) for entry in table)) for column in columns]
     print("  ".join(column.ljust(width) for column, width in zip(columns, widths, strict=True)))
-    for row in table:
-        print("  ".join(str(row[column]).ljust(width) for column, width in zip(columns, widths, strict=True)))
+    for entry in table:
+        print("  ".join(str(entry[column]).ljust(width) for column, width in zip(columns, widths, strict=True)))
     if arguments.output:
         record = {"triton": triton.__version__, "sources": sources()}
-        lines = ",\n".join(json.dumps(row) for row in table)
+        lines = ",\n".join(json.dumps(entry) for entry in table)
         arguments.output.write_text(json.dumps(record)[:-1] + f', "kernels": [\n{lines}\n]}}\n')
     failed = failures(table)
     print(f"{len(table)} compiled, {len(failed)} failed", *failed, sep="\n")

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.measure import release
 from benchmarks.peers import AbsentError
-from benchmarks.shapes import ROWS
+from benchmarks.shapes import TOKENS
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl")
 STARTED = time.monotonic()
@@ -43,10 +43,10 @@ def order(item: pytest.Item) -> tuple[bool, bool, int, bool, bool]:
     explains.
     """
     callspec = getattr(item, "callspec", None)
-    place = ROWS.index(callspec.params.get("rows", ROWS[0])) if callspec else 0
+    tokens = TOKENS.index(callspec.params.get("tokens", TOKENS[0])) if callspec else 0
     explains = any(word in item.name for word in ("apart", "without_gradients"))
     peers = "of_peers" in item.name
-    return explains, peers and place > 0, place, "training" in item.name, peers
+    return explains, peers and tokens > 0, tokens, "training" in item.name, peers
 
 
 @pytest.fixture(autouse=True)

@@ -28,13 +28,13 @@ def eager_head(hidden: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile at its best: anew for each vocabulary, which it then knows, but not for each number of rows."""
-    of_any_rows = torch.compile(function, dynamic=False)
+    """torch.compile at its best: anew for each vocabulary, which it then knows, but not for each number of tokens."""
+    for_any_number = torch.compile(function, dynamic=False)
 
-    def run(rows: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
-        for tensor in (rows, labels):
+    def run(inputs: Tensor, labels: Tensor, *others: Tensor) -> Tensor:
+        for tensor in (inputs, labels):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return of_any_rows(rows, labels, *others)
+        return for_any_number(inputs, labels, *others)
 
     return run
 

@@ -1,6 +1,6 @@
 """Random hidden states, heads and pairs of responses.
 
-N rows, D hidden size, V vocabulary, P pairs of responses of `RESPONSE_TOKENS`.
+N tokens, D hidden size, V vocabulary, P pairs of responses of `RESPONSE_TOKENS`.
 """
 
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import DEVICE, DTYPE, RESPONSE_TOKENS, Head
+from benchmarks.shapes import DEVICE, DTYPE, RESPONSE_TOKENS, HeadSizes
 from fastp3o_kernels import linear_logprobs, sequence_logprobs
 
 LOGITS_STD = 4.0
@@ -29,7 +29,7 @@ class Inputs:
     def pairs(self) -> tuple[Tensor, ...]:
         return self.old_logprobs, self.ref_logprobs, self.rewards
 
-    def of_policy(self, sums: Tensor) -> "Inputs":
+    def for_policy(self, sums: Tensor) -> "Inputs":
         """The same moves since the rollout, for a policy of other log-probs [P, 2]."""
         shift = sums - self.sums
         return replace(self, sums=sums, old_logprobs=self.old_logprobs + shift, ref_logprobs=self.ref_logprobs + shift)
@@ -50,17 +50,17 @@ class Inputs:
         )
 
 
-def random_inputs(head: Head, rows: int) -> Inputs:
+def random_inputs(head: HeadSizes, tokens: int) -> Inputs:
     """Pairs that moved since the rollout, but within the clip range: all of them have a gradient."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=DEVICE)
 
-    hidden = randn(rows, head.hidden).to(DTYPE)
+    hidden = randn(tokens, head.hidden).to(DTYPE)
     weight = (randn(head.vocabulary, head.hidden) * (LOGITS_STD / head.hidden**0.5)).to(DTYPE)
-    labels = torch.randint(head.vocabulary, (rows,), generator=generator, device=DEVICE)
-    cu_seqlens = torch.arange(0, rows + 1, RESPONSE_TOKENS, dtype=torch.int32, device=DEVICE)
+    labels = torch.randint(head.vocabulary, (tokens,), generator=generator, device=DEVICE)
+    cu_seqlens = torch.arange(0, tokens + 1, RESPONSE_TOKENS, dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
         sums = sequence_logprobs(linear_logprobs(hidden, weight, labels), cu_seqlens).view(-1, 2)
     pairs = len(sums)

@@ -27,7 +27,7 @@ def logits_trl(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def logits_liger_grpo(logits: Tensor, inputs: Inputs) -> Tensor:
-    """Sequence-level GRPO. It reads logits [B, L + 1, V] and leaves the last position out; L is one row short here."""
+    """Sequence-level GRPO. It reads logits [B, L + 1, V] and leaves the last position out: one token less here."""
     needs_cuda("Liger's Triton GRPO loss")
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.report import plain, precision_table
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
@@ -31,7 +31,7 @@ from fastp3o.precision import PRECISIONS, Precision, precision_of
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.transformers_sampler import sampling_mode
 from fastp3o.training.ratio_noise import ratio_noise
-from fastp3o_kernels import sequence_logprobs
+from fastp3o_kernels import Head, sequence_logprobs
 
 FOLDER = Path(__file__).parent
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)

@@ -2,33 +2,39 @@
 
 import torch
 
-from fastp3o_kernels import linear_logprobs, linear_p3o_loss, logits_p3o_loss, sequence_logprobs
+from fastp3o_kernels import (
+    Head,
+    P3OSettings,
+    linear_logprobs,
+    linear_p3o_loss,
+    logits_p3o_loss,
+    sequence_logprobs,
+)
 
 LENGTHS, V, D = [3, 5, 1, 7], 5003, 64
 
 
 def main() -> None:
     device = torch.device("cuda")
-    rows, pairs = sum(LENGTHS), len(LENGTHS) // 2
-    hidden = torch.randn(rows, D, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tokens, pairs = sum(LENGTHS), len(LENGTHS) // 2
+    hidden = torch.randn(tokens, D, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, D, device=device, dtype=torch.bfloat16, requires_grad=True)
     bias = torch.randn(V, device=device, requires_grad=True)
-    labels = torch.randint(V, (rows,), device=device)
+    labels = torch.randint(V, (tokens,), device=device)
     cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0, dtype=torch.int32)
     rewards = torch.randn(pairs, 2, device=device)
-    budget = 8 * 6 * 5008
+    head, budget = Head(weight, bias=bias, softcap=30.0), 8 * 6 * 5008
     with torch.no_grad():
-        logprobs = linear_logprobs(hidden, weight, labels, bias=bias, softcap=30.0, memory_budget=budget)
+        logprobs = linear_logprobs(hidden, head, labels, memory_budget=budget)
         old = sequence_logprobs(logprobs, cu_seqlens).view(-1, 2)
-    given = labels, cu_seqlens, old, old, rewards
     for clipping in ("joint", "separate", "none", "token"):
-        tokens = {"old_token_logprobs": logprobs} if clipping == "token" else {}
+        given = labels, cu_seqlens, old, old, rewards, P3OSettings(clipping=clipping)
+        old_tokens = {"old_token_logprobs": logprobs} if clipping == "token" else {}
         for on_policy in (False, True):
-            settings = {"clipping": clipping, "on_policy": on_policy, **tokens}
-            head = {"bias": bias, "softcap": 30.0, "memory_budget": budget}
-            (2 * linear_p3o_loss(hidden, weight, *given, **head, **settings).loss).backward()
+            chosen = {"on_policy": on_policy, **old_tokens}
+            (2 * linear_p3o_loss(hidden, head, *given, **chosen, memory_budget=budget).loss).backward()
             logits = (hidden @ weight.T).detach().requires_grad_()
-            logits_p3o_loss(logits, *given, **settings).loss.backward()
+            logits_p3o_loss(logits, *given, **chosen).loss.backward()
     torch.cuda.synchronize()
 
 

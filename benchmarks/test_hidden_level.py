@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import implementations, peers, roofs
 from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
-from benchmarks.shapes import DTYPE, HEADS, ROWS, Head
+from benchmarks.shapes import DTYPE, HEADS, TOKENS, HeadSizes
 
 OURS = {"fastp3o": implementations.hidden_fastp3o, "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs}
 EVERYWHERE = {"eager": implementations.hidden_eager, "TRL": peers.hidden_trl, "CCE": peers.hidden_cce}
@@ -35,17 +35,17 @@ def named(implementations: dict[str, Callable]) -> list:
 
 
 @cache
-def latest(head: Head, rows: int) -> Inputs:
-    return random_inputs(head, rows)
+def latest(head: HeadSizes, tokens: int) -> Inputs:
+    return random_inputs(head, tokens)
 
 
-def inputs_of(head: Head, rows: int) -> Inputs:
+def inputs_of(head: HeadSizes, tokens: int) -> Inputs:
     """One set of inputs at a time in memory, with fresh leaves."""
-    if latest.cache_info().currsize and (head, rows) != inputs_of.of:
+    if latest.cache_info().currsize and (head, tokens) != inputs_of.of:
         latest.cache_clear()
         release()
-    inputs_of.of = head, rows
-    inputs = latest(head, rows)
+    inputs_of.of = head, tokens
+    inputs = latest(head, tokens)
     inputs.hidden, inputs.weight = (tensor.detach().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
     return inputs
 
@@ -97,55 +97,55 @@ def run_frozen(benchmark, name, loss_of, inputs) -> None:
 
 @pytest.mark.parametrize(("name", "loss_of"), named(OURS | EVERYWHERE))
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_forward_and_backward(benchmark, name, loss_of, head, rows):
-    inputs = inputs_of(head, rows)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_forward_and_backward(benchmark, name, loss_of, head, tokens):
+    inputs = inputs_of(head, tokens)
     run_both(benchmark, name, loss_of, inputs)
-    if rows == min(ROWS) and "GRPO" not in name:
+    if tokens == min(TOKENS) and "GRPO" not in name:
         benchmark.extra_info |= errors(loss_of, inputs)
 
 
 @pytest.mark.parametrize(("name", "loss_of"), named(FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, rows):
-    inputs = inputs_of(head, rows)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, tokens):
+    inputs = inputs_of(head, tokens)
     run_both(benchmark, name, loss_of, inputs)
-    if rows == min(ROWS) and "GRPO" not in name:
+    if tokens == min(TOKENS) and "GRPO" not in name:
         benchmark.extra_info |= errors(loss_of, inputs)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_fastp3o_on_policy(benchmark, head, rows):
-    inputs = inputs_of(head, rows).on_policy()
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fastp3o_on_policy(benchmark, head, tokens):
+    inputs = inputs_of(head, tokens).on_policy()
     run_both(benchmark, "fastp3o", implementations.hidden_fastp3o_on_policy, inputs, "on-policy forward and backward")
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, rows):
-    inputs = inputs_of(head, rows).a_third_clipped()
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
+    inputs = inputs_of(head, tokens).a_third_clipped()
     run_both(benchmark, "fastp3o", implementations.hidden_fastp3o, inputs, "forward and backward, a third clipped")
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_fastp3o_with_a_frozen_head(benchmark, head, rows):
-    run_frozen(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, rows))
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fastp3o_with_a_frozen_head(benchmark, head, tokens):
+    run_frozen(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, tokens))
 
 
 @pytest.mark.parametrize(("name", "loss_of"), named(EVERYWHERE))
 def test_frozen_head_of_peers(benchmark, name, loss_of):
-    run_frozen(benchmark, name, loss_of, inputs_of(HEADS[0], ROWS[0]))
+    run_frozen(benchmark, name, loss_of, inputs_of(HEADS[0], TOKENS[0]))
 
 
 @pytest.mark.parametrize(("name", "loss_of"), named(OURS | EVERYWHERE | FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_forward_without_gradients(benchmark, name, loss_of, head, rows):
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_forward_without_gradients(benchmark, name, loss_of, head, tokens):
     """Reference and old log-probs."""
-    inputs = inputs_of(head, rows)
+    inputs = inputs_of(head, tokens)
 
     @torch.no_grad()
     def run(_):
@@ -158,9 +158,9 @@ def test_forward_without_gradients(benchmark, name, loss_of, head, rows):
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize(("name", "loss_of"), named(OURS | EVERYWHERE | FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
-@pytest.mark.parametrize("rows", ROWS[:1])
-def test_passes_apart(benchmark, passes, name, loss_of, head, rows):
-    inputs = inputs_of(head, rows)
+@pytest.mark.parametrize("tokens", TOKENS[:1])
+def test_passes_apart(benchmark, passes, name, loss_of, head, tokens):
+    inputs = inputs_of(head, tokens)
     leaves = inputs.hidden, inputs.weight
     backward = passes == "backward"
     measure(

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import implementations, peers, roofs
 from benchmarks.inputs import Inputs
 from benchmarks.measure import Case, measure
-from benchmarks.shapes import CUDA, DTYPE, HEADS, ROWS
+from benchmarks.shapes import CUDA, DTYPE, HEADS, TOKENS
 from benchmarks.test_hidden_level import inputs_of, named
 from fastp3o_kernels import sequence_logprobs, token_logprobs
 
@@ -38,7 +38,7 @@ class Logits:
         with torch.no_grad():
             self.source = inputs.hidden @ inputs.weight.T
             sums = sequence_logprobs(token_logprobs(self.source, inputs.labels), inputs.cu_seqlens).view(-1, 2)
-        self.inputs = inputs.of_policy(sums)
+        self.inputs = inputs.for_policy(sums)
         self.leaf = torch.empty_like(self.source).requires_grad_()
 
     def restored(self) -> Tensor:
@@ -81,25 +81,25 @@ def gradient_error(loss_of: LossOf, inputs: Inputs) -> float:
 
 @pytest.mark.parametrize(("name", "loss_of"), named(OURS | OTHERS))
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_forward_and_backward(benchmark, name, loss_of, head, rows):
-    inputs = inputs_of(head, rows)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_forward_and_backward(benchmark, name, loss_of, head, tokens):
+    inputs = inputs_of(head, tokens)
     run_both(benchmark, name, loss_of, inputs)
-    if rows == min(ROWS):
+    if tokens == min(TOKENS):
         benchmark.extra_info["dlogits_error"] = gradient_error(loss_of, inputs)
 
 
 @pytest.mark.parametrize(("name", "loss_of"), named(FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, rows):
-    run_both(benchmark, name, loss_of, inputs_of(head, rows))
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, tokens):
+    run_both(benchmark, name, loss_of, inputs_of(head, tokens))
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_fastp3o_on_policy(benchmark, head, rows):
-    inputs = inputs_of(head, rows).on_policy()
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fastp3o_on_policy(benchmark, head, tokens):
+    inputs = inputs_of(head, tokens).on_policy()
     run_both(
         benchmark, "fastp3o", implementations.logits_fastp3o_on_policy, inputs, "on-policy forward and backward", 2
     )
@@ -107,15 +107,15 @@ def test_fastp3o_on_policy(benchmark, head, rows):
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("rows", ROWS)
-def test_fastp3o_forward_and_backward_alone(benchmark, passes, head, rows):
-    run_alone(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, rows), passes)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_fastp3o_forward_and_backward_alone(benchmark, passes, head, tokens):
+    run_alone(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, tokens), passes)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize(("name", "loss_of"), named(OTHERS))
 def test_passes_apart(benchmark, passes, name, loss_of):
-    run_alone(benchmark, name, loss_of, inputs_of(HEADS[0], ROWS[0]), passes)
+    run_alone(benchmark, name, loss_of, inputs_of(HEADS[0], TOKENS[0]), passes)
 
 
 def run_alone(benchmark, name, loss_of: LossOf, inputs, passes) -> None:

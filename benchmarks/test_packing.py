@@ -22,13 +22,13 @@ from benchmarks.measure import Case, measure
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
-from fastp3o.models.packed_model import Head, PackedModel, scored_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o_kernels import p3o_loss, sequence_logprobs
+from fastp3o_kernels import Head, p3o_loss, sequence_logprobs
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from transformers import HfArgumentParser
@@ -108,20 +108,50 @@ class TrainableConfig:
             raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """What samples responses."""
+
+    sampler: str = field(
+        default="engine",
+        metadata={
+            "help": "What samples responses: fastp3o's own engine, or transformers' generate.",
+            "choices": ["engine", "transformers"],
+        },
+    )
+    rollout_batch_size: int = option(64, "Prompts sampled at once on one device.")
+    rollout_memory: float | None = option(
+        None,
+        "GB for the engine's keys and values on one device, given back before the update; with less, fewer prompts are "
+        "sampled at once. By default a part of what is free.",
+    )
+
+    def check_sampler(self) -> None:
+        if self.rollout_batch_size < 1:
+            raise ValueError(f"--rollout_batch_size must be at least 1, got {self.rollout_batch_size}")
+        if self.rollout_memory is not None and self.rollout_memory <= 0:
+            raise ValueError(f"--rollout_memory must be above 0, got {self.rollout_memory}")
+        if self.sampler not in ("engine", "transformers"):
+            raise ValueError(f"--sampler must be engine or transformers, got {self.sampler!r}")
+
+
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
     """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
 
     Exits with a usage message on an unknown flag or key, and with the field's name on a bad value.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = HfArgumentParser(config_class, description=config_class.__doc__)
+    parser = HfArgumentParser(cast(Any, config_class), description=config_class.__doc__)
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         arguments = yaml_as_flags(parser, config_class, Path(arguments[0])) + arguments[1:]
     try:
         (config,) = parser.parse_args_into_dataclasses(arguments)
     except ValueError as error:
-        parser.error(str(error))
+        message = str(error)
+        # Settings that are not ours to parse, such as a loss's, know nothing of flags.
+        starts_with_field = message.partition(" ")[0] in {f.name for f in fields(cast(Any, config_class))}
+        parser.error(f"--{message}" if starts_with_field else message)
     return config
 
 

@@ -403,6 +403,13 @@ def write_split(folder: Path, split: str, pairs: list[Pair], rng: random.Random)
     return {path: write_jsonl(path, records[kind]) for kind, path in paths.items()}
 
 
+def totals(sources: list[Source]) -> str:
+    """What was found, in one line; the first source is the standard library."""
+    library, *packages = (len(source.pairs) for source in sources)
+    given = f", {sum(packages)} from {sum(map(bool, packages))} packages" if any(packages) else ""
+    return f"{library + sum(packages)} docstrings with a summary: {library} from the standard library{given}"
+
+
 def quartiles(values: list[int]) -> str:
     ordered = sorted(values)
     at = [ordered[round(q * (len(ordered) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)]
@@ -461,6 +468,7 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{len(pairs)} pairs leave none for the {split} split; raise --max_pairs or change --eval_fraction."
             )
         written |= write_split(options.output_dir, split, chosen, rng)
+    print(totals(sources))
     report(sources, written)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 END, PAD = "<|end|>", "<|pad|>"
 
@@ -28,6 +29,7 @@ class TinyLlamaConfig:
 
 
 def main(config: TinyLlamaConfig) -> None:
+    disable_progress_bar()
     tokenizer = train_tokenizer(Path(config.text), config.vocab_size)
     torch.manual_seed(config.seed)
     model = LlamaForCausalLM(

@@ -7,6 +7,8 @@ source "$(dirname "$0")/setup.sh"
 RUN="${FASTP3O_RUN:-runs/quickstart}"
 DATA="$RUN/data"
 export TOKENIZERS_PARALLELISM=true
+# Libraries' notes on what they will change are for those who write code. Errors and other warnings are shown.
+export PYTHONWARNINGS="ignore::DeprecationWarning,ignore::FutureWarning${PYTHONWARNINGS:+,$PYTHONWARNINGS}"
 
 stage() { # stage <title> <script> <folder> <flags...>: runs a training stage that is not finished, from where it stopped
     local title="$1" script="$2" folder="$3"
@@ -25,29 +27,31 @@ stage() { # stage <title> <script> <folder> <flags...>: runs a training stage th
 }
 
 if [[ ! -f "$DATA/done" ]]; then
-    echo "== Docstrings: bodies as posts, summary lines as summaries"
-    "$PYTHON" scripts/make_docstring_tldr.py --output_dir "$DATA"
+    echo "== Data: docstrings of the installed packages as posts, their first lines as summaries"
+    mkdir -p "$DATA"
+    "$PYTHON" scripts/make_docstring_tldr.py --output_dir "$DATA" > "$DATA/sources.txt"
+    head -n 1 "$DATA/sources.txt"
     touch "$DATA/done"
 fi
 if [[ ! -f "$RUN/init/config.json" ]]; then
-    echo "== Tokenizer and an untrained Llama"
+    echo "== Model: a tokenizer trained on them, and an untrained Llama"
     "$PYTHON" scripts/make_tiny_llama.py --text "$DATA/sft.train.jsonl" --output_dir "$RUN/init"
 fi
 
 lengths=(--max_prompt_tokens 192 --tokens_per_row 2048)
-stage "Stage 1: supervised fine-tuning, of prompts too, as the model knows no language yet" sft.py "$RUN/sft" \
+stage "Stage 1: supervised fine-tuning, on prompts too: the model knows no language yet" sft.py "$RUN/sft" \
     "${lengths[@]}" --max_response_tokens 64 --model "$RUN/init" --train_data "$DATA/sft.train.jsonl" \
     --eval_data "$DATA/sft.eval.jsonl" --eval_limit 64 --train_on_prompt --limit 4096 \
     --batch_size 64 --learning_rate 4e-3 --lr_schedule cosine --warmup_steps 5
-stage "Stage 2: reward model" reward_model.py "$RUN/reward_model" "${lengths[@]}" --max_response_tokens 128 \
-    --model "$RUN/sft/model" --train_data "$DATA/preferences.train.jsonl" \
+stage "Stage 2: reward model, from true summaries beside wrong and damaged ones" reward_model.py "$RUN/reward_model" \
+    "${lengths[@]}" --max_response_tokens 128 --model "$RUN/sft/model" --train_data "$DATA/preferences.train.jsonl" \
     --eval_data "$DATA/preferences.eval.jsonl" --eval_limit 128 --limit 2560 --batch_size 32 \
     --learning_rate 1e-3 --lr_schedule cosine --warmup_steps 5
-stage "Stage 3: P3O" p3o.py "$RUN/p3o" "${lengths[@]}" \
-    --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
+stage "Stage 3: P3O, from two summaries of each post and the difference of their rewards" p3o.py "$RUN/p3o" \
+    "${lengths[@]}" --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
     --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/prompts.eval.jsonl" --eval_limit 128 --eval_every 5 \
     --updates 10 --prompts_per_update 32 --prompts_per_minibatch 16 --inner_epochs 2 \
     --max_response_tokens 32 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 10
 
-echo "== Result"
+echo "== Result: reward and KL on prompts of modules that no stage was trained on"
 "$PYTHON" scripts/plot_frontier.py "$RUN/p3o" --output "$RUN/frontier.png"

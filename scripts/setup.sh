@@ -1,29 +1,36 @@
-# Sourced by quickstart.sh and test.sh: leaves the interpreter to use in $PYTHON, with fastp3o and all it needs installed.
+# Sourced by quickstart.sh, test.sh and .ci/run: leaves the interpreter to use in $PYTHON, with fastp3o and all it needs.
 #
 # FASTP3O_PYTHON=/path/to/python uses that interpreter as it is and installs nothing, for machines whose torch must not be
 # replaced (a cluster image) or that have no network.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+require_python() { # stops where the interpreter is too old, before an installer says so in more words
+    "$1" - <<'END'
+import sys
+if sys.version_info < (3, 11):
+    sys.exit(f"fastp3o needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}")
+END
+}
+
 if [[ -n "${FASTP3O_PYTHON:-}" ]]; then
     PYTHON="$FASTP3O_PYTHON"
+    require_python "$PYTHON"
     export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 else
     PYTHON="$PWD/.venv/bin/python"
     wanted="$(cat pyproject.toml scripts/constraints.txt)"
     if [[ ! -f .venv/installed || "$(cat .venv/installed)" != "$wanted" ]]; then
         if [[ ! -x "$PYTHON" ]]; then
-            echo "Creating .venv"
+            require_python python3
             python3 -m venv .venv
         fi
-        echo "Installing fastp3o and its dependencies into .venv (the first time takes a few minutes)"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check --constraint scripts/constraints.txt --editable '.[dev]'
+        echo "== Installing fastp3o and what it needs into .venv (a few minutes, once)"
+        if ! "$PYTHON" -m pip install --disable-pip-version-check --constraint scripts/constraints.txt \
+            --editable '.[dev]' > .venv/install.log 2>&1; then
+            cat .venv/install.log >&2
+            exit 1
+        fi
         printf '%s\n' "$wanted" > .venv/installed
     fi
 fi
-
-"$PYTHON" - <<'EOF'
-import sys
-if sys.version_info < (3, 11):
-    sys.exit(f"fastp3o needs Python 3.11 or newer, and this is {sys.version.split()[0]}")
-EOF

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -68,7 +68,7 @@ class Encoder:
         """Applies the chat template to messages and leaves text as it is. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
         if isinstance(prompt.value, str):
-            return Texts(prompt.value, tuple(response.value for response in responses), fields, False)
+            return Texts(prompt.value, tuple(cast(str, response.value) for response in responses), fields, False)
         before = self.apply_template(prompt.value, prompt.field, add_generation_prompt=True)
         replies = tuple(self.render_reply(prompt.value, before, response) for response in responses)
         return Texts(before, replies, fields, True)
@@ -83,9 +83,10 @@ class Encoder:
 
     def apply_template(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
+            return cast(str, text)
         except Exception as error:  # a template is a program of the model's author and may raise anything
             found = Found(f"its refusal: {error}")
             raise RecordError(field, "messages that the chat template accepts", found) from error
@@ -128,7 +129,7 @@ class Encoder:
             return texts.prompt, first + rest, False
         kept = rest[len(rest) - room :]
         seen = first + kept if texts.templated else kept
-        return self.tokenizer.decode(seen, clean_up_tokenization_spaces=False), first + kept, True
+        return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True
 
     def end_with_eos(self, ids: list[int], field: str) -> list[int]:
         """The ids with one end-of-sequence token, the last; white space that a template writes after it is dropped."""
@@ -137,7 +138,7 @@ class Encoder:
         after = ids[len(content) + 1 :]
         if not content:
             raise RecordError(field, "text that the tokenizer knows", Found("no token"))
-        if after and self.tokenizer.decode(after).strip():
+        if after and cast(str, self.tokenizer.decode(after)).strip():
             raise RecordError(field, "no end-of-sequence token inside a response", Found("one, with text after it"))
         return [*content, eos]
 

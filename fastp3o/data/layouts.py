@@ -154,7 +154,8 @@ def pair_prompt(record: Fields) -> Part:
         return prompt_field(record)
     shared = dialogues(record)[0]
     prompt = record.get("prompt")
-    if prompt != shared.value and prompt not in [item["content"] for item in shared.value]:
+    contents = [message["content"] for message in shared.value if isinstance(message, dict)]
+    if prompt != shared.value and prompt not in contents:
         raise RecordError("prompt", "the messages that 'chosen' starts with, or the text of one of them", prompt)
     return shared
 

@@ -191,7 +191,8 @@ class Loading:
         if isinstance(result, Encoded) and is_equal_pair(result.response_ids):
             result = RecordError("rejected", "another response than 'chosen'", Found("the same"))
         if isinstance(result, RecordError):
-            return self.reject(record, result)
+            self.reject(record, result)
+            return None
         self.report.examples += 1
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated

@@ -11,7 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import datasets
 import pyarrow as pa
@@ -124,7 +124,7 @@ def json_array_records(file: Path) -> Iterator[Record]:
         array = decode_json(content.read().removeprefix(BYTE_ORDER_MARK))
     if isinstance(array, RecordError):
         raise DataError(f"{file}: expected {array.expected}, got {array.got}")
-    for number, content in enumerate(array, 1):
+    for number, content in enumerate(cast(list, array), 1):  # its text begins with a bracket
         yield Record(str(file), number, content)
 
 
@@ -147,7 +147,7 @@ def hub_records(source: str, split: str) -> Iterator[Record]:
         yield Record(source, number, content)
 
 
-def open_binary(file: Path) -> IO[bytes]:
+def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
 
 

@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     mean: float
     low: float
     high: float
-    count: int
+    count: int  # type: ignore[assignment]  # of values; it hides the count of equal fields that every tuple has
 
 
 class Line(NamedTuple):

@@ -15,7 +15,7 @@ T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ except ImportError:
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
-    varlen_attn = None
+    varlen_attn = None  # type: ignore[assignment]
 
 logger = get_logger(__name__)
 
@@ -106,11 +106,13 @@ def segment_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if segments is None:
-        options = {"scale": scale, "window": sliding_window, "softcap": softcap}
-        return cache.attend(module.layer_idx, query, key, value, **options).unsqueeze(0), None
     if cache is not None:
-        cache.store(module.layer_idx, key, value)
+        layer = cast(int, module.layer_idx)
+        if segments is None:
+            output = cache.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+            return output.unsqueeze(0), None
+        cache.store(layer, key, value)
+    assert segments is not None
     if segments.shared is not None:
         key, value = (gather_keys(tensor, segments.shared) for tensor in (key, value))
     attend = fastest_backend(query, softcap)
@@ -182,7 +184,7 @@ def has_grouped_heads(function: Callable) -> bool:
 
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
     if has_grouped_heads(varlen_attn):
-        options = {"enable_gqa": True}
+        options: dict[str, Any] = {"enable_gqa": True}
     else:
         options = {}
         key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
@@ -208,7 +210,7 @@ def one_by_one(query, key, value, segments, scale, window, softcap):
         value.split(segments.key_lengths),
         strict=True,
     )
-    attend = with_softcap if softcap else with_sdpa
+    attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
     return torch.cat(
         [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces], dim=1
     ).transpose(0, 1)

@@ -1,5 +1,9 @@
 """Tokenizers and models from checkpoints, as the stages take them."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from transformers import (
@@ -49,7 +53,7 @@ def load_policy(
     )
     if adapter is not None:
         model = PeftModel.from_pretrained(model, name).merge_and_unload()
-    return require_packable(PackedModel(model.to(device)), name)
+    return require_packable(PackedModel(model).to(device), name)
 
 
 def load_reward_model(
@@ -64,14 +68,19 @@ def load_reward_model(
     Raises ValueError where the model has no linear `score` head over hidden states, or more than one output, or cannot
     be run on packed rows.
     """
-    model, loading = AutoModelForSequenceClassification.from_pretrained(
-        name,
-        num_labels=1,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        **dropout_off(name, trust_remote_code),
-    )
+    with load_report_held_back() as report:
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name,
+            num_labels=1,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            **dropout_off(name, trust_remote_code),
+        )
+        missing = loading["missing_keys"]
+        body = model.base_model_prefix + "."
+        if missing and not any(key.startswith(body) for key in {*missing, *loading["unexpected_keys"]}):
+            report.clear()  # a causal LM's checkpoint, whole but for the head
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
@@ -81,9 +90,28 @@ def load_reward_model(
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
     packable = require_packable(PackedModel(model.to(device)), name)
-    if any(key.startswith("score.") for key in loading["missing_keys"]):
+    if any(key.startswith("score.") for key in missing):
         nn.init.zeros_(head.weight)
     return packable
+
+
+@contextmanager
+def load_report_held_back() -> Iterator[list[logging.LogRecord]]:
+    """Collects what transformers reports of missing and unexpected weights; what is left of it at the end is logged."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    held: list[logging.LogRecord] = []
+
+    def hold(record: logging.LogRecord) -> bool:
+        held.append(record)
+        return False
+
+    logger.addFilter(hold)
+    try:
+        yield held
+    finally:
+        logger.removeFilter(hold)
+        for record in held:
+            logger.handle(record)
 
 
 def dropout_off(name: str, trust_remote_code: bool) -> dict[str, float]:

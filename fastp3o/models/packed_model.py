@@ -5,7 +5,7 @@ D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o.models import attention
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o_kernels import linear_logprobs
+from fastp3o_kernels import Head, linear_logprobs
 
 Result = TypeVar("Result")
-
-
-class Head(NamedTuple):
-    """What turns hidden states into logits: (softcap tanh((hidden weightᵀ + bias) / softcap)) / temperature."""
-
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V]
-    softcap: float | None
-    temperature: float
 
 
 class PackedModel(nn.Module):
@@ -47,7 +38,7 @@ class PackedModel(nn.Module):
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
         # It waits for the device in every pass of some models, and packed rows have no padding.
-        model.base_model.warn_if_padding_and_no_attention_mask = no_warning
+        cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = no_warning
 
     def forward(self, row: PackedRow, at: Tensor, compute: Callable[[Tensor, Head], Result]) -> Result:
         """What `compute` makes of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
@@ -99,7 +90,7 @@ class PackedModel(nn.Module):
         config = self.model.config
         return Head(
             layer.weight,
-            layer.bias,
+            bias=layer.bias,
             softcap=getattr(config, "final_logit_softcapping", None),
             # Granite divides its logits, Cohere multiplies them.
             temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
@@ -112,7 +103,7 @@ def no_warning(*_: object) -> None:
 
 def unwrap(model: nn.Module) -> PackedModel:
     """The model inside a distributed wrapper."""
-    return getattr(model, "module", model)
+    return cast(PackedModel, getattr(model, "module", model))
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
@@ -148,11 +139,8 @@ def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
     K = row.responses_per_prompt or 1
     return linear_logprobs(
         hidden,
-        head.weight,
+        head,
         row.labels,
-        bias=head.bias,
-        softcap=head.softcap,
-        temperature=head.temperature,
         cu_seqlens=row.cu_seqlens_on_host if K > 1 else None,
         responses_per_prompt=K,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     model.model.add_adapter(
         LoraConfig(
             r=rank,
-            lora_alpha=alpha,
+            lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
             target_modules=targets if targets == "all-linear" else targets.split(","),
             base_model_name_or_path=model.model.name_or_path,
             task_type="CAUSAL_LM",
@@ -89,7 +90,8 @@ def whole_model(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Tens
             continue
         owner, adapted, _ = name.partition(".base_layer.")
         if adapted and name.endswith(".weight"):
-            delta = model.get_submodule(owner).get_delta_weight(model.active_adapters()[0])
+            adapter = cast(Any, model.get_submodule(owner))
+            delta = adapter.get_delta_weight(model.active_adapters()[0])
             weight = (weight.float() + delta.float()).to(weight.dtype)
         weights[name.replace(".base_layer.", ".")] = weight
     with torch.device("meta"):

@@ -41,10 +41,14 @@ class Objective(Protocol):
     learning_rates: of submodules that the objective adds to the policy, by name.
     """
 
-    averages_tokens: bool
-    clip_range: float | None
-    scaler: Scaler
     learning_rates: dict[str, float]
+
+    @property
+    def averages_tokens(self) -> bool: ...
+    @property
+    def clip_range(self) -> float | None: ...
+    @property
+    def scaler(self) -> Scaler: ...
 
     def add_to(self, policy: PackedModel) -> None:
         """Adds what trains beside the policy."""

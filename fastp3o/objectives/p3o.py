@@ -5,34 +5,17 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fastp3o.config import option
-from fastp3o.models.packed_model import Head, PackedModel
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch, SumOverProcesses
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler
-from fastp3o_kernels import P3OLossOutput, linear_p3o_loss
+from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class P3OConfig(OnlineConfig):
+class P3OConfig(OnlineConfig, P3OSettings):
     """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
 
-    clipping: str = field(
-        default="joint",
-        metadata={
-            "help": "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
-            "choices": ["joint", "separate", "none", "token"],
-        },
-    )
-    clip_range: float = option(0.2, "Epsilon of the clipping (paper: 0.2).")
-    ratio_cap: float = option(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
-    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
-    kl_reward: str = field(
-        default="current",
-        metadata={
-            "help": "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
-            "choices": ["current", "rollout"],
-        },
-    )
     reward_scaling: str = field(
         default="difference",
         metadata={
@@ -48,10 +31,8 @@ class P3OConfig(OnlineConfig):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.clip_range > 0, "clip_range", "above 0")
-        self.check(self.ratio_cap >= 1, "ratio_cap", "at least 1")
-        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
+        OnlineConfig.__post_init__(self)
+        P3OSettings.__post_init__(self)
         self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
 
     def objective(self) -> "P3O":
@@ -84,20 +65,13 @@ class P3O:
         def p3o_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
             return linear_p3o_loss(
                 hidden,
-                head.weight,
+                head,
                 row.labels,
                 row.cu_seqlens_on_host,
                 microbatch.old_logprobs,
                 microbatch.ref_logprobs,
                 microbatch.rewards,
-                bias=head.bias,
-                softcap=head.softcap,
-                temperature=head.temperature,
-                clipping=self.config.clipping,
-                clip_range=self.config.clip_range,
-                ratio_cap=self.config.ratio_cap,
-                kl_coef=self.config.kl_coef,
-                kl_reward=self.config.kl_reward,
+                self.config,
                 old_token_logprobs=microbatch.old_token_logprobs if self.averages_tokens else None,
             )
 

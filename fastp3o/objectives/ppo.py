@@ -5,18 +5,20 @@ penalty at each token, clipped values, whitened advantages. N tokens of a packed
 """
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fastp3o.config import option
-from fastp3o.models.packed_model import Head, PackedModel, label_logprobs, unwrap
+from fastp3o.models.packed_model import PackedModel, label_logprobs, unwrap
 from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.critic import Critic
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
+from fastp3o_kernels import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,8 @@ class PPO:
     ) -> list[list[Microbatch]]:
         """Adds values, advantages and returns to every microbatch."""
         microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
-        values = [unwrap(policy).critic(microbatch.row) for microbatch in microbatches]
+        critic = critic_of(policy)
+        values = [critic(microbatch.row) for microbatch in microbatches]
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
         whitened = whiten(advantages, sum_over_processes)
         prepared = iter(
@@ -107,13 +110,18 @@ class PPO:
         )
         return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
 
-    def loss(self, policy: nn.Module, microbatch: PPOMicrobatch) -> LossAndMetrics:
-        return ppo_loss(*logprobs_and_values(policy, microbatch.row), microbatch, self.config)
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+        prepared = cast(PPOMicrobatch, microbatch)
+        return ppo_loss(*logprobs_and_values(policy, microbatch.row), prepared, self.config)
+
+
+def critic_of(policy: nn.Module) -> nn.Module:
+    return unwrap(policy).get_submodule("critic")
 
 
 def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the scored tokens and the value before each, [N] fp32 both."""
-    critic = unwrap(policy).critic
+    critic = critic_of(policy)
 
     def both(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         return label_logprobs(hidden, head, row), critic(row)

@@ -65,11 +65,10 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
 
     Raises ValueError where groups differ in their number of responses.
     """
-    sizes = {row.responses_per_prompt for row in rows}
-    if len(sizes) > 1 or None in sizes:
+    responses_per_prompt = rows[0].responses_per_prompt
+    if responses_per_prompt is None or any(row.responses_per_prompt != responses_per_prompt for row in rows):
         raise ValueError("groups with different numbers of responses have no common shape [P, K]")
     order = torch.tensor([group for row in rows for group in row.groups])
-    (responses_per_prompt,) = sizes
     return torch.cat(list(values)).view(-1, responses_per_prompt)[order.argsort().to(values[0].device)]
 
 

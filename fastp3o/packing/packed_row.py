@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class OnDevice:
     """A dataclass whose tensors move together."""
 

@@ -1,10 +1,12 @@
 """Scales the rewards of the responses to a prompt: their differences, which alone count for P3O, or themselves."""
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
 
-class Scaler:
+class Scaler(ABC):
     """A running standard deviation of what is scaled, and a bound on it after scaling.
 
     clip: bound, 0 for none. scale: False leaves the deviation at 1, so that rewards are only bounded.
@@ -16,6 +18,13 @@ class Scaler:
         self.count = 0
         self.sum = 0.0
         self.sum_of_squares = 0.0
+
+    @abstractmethod
+    def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Scales rewards [P, K] fp32, after taking `seen` [P', K] (default: the same) into the running statistics.
+
+        `seen` holds the rewards of all processes where there are several.
+        """
 
     def update(self, values: Tensor) -> None:
         """Adds values to the running statistics."""
@@ -46,10 +55,6 @@ class DifferenceScaler(Scaler):
     """
 
     def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Scales rewards [P, K] fp32, after taking `seen` [P', K] (default: the same) into the running statistics.
-
-        `seen` holds the rewards of all processes where there are several.
-        """
         self.update(differences(rewards if seen is None else seen))
         # Differences first: they are exact where a shift is not.
         first_minus_rewards = rewards[:, :1] - rewards
@@ -66,7 +71,6 @@ class AbsoluteScaler(Scaler):
     """
 
     def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
-        """As DifferenceScaler."""
         self.update(rewards if seen is None else seen)
         return (rewards / self.std()).clamp(-self.clip, self.clip)
 
@@ -76,5 +80,6 @@ class AbsoluteScaler(Scaler):
 
 def differences(values: Tensor) -> Tensor:
     """v_i − v_j of all pairs i < j of a prompt's responses, [P, K] -> [P, K (K − 1) / 2]."""
-    first, second = torch.triu_indices(*2 * values.shape[1:], offset=1)
+    K = values.shape[1]
+    first, second = torch.triu_indices(K, K, offset=1)
     return values[:, first] - values[:, second]

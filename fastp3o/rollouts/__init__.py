@@ -5,7 +5,6 @@ sampler.py               what every sampler is: prompts -> rollouts
 named_sampler.py         the sampler that a configuration names
 sampling_settings.py     temperature, top-k, top-p, min-p
 end_of_sequence.py       which tokens end a response
-sampler_gap.py           how far a sampler's log-probs are from those of the packed rows
 
 engine_sampler.py        a sampler on the engine: batches of prompts that fit the memory
 engine.py                one batch: prompts once through the policy, then a token of each response a step

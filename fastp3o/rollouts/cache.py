@@ -49,8 +49,17 @@ class Cache:
     ) -> Tensor:
         # Rotary embeddings may leave queries and keys in fp32 where values are not.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        options = {"scale": scale, "window": window, "softcap": softcap, "impl": self.impl}
-        return decode_attention(query, key, value, self.layers[layer], self.slots, **options)
+        return decode_attention(
+            query,
+            key,
+            value,
+            self.layers[layer],
+            self.slots,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            impl=self.impl,
+        )
 
     def take_memory(self) -> None:
         """Where it was given back."""

@@ -50,7 +50,7 @@ class EngineSampler:
     ):
         self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
-        self.shapes: dict[int, LayerShape] | None = None
+        self.shapes: dict[int, LayerShape] = {}  # empty before the policy was tried
         self.engine: Engine | None = None
         self.in_its_place: TransformersSampler | None = None
 
@@ -64,21 +64,21 @@ class EngineSampler:
         seed: int,
     ) -> Rollouts:
         with evaluation_mode(self.policy):
-            if self.shapes is None:
+            if not self.shapes and self.in_its_place is None:
                 self.try_policy()
             if self.in_its_place is not None:
                 return self.in_its_place(
                     prompts, prompt_ids, numbers, responses_per_prompt=responses_per_prompt, seed=seed
                 )
             end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
-            numbers = torch.tensor(range(len(prompts)) if numbers is None else numbers)
-            keys = response_keys(seed, numbers, responses_per_prompt)
+            numbers = range(len(prompts)) if numbers is None else numbers
+            keys = response_keys(seed, torch.tensor(numbers), responses_per_prompt)
             response_ids, logprobs = self.sample(prompt_ids, keys, end_ids)
         return decode_rollouts(self.tokenizer, end_ids, prompts, prompt_ids, response_ids, logprobs)
 
     def try_policy(self) -> None:
         """Finds out whether the engine decodes the policy, and shapes of its keys."""
-        self.shapes, reason = {}, None
+        reason = None
         try:
             self.shapes = layer_shapes(self.policy, *within_vocabulary(self.policy.model, [3]))
         except Exception as error:  # from anywhere in a model that does not hand the cache on
@@ -108,11 +108,15 @@ class EngineSampler:
             ids, ids_logprobs = self.engine_with(room, end_ids).run(prompt_ids[batch], keys[batch])
             response_ids += ids
             logprobs += ids_logprobs
-        if self.engine.static:
+        self.release_memory()
+        return response_ids, logprobs
+
+    def release_memory(self) -> None:
+        """An engine whose shapes stay, and its graph, are of use again."""
+        if self.engine is not None and self.engine.static:
             self.engine.release_memory()
         else:
             self.engine = None
-        return response_ids, logprobs
 
     def room_for(self, prompt_ids: list[Ids], responses_per_prompt: int) -> Room:
         device = self.policy.model.device

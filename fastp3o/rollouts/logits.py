@@ -2,15 +2,14 @@
 
 from torch import Tensor
 
-from fastp3o.models.packed_model import Head
-from fastp3o_kernels.head.forward import Products, multiply
-from fastp3o_kernels.rows.transform import LogitsTransform, transform_
+from fastp3o_kernels import Head
+from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
+from fastp3o_kernels.rows.transform import transform_
 
 
 def head_logits(hidden: Tensor, head: Head) -> Tensor:
     """[R, D] -> [R, V], fp32 or fp64."""
-    products = Products(hidden)
-    logits = hidden.new_empty(len(hidden), len(head.weight), dtype=products.logits)
-    multiply(products.operand(hidden), products.operand(head.weight).T, out=logits)
-    transform_(logits, LogitsTransform(head.bias, head.softcap, head.temperature))
-    return logits
+    dtypes = HeadDtypes.for_hidden(hidden)
+    logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
+    multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T, out=logits)
+    return transform_(logits, head)

@@ -8,13 +8,6 @@ from fastp3o.rollouts.sampler import Sampler
 from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 
-SAMPLERS = ("engine", "transformers")
-HELP = "What samples responses: fastp3o's own engine, or transformers' generate."
-MEMORY_HELP = (
-    "GB for the engine's keys and values on one device, given back before the update; with less, fewer prompts are "
-    "sampled at once. By default a part of what is free."
-)
-
 
 def named_sampler(
     name: str,
@@ -26,7 +19,7 @@ def named_sampler(
     memory_gb: float | None = None,
     settings: SamplingSettings = POLICY_ITSELF,
 ) -> Sampler:
-    """batch_size: prompts sampled at once. memory_gb: as MEMORY_HELP says."""
+    """Arguments as in `fastp3o.config.SamplerConfig`; batch_size: prompts sampled at once."""
     limits = {"max_response_tokens": max_response_tokens, "batch_size": batch_size}
     if name == "transformers":
         return TransformersSampler(policy, tokenizer, **limits, settings=settings)

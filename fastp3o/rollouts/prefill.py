@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o.models.attention import KeyValueCache
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import first_fit_decreasing
@@ -64,7 +63,7 @@ def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: 
 
 def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
     """By the layer's index. `token`: any one of the vocabulary."""
-    shapes: KeyValueCache = LayerShapes()
+    shapes = LayerShapes()
     (row,) = prompt_rows([[token, token]], 1, False, policy.model.device)
     policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=shapes)
     return shapes.found

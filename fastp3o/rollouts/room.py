@@ -1,9 +1,8 @@
 """How much the cache has room for: sizes of its keys and values, and what of the memory it may take."""
 
-from operator import ge
 from typing import NamedTuple
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch
 
 # Of what is free; the rest is for the activations of a step and of prompts, and for logits.
@@ -45,7 +44,8 @@ class Room(NamedTuple):
 
     def holds(self, other: "Room") -> bool:
         """Whether what has this room can work in place of what has the other."""
-        return self.responses_per_prompt == other.responses_per_prompt and all(map(ge, self, other))
+        pairs = zip(self, other, strict=True)
+        return self.responses_per_prompt == other.responses_per_prompt and all(mine >= its for mine, its in pairs)
 
 
 def fitting_room(

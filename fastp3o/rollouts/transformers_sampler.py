@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -79,7 +80,7 @@ def generate(
     width = max(map(len, prompt_ids))
     input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
     attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids])
-    output = policy.generate(
+    output = cast(Any, policy).generate(
         input_ids=input_ids.to(policy.device),
         attention_mask=attention_mask.to(policy.device),
         generation_config=GenerationConfig(

@@ -9,9 +9,9 @@ from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import efficiency
 from fastp3o.rewards.scaling import differences
 from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.sampler_gap import sampler_gap
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run
+from fastp3o.training.sampler_gap import sampler_gap
 
 SAMPLED_PROMPTS = 3
 

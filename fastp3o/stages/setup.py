@@ -1,5 +1,6 @@
 """What every stage does before its loop: accelerator, seed, data."""
 
+import logging
 from collections.abc import Callable
 
 from accelerate import Accelerator
@@ -16,12 +17,24 @@ from fastp3o.precision import Precision
 def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
     """An Accelerator with the stage's precision and trackers; the seed of all libraries is set."""
     set_seed(config.seed)
-    disable_progress_bar()  # of loading and saving weights, which would break up the run's own
+    quiet_libraries()
     return Accelerator(
         mixed_precision="no" if precision.autocast is None else "bf16",
         log_with=None if config.report_to == "none" else config.report_to.split(","),
         project_dir=config.output_dir,
     )
+
+
+def quiet_libraries() -> None:
+    """Leaves out what would break up the run's own lines: progress bars of loading and saving, and a note on each saved
+    state that tied weights are in it once, as they should be: loading ties them again.
+    """
+    disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").addFilter(not_on_tied_weights)
+
+
+def not_on_tied_weights(record: logging.LogRecord) -> bool:
+    return "Removed shared tensor" not in record.getMessage()
 
 
 def check_divisible(accelerator: Accelerator, total: int, name: str) -> None:

@@ -51,8 +51,11 @@ class SupervisedTask(Protocol):
     """
 
     name: str
-    config: SupervisedConfig
-    load_examples: Callable[..., tuple[Dataset, DataReport]]
+
+    @property
+    def config(self) -> SupervisedConfig: ...
+    @property
+    def load_examples(self) -> Callable[..., tuple[Dataset, DataReport]]: ...
 
     def load_model(self) -> PackedModel:
         """The model that learns."""

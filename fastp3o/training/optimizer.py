@@ -166,7 +166,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def copy_from_masters(self) -> None:
-        torch._foreach_copy_(self.trained, self.parameters)
+        torch._foreach_copy_([*self.trained], [*self.parameters])
 
     def state_dict(self) -> dict[str, Tensor]:
         return {str(number): master.detach() for number, master in enumerate(self.parameters)}
@@ -179,6 +179,8 @@ class HalfWeights:
 
 
 def add_gradient(trained: Tensor, master: Tensor) -> None:
+    """Adds the gradient of a half-precision parameter, which must have one, to its master's, and frees it."""
+    assert trained.grad is not None
     gradient = trained.grad.float()
     master.grad = gradient if master.grad is None else master.grad.add_(gradient)
     trained.grad = None

@@ -27,9 +27,9 @@ class Reporter:
         if accelerator.is_main_process:
             for name in (METRICS, EVALUATIONS):
                 keep_until(folder / name, first_step)
-        self.bar = tqdm(
-            total=steps, initial=first_step, desc=stage, unit="step", disable=not accelerator.is_main_process
-        )
+        # None: on terminals alone. In a log file every redrawing would be a line.
+        disable = None if accelerator.is_main_process else True
+        self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
 
     def step(self, step: int, metrics: dict[str, float], shown: tuple[str, ...]) -> None:
         self.write(METRICS, step, metrics)
@@ -40,7 +40,7 @@ class Reporter:
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.write(EVALUATIONS, step, metrics)
         self.accelerator.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
-        self.print(f"after step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        self.print(f"after step {step}: {with_deviations(metrics)}")
 
     def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
@@ -48,18 +48,19 @@ class Reporter:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def samples(self, step: int, prompts: list[str], responses: list[list[str]], rewards: list[list[float]]) -> None:
-        """A table of prompts with their responses and rewards."""
+        """A table of prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
         if not self.accelerator.is_main_process:
             return
-        table = Table(title=f"samples at step {step}", show_lines=True)
+        table = Table(title=f"samples at step {step}")
         table.add_column("end of prompt", ratio=2)
         table.add_column("response", ratio=3)
         table.add_column("reward", justify="right")
         for prompt, of_prompt, scores in zip(prompts, responses, rewards, strict=True):
+            table.add_section()
             for number, (response, score) in enumerate(zip(of_prompt, scores, strict=True)):
-                table.add_row("" if number else "…" + prompt[-160:].strip(), response.strip(), f"{score:.2f}")
+                table.add_row("" if number else end_of(prompt), response.strip(), f"{score:.2f}")
         with tqdm.external_write_mode(file=sys.stdout):
-            Console(width=None if sys.stdout.isatty() else 110).print(table, markup=False)
+            Console().print(table, markup=False)
 
     def print(self, line: str) -> None:
         if self.accelerator.is_main_process:
@@ -68,6 +69,21 @@ class Reporter:
     def close(self) -> None:
         self.bar.close()
         self.accelerator.end_training()
+
+
+def with_deviations(metrics: dict[str, float]) -> str:
+    """`reward 1.296 ± 0.668` for reward and reward_std, and whatever has no deviation by itself."""
+    means = {name: value for name, value in metrics.items() if name.removesuffix("_std") not in metrics.keys() - {name}}
+    return ", ".join(
+        f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
+        for name, value in means.items()
+    )
+
+
+def end_of(prompt: str, characters: int = 120) -> str:
+    """The last words of a prompt on one line."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= characters else "…" + line[-characters:]
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -1,14 +1,24 @@
-"""Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212). Needs torch and triton alone."""
+"""Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
+Needs torch alone. With triton installed, tensors on a GPU go through fused kernels; without it, through PyTorch.
+"""
+
+from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.head.linear_logprobs import linear_logprobs
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
 from fastp3o_kernels.p3o.logits_p3o_loss import logits_p3o_loss
-from fastp3o_kernels.p3o.objective import P3OLossOutput
-from fastp3o_kernels.p3o.pair_kernel import p3o_loss, sequence_logprobs, token_p3o_loss
+from fastp3o_kernels.p3o.losses import p3o_loss, token_p3o_loss
+from fastp3o_kernels.p3o.output import P3OLossOutput
+from fastp3o_kernels.p3o.settings import P3OSettings
+from fastp3o_kernels.rows.sequence_logprobs import sequence_logprobs
 from fastp3o_kernels.rows.token_logprobs import token_logprobs
 
+__version__ = "0.1.0"
+
 __all__ = [
+    "Head",
     "P3OLossOutput",
+    "P3OSettings",
     "linear_logprobs",
     "linear_p3o_loss",
     "logits_p3o_loss",

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 from benchmarks.conftest import order
-from benchmarks.shapes import ROWS
+from benchmarks.shapes import TOKENS
 
 
 def item(name, **params):
@@ -9,16 +9,16 @@ def item(name, **params):
 
 
 def test_a_run_that_ends_early_has_measured_the_most_telling():
-    first, second = ROWS[:2]
+    first, second = TOKENS[:2]
     wanted = [
-        item("test_forward_and_backward", rows=first),
-        item("test_fastp3o_with_a_frozen_head", rows=first),
+        item("test_forward_and_backward", tokens=first),
+        item("test_fastp3o_with_a_frozen_head", tokens=first),
         SimpleNamespace(name="test_log_ratio_of_fastp3o"),
-        item("test_forward_and_backward_of_peers", rows=first),
+        item("test_forward_and_backward_of_peers", tokens=first),
         item("test_frozen_head_of_peers"),
-        item("test_forward_and_backward", rows=second),
-        item("test_forward_and_backward_of_peers", rows=second),
-        item("test_forward_without_gradients", rows=first),
+        item("test_forward_and_backward", tokens=second),
+        item("test_forward_and_backward_of_peers", tokens=second),
+        item("test_forward_without_gradients", tokens=first),
         item("test_passes_apart"),
     ]
     assert sorted(wanted, key=order) == wanted

@@ -2,11 +2,11 @@ import torch
 
 from benchmarks import inputs as module
 from benchmarks.implementations import p3o_of
-from benchmarks.shapes import RESPONSE_TOKENS, Head
+from benchmarks.shapes import RESPONSE_TOKENS, HeadSizes
 from benchmarks.test_logits_level import Logits
 from fastp3o_kernels import linear_logprobs, token_logprobs
 
-HEAD = Head(64, 1003)
+HEAD = HeadSizes(64, 1003)
 
 
 def pairs_without_gradient(logprobs, inputs):

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import padded, report, test_packing, training_shapes
 from benchmarks.conftest import order
 from benchmarks.goals import GOALS, NOT_MEASURED
-from benchmarks.shapes import ROWS
+from benchmarks.shapes import TOKENS
 from benchmarks.training_shapes import LENGTHS, RESPONSES, llama, random_groups
 
 TINY = llama(32, 48, 2, 4, 2, 61)
@@ -156,10 +156,10 @@ def test_updates_come_after_the_kernels_at_the_first_number_of_tokens():
         return SimpleNamespace(name=name, callspec=SimpleNamespace(params=params))
 
     wanted = [
-        item("test_forward_and_backward", rows=ROWS[0]),
-        item("test_forward_and_backward_of_peers", rows=ROWS[0]),
+        item("test_forward_and_backward", tokens=TOKENS[0]),
+        item("test_forward_and_backward_of_peers", tokens=TOKENS[0]),
         item("test_training", layout="padded"),
-        item("test_forward_and_backward", rows=ROWS[1]),
+        item("test_forward_and_backward", tokens=TOKENS[1]),
         item("test_passes_apart"),
     ]
     assert sorted(wanted[2:] + wanted[:2], key=order) == wanted

@@ -95,13 +95,13 @@ def fresh_accelerator() -> None:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with data files and a module of reward functions, as current directory."""
     words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
-    rows = {
+    files = {
         "prompts": [{"prompt": f"Say {word}:"} for word in words],
         "sft": [{"prompt": f"Say {word}:", "label": f" {word}"} for word in words],
         "preferences": [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in words],
     }
-    for name, of_name in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_name))
+    for name, records in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (tmp_path / "rewards_for_tests.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     sys.modules.pop("rewards_for_tests", None)

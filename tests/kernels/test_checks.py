@@ -3,12 +3,19 @@ import re
 import pytest
 import torch
 
-from fastp3o_kernels import logits_p3o_loss, p3o_loss, sequence_logprobs, token_logprobs, token_p3o_loss
+from fastp3o_kernels import (
+    P3OSettings,
+    logits_p3o_loss,
+    p3o_loss,
+    sequence_logprobs,
+    token_logprobs,
+    token_p3o_loss,
+)
 
 NAN = float("nan")
 
 
-def arguments(**changes):
+def arguments(settings=None, **changes):
     given = {
         "logits": torch.randn(6, 9),
         "labels": torch.arange(6),
@@ -16,6 +23,7 @@ def arguments(**changes):
         "old_logprobs": torch.zeros(2, 2),
         "ref_logprobs": torch.zeros(2, 2),
         "rewards": torch.zeros(2, 2),
+        "settings": P3OSettings(**(settings or {})),
     }
     return given | changes
 
@@ -39,14 +47,17 @@ def arguments(**changes):
         ({"old_logprobs": torch.tensor([[NAN, 0.0], [0.0, 0.0]])}, "old_logprobs[0, 0] is NaN"),
         ({"ref_logprobs": torch.zeros(3, 2)}, "ref_logprobs must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
-        ({"clipping": "both"}, "clipping must be one of joint, separate, none, token"),
-        ({"kl_reward": "old"}, "kl_reward must be one of"),
-        ({"clip_range": 0.0}, "clip_range must be above 0"),
-        ({"ratio_cap": 0.5}, "ratio_cap must be at least 1"),
-        ({"kl_coef": -0.1}, "kl_coef must be 0 or more"),
+        ({"settings": {"clipping": "both"}}, "clipping must be one of joint, separate, none, token"),
+        ({"settings": {"kl_reward": "old"}}, "kl_reward must be one of"),
+        ({"settings": {"clip_range": 0.0}}, "clip_range must be above 0"),
+        ({"settings": {"ratio_cap": 0.5}}, "ratio_cap must be at least 1"),
+        ({"settings": {"kl_coef": -0.1}}, "kl_coef must be 0 or more"),
         ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"clipping": "token"}, "needs old_token_logprobs"),
-        ({"clipping": "token", "old_token_logprobs": torch.zeros(5)}, "old_token_logprobs must have shape [6]"),
+        ({"settings": {"clipping": "token"}}, "needs old_token_logprobs"),
+        (
+            {"settings": {"clipping": "token"}, "old_token_logprobs": torch.zeros(5)},
+            "old_token_logprobs must have shape [6]",
+        ),
         ({"old_token_logprobs": torch.zeros(6)}, 'old_token_logprobs is for clipping="token" only'),
         ({"impl": "cuda"}, "impl must be"),
     ],
@@ -69,7 +80,7 @@ def test_the_other_operations_check_too():
 
 @pytest.mark.gpu
 def test_values_on_a_gpu_are_looked_at_only_on_request(monkeypatch):
-    given = {name: value.cuda() for name, value in arguments().items()}
+    given = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in arguments().items()}
     given["labels"][2] = 9
     assert logits_p3o_loss(**given).loss.isnan()
     monkeypatch.setenv("FASTP3O_DEBUG", "1")

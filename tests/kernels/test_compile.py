@@ -22,16 +22,23 @@ def test_all_configurations_for_hopper(tmp_path):
     done = python(SCRIPT, "--vocabularies", 128256, "--architectures", 90, "--output", tmp_path / "table.json")
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((tmp_path / "table.json").read_text())["kernels"]
-    assert {row["kernel"] for row in table} == {
+    assert {entry["kernel"] for entry in table} == {
         "logprobs_kernel",
         "dlogits_kernel",
         "on_policy_kernel",
         "pair_kernel",
         "sequence_sums_kernel",
         "scale_kernel",
+        "partial_attention_kernel",
+        "merge_kernel",
+        "race_kernel",
     }
     # 16-byte loads wherever rows are streamed.
-    assert all(row["wide_loads"] for row in table if row["kernel"] in ("logprobs_kernel", "dlogits_kernel"))
+    streamed = ("logprobs_kernel", "dlogits_kernel", "race_kernel")
+    assert all(entry["wide_loads"] for entry in table if entry["kernel"] in streamed)
+    # Tensor cores wherever keys are of half precision.
+    attention = [entry for entry in table if entry["kernel"] == "partial_attention_kernel"]
+    assert all(entry["tensor_core"] for entry in attention if "fp32" not in entry["configuration"])
 
 
 def test_the_committed_table_is_of_these_kernels_and_complete():
@@ -42,22 +49,24 @@ def test_the_committed_table_is_of_these_kernels_and_complete():
         "import json, compile_kernels as c; print(json.dumps([c.sources(), "
         "[[k.kernel, k.name, f'sm_{a}'] for a in c.ARCHITECTURES for k in c.configurations(c.VOCABULARIES)]]))",
     )
-    sources, rows = json.loads(expected.stdout.splitlines()[-1])
+    sources, configurations = json.loads(expected.stdout.splitlines()[-1])
     hint = "run: python benchmarks/compile_kernels.py --output benchmarks/results/compiled_kernels.json"
     assert table["sources"] == sources, hint
-    assert [[row["kernel"], row["configuration"], row["architecture"]] for row in table["kernels"]] == rows, hint
-    assert not any(row["stack"] or row["spills"] for row in table["kernels"])
-    assert all(row["shared"] <= 163 * 1024 for row in table["kernels"])
+    assert [[e["kernel"], e["configuration"], e["architecture"]] for e in table["kernels"]] == configurations, hint
+    assert not any(entry["stack"] or entry["spills"] for entry in table["kernels"])
+    assert all(entry["shared"] <= 163 * 1024 for entry in table["kernels"])
 
 
 def test_a_spill_is_a_failure():
-    row = {"kernel": "k", "configuration": "c", "architecture": "sm_90", "stack": 8, "spills": 2, "shared": 0}
-    done = python("-c", f"import compile_kernels as c; print(c.failures([{row}, {row | {'stack': 0, 'spills': 0}}]))")
+    entry = {"kernel": "k", "configuration": "c", "architecture": "sm_90", "stack": 8, "spills": 2, "shared": 0}
+    done = python(
+        "-c", f"import compile_kernels as c; print(c.failures([{entry}, {entry | {'stack': 0, 'spills': 0}}]))"
+    )
     assert done.stdout.count("8 bytes of stack") == 1
 
 
 @pytest.mark.parametrize("shared", [0, 200 * 1024])
 def test_too_much_shared_memory_is_a_failure(shared):
-    row = {"kernel": "k", "configuration": "c", "architecture": "sm_80", "stack": 0, "spills": 0, "shared": shared}
-    done = python("-c", f"import compile_kernels as c; print(len(c.failures([{row}])))")
+    entry = {"kernel": "k", "configuration": "c", "architecture": "sm_80", "stack": 0, "spills": 0, "shared": shared}
+    done = python("-c", f"import compile_kernels as c; print(len(c.failures([{entry}])))")
     assert done.stdout.strip() == str(int(shared > 0))

@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from fastp3o_kernels import logits_p3o_loss
+from fastp3o_kernels import P3OSettings, logits_p3o_loss
 from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.p3o.objective import Objective
-from fastp3o_kernels.p3o.pair_kernel import PairInputs, launch_pairs
-from fastp3o_kernels.rows.on_policy import launch_on_policy
-from fastp3o_kernels.rows.token_logprobs import launch_dlogits, launch_logprobs
+from fastp3o_kernels.p3o.pair_kernel import launch_pairs
+from fastp3o_kernels.p3o.pairs import PairInputs
+from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
+from fastp3o_kernels.rows.on_policy_kernel import launch_on_policy
 from fastp3o_kernels.rows.transform import LogitsTransform
-from tests.kernels.conftest import random_pairs
 from tests.kernels.interpreted import counted_launches, counted_traffic
+from tests.kernels.problems import random_pairs
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")
 
 LENGTHS, V = [3, 2, 1, 2], 20_000
 N = sum(LENGTHS)
+UNCLIPPED = P3OSettings(clipping="none")
 
 
 def about(count):
@@ -32,7 +33,7 @@ def pairs():
 
 def test_off_policy_reads_the_logits_twice_and_writes_them_once(monkeypatch, pairs):
     with counted_traffic(monkeypatch) as forward, counted_launches(monkeypatch) as launches:
-        loss = pairs.call(logits_p3o_loss, pairs.logits, "none", impl="triton").loss
+        loss = pairs.call(logits_p3o_loss, pairs.logits, UNCLIPPED, impl="triton").loss
     assert forward.loaded == about(2 * N * V)
     assert forward.stored < 0.02 * forward.loaded
     assert launches == {"logprobs_kernel": 1, "pair_kernel": 1}
@@ -45,7 +46,7 @@ def test_off_policy_reads_the_logits_twice_and_writes_them_once(monkeypatch, pai
 
 def test_rows_without_a_coefficient_are_not_read(monkeypatch, pairs):
     pairs.rewards[0] = 1.0
-    loss = pairs.call(logits_p3o_loss, pairs.logits, "none", impl="triton", kl_coef=0.0).loss
+    loss = pairs.call(logits_p3o_loss, pairs.logits, P3OSettings(clipping="none", kl_coef=0.0), impl="triton").loss
     with counted_traffic(monkeypatch) as backward:
         loss.backward()
     assert (backward.loaded, backward.stored) == (about(2 * sum(LENGTHS[2:]) * V), about(2 * N * V))
@@ -53,7 +54,7 @@ def test_rows_without_a_coefficient_are_not_read(monkeypatch, pairs):
 
 def test_on_policy_moves_four_bytes_of_memory_for_each_logit(monkeypatch, pairs):
     with counted_traffic(monkeypatch) as forward, counted_launches(monkeypatch) as launches:
-        loss = pairs.call(logits_p3o_loss, pairs.logits, "none", impl="triton", on_policy=True).loss
+        loss = pairs.call(logits_p3o_loss, pairs.logits, UNCLIPPED, impl="triton", on_policy=True).loss
     assert forward.loaded + forward.stored < 1000
     assert launches == {"pair_kernel": 1}
     with counted_traffic(monkeypatch) as backward, counted_launches(monkeypatch) as launches:
@@ -94,17 +95,17 @@ def test_a_bias_is_read_beside_the_logits(monkeypatch, pairs):
 def test_pairs(monkeypatch, pairs, clipping):
     given = pairs.cu_seqlens, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards
     old_token_logprobs = pairs.old_token_logprobs if clipping == "token" else None
-    objective = Objective(clipping, 0.2, 10.0, 0.05, "current")
+    settings = P3OSettings(clipping=clipping)
     with counted_traffic(monkeypatch) as traffic:
-        launch_pairs(pairs.old_token_logprobs, PairInputs(*given, old_token_logprobs, 2), objective)
+        launch_pairs(pairs.old_token_logprobs, PairInputs(*given, old_token_logprobs, 2), settings)
     # Two responses to two prompts. Their offsets are read for the sums and again for the coefficients, which pass from
     # one step to the other by way of memory, as the sums do.
     responses, results = 4, 7 * 4
-    offsets, of_response = 2 * 2 * 4, 4 * 4
+    offsets, response_values = 2 * 2 * 4, 4 * 4
     if clipping == "token":
         # Each log-prob is summed first, and clipped against the old one when the sums are known.
-        read, written = offsets + of_response + 2 * 4, 3 * 4
+        read, written = offsets + response_values + 2 * 4, 3 * 4
         assert (traffic.loaded, traffic.stored) == (3 * 4 * N + responses * read, 4 * N + responses * written + results)
     else:
-        read, written = offsets + of_response + 4, 2 * 4
+        read, written = offsets + response_values + 4, 2 * 4
         assert (traffic.loaded, traffic.stored) == (4 * N + responses * read, 4 * N + responses * written + results)

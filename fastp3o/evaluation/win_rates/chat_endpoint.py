@@ -1,6 +1,5 @@
 """Single questions to an OpenAI-compatible chat-completions endpoint, with retries while it is busy or unreachable."""
 
-import itertools
 import json
 import os
 import random
@@ -91,7 +90,9 @@ class ChatEndpoint:
         Raises EndpointError where the endpoint refuses or all attempts fail; StoppedError in place of a retry once
         `stopped` is set.
         """
-        for attempt in itertools.count(1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return self.attempt(question)
             except AttemptError as failure:

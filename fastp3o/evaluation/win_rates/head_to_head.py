@@ -1,16 +1,17 @@
 """Two checkpoints respond to the same prompts; a reward or a judge says whose responses are better."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import option, required
+from fastp3o.config import SamplerConfig, option, required
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
@@ -20,13 +21,13 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
 from fastp3o.rewards.reward import load_reward
-from fastp3o.rollouts import named_sampler
+from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.sampling_settings import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinRateConfig:
+class WinRateConfig(SamplerConfig):
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
     first: str = required(
@@ -59,11 +60,6 @@ class WinRateConfig:
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
     max_response_tokens: int = option(128, "Longest response, in tokens.")
     responses_per_prompt: int = option(1, "Responses to each prompt; response k of one against k of the other.")
-    rollout_batch_size: int = option(64, "Prompts responded to at once.")
-    rollout_memory: float | None = option(None, named_sampler.MEMORY_HELP)
-    sampler: str = field(
-        default="engine", metadata={"help": named_sampler.HELP, "choices": list(named_sampler.SAMPLERS)}
-    )
     temperature: float = option(1.0, "Divides the logits; the lower, the more likely the likely tokens.")
     top_k: int = option(0, "Sample from the k most likely tokens only; 0 from all.")
     top_p: float = option(1.0, "Sample from the most likely tokens that together have this probability only.")
@@ -75,15 +71,11 @@ class WinRateConfig:
             "max_prompt_tokens",
             "max_response_tokens",
             "responses_per_prompt",
-            "rollout_batch_size",
             "judge_requests",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.rollout_memory is not None and self.rollout_memory <= 0:
-            raise ValueError(f"--rollout_memory must be above 0, got {self.rollout_memory}")
-        if self.sampler not in named_sampler.SAMPLERS:
-            raise ValueError(f"--sampler must be {' or '.join(named_sampler.SAMPLERS)}, got {self.sampler!r}")
+        self.check_sampler()
         self.sampling_settings()
         if not (self.reward or self.judge or self.judge_url):
             raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
@@ -153,12 +145,12 @@ def respond(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # As P3O samples and rewards.
     dtype = precision_of("auto", automatic="fp16").weights
-    loading = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     packing = Packing(TOKENS_PER_ROW)
     reward = load_reward(config.reward, tokenizer, packing=packing, **loading) if config.reward else None
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
-    sampler = named_sampler.named_sampler(
+    sampler = named_sampler(
         config.sampler,
         policy,
         tokenizer,
@@ -199,14 +191,16 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
         for side in (first, second)
     )
     same = [one == other for one, other in zip(*ends, strict=True)]
-    verdicts = verdicts_of_rewards(*(side.rewards.flatten().tolist() for side in (first, second)))
+    if first.rewards is None or second.rewards is None:
+        raise ValueError("responses without rewards cannot be compared by them")
+    verdicts = verdicts_of_rewards(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
 
 
 def load_judge(config: WinRateConfig) -> Judge | None:
     if config.judge:
         return FunctionJudge(config.judge)
-    if config.judge_url:
+    if config.judge_url and config.judge_model:
         return EndpointJudge(
             ChatEndpoint(config.judge_url, config.judge_model),
             path=Path(config.verdicts) if config.verdicts else None,

@@ -1,11 +1,13 @@
 """Decoding of one token a step: attention over cached keys and values, and sampling of the next token.
 
-cache.py      keys and values of a layer, and what the slots of a step work on
-attention.py  decode_attention: checks, and which of the two implementations runs
-in_torch.py   it in PyTorch
-kernel.py     it in Triton
-noise.py      random numbers that are a function of (seed, prompt, response, position)
-sampling.py   sample_tokens
+cache.py              keys and values of a layer, and what the slots of a step work on
+attention.py          public: decode_attention
+in_torch.py           it in PyTorch
+attention_kernel.py   it in Triton: chunks of keys
+merge_kernel.py       Triton: the chunks' results
+noise.py              random numbers that are a function of (seed, prompt, response, position)
+sampling.py           public: sample_tokens
+sampling_kernel.py    Triton: from the whole vocabulary at temperature 1
 """
 
 from fastp3o_kernels.decoding.attention import decode_attention

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from fastp3o_kernels.decoding import in_torch
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
-from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from fastp3o_kernels.decoding.attention_kernel import launch_decode_attention
 
 
 def decode_attention(
@@ -33,7 +36,8 @@ def decode_attention(
         scale: of the products, usually 1/√D.
         window: how many keys a token sees at most, itself included.
         softcap: s: products x become s tanh(x / s) (Gemma 2, arXiv 2408.00118).
-        impl: None picks by device; "triton" and "eager" force.
+        impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
+            "eager" force.
 
     Returns:
         [R, H, D].
@@ -42,9 +46,7 @@ def decode_attention(
         ValueError: for shapes and dtypes that disagree, and for a window below 1.
     """
     check_step(query, key, value, cache, slots, window)
-    if use_triton(impl, query, cache.own_keys):
-        from fastp3o_kernels.decoding.kernel import launch_decode_attention
-
+    if use_triton(impl, query, cache.own_keys) and len(query):
         return launch_decode_attention(query, key, value, cache, slots, scale, window, softcap)
     return in_torch.decode_attention(query, key, value, cache, slots, scale, window, softcap)
 

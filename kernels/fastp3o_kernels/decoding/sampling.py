@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.decoding.noise import exponentials
+from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from fastp3o_kernels.decoding.sampling_kernel import launch_race
 
 
 class Samples(NamedTuple):
@@ -24,6 +28,7 @@ def sample_tokens(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    impl: str | None = None,
 ) -> Samples:
     """Samples a token for each slot, a function of the slot's logits, key and step alone.
 
@@ -36,6 +41,8 @@ def sample_tokens(
         top_k: only the k most likely tokens and those equal to the last of them; 0 for all.
         top_p: of these only the fewest most likely ones that sum to at least this share, and those equal to the last.
         min_p: only tokens at least this probable relative to the most likely one (arXiv 2407.01082).
+        impl: None: Triton where it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force,
+            "triton" with the default settings alone; with others it is PyTorch everywhere.
 
     Returns:
         Tokens and log-probabilities [R]; these do not count the settings in.
@@ -44,6 +51,9 @@ def sample_tokens(
         ValueError: for a setting that is out of range.
     """
     check_settings(temperature, top_k, top_p, min_p)
+    if (temperature, top_k, top_p, min_p) == (1, 0, 1, 0) and use_triton(impl, logits, keys) and logits.numel():
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        return Samples(*launch_race(logits, keys.contiguous(), steps.contiguous(), block_size(logits.shape[1])))
     probs = (logits if temperature == 1 else logits / temperature).softmax(1)
     if top_k or top_p < 1 or min_p:
         least = least_probability(probs, top_k, top_p, min_p)

@@ -1,10 +1,14 @@
-"""A memory budget -> the rows of hidden states that go through the head together.
+"""A memory budget -> the tokens whose hidden states go through the head together.
 
-N rows, V vocabulary. A unit is what must not be divided for a coefficient to be known: a pair.
+N tokens, V vocabulary. A unit is what must not be divided for a coefficient to be known: the responses to a prompt. A
+span is a slice of tokens whose logits are computed in one matrix product.
 """
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
+
+from fastp3o_kernels.head.dtypes import HeadDtypes
 
 # Bytes of scratch for logits and their gradient. The larger, the fewer times the weight's gradient is read and written:
 # once per full gradient buffer, so budget / V matters. benchmarks/NOTES.md says what is known of the choice.
@@ -15,63 +19,69 @@ MEMORY_BUDGET = 960_000_000
 ALIGNMENT = 16
 
 
-class Chunks(NamedTuple):
-    """How rows go through the head.
+class Chunk(NamedTuple):
+    """Whole units, in one span unless a unit is larger than the buffer for logits.
 
-    logits_rows: of the buffer for logits.
-    dlogits_rows: of the buffer where gradients of logits wait for their products.
-    row_elements: V, aligned.
-    chunks: each is a list of pieces (slices of rows). A chunk is whole units. It is one piece unless a unit is larger
-        than the buffer; the last piece then fills the buffer, where its logits stay for the backward products, and the
-        others' are computed twice.
+    The last of several spans fills the buffer, where its logits stay for the backward products; those of the others are
+    computed twice.
     """
 
-    logits_rows: int
-    dlogits_rows: int
-    row_elements: int
-    chunks: list[list[slice]]
+    units: slice  # numbers of its units
+    spans: list[slice]
 
 
-def plan_chunks(bounds: list[int], V: int, logits_bytes: int, dlogits_bytes: int, budget: int | None) -> Chunks:
-    """Chunks for units between `bounds` (0 first, N last) with elements of so many bytes.
+class HeadPlan(NamedTuple):
+    """How tokens go through the head: in which dtypes, by what buffers [rows, row_elements], in which chunks."""
 
-    It depends on nothing else, so that two evaluations of the same rows, with or without gradients, multiply matrices
+    dtypes: HeadDtypes
+    V: int
+    row_elements: int  # V, aligned
+    logits_rows: int  # of the buffer for logits
+    dlogits_rows: int  # of the buffer for gradients of logits that wait for their products
+    chunks: list[Chunk]
+
+
+def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None) -> HeadPlan:
+    """Chunks for units between `bounds` (0 first, N last), within so many bytes (None: MEMORY_BUDGET).
+
+    It depends on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply matrices
     of the same shapes: libraries round differently for different shapes.
 
     Raises ValueError where the budget holds less than one row of logits and one of their gradient.
     """
-    budget = MEMORY_BUDGET if budget is None else budget
+    budget = MEMORY_BUDGET if memory_budget is None else memory_budget
     row_elements = -(-V // ALIGNMENT) * ALIGNMENT
-    logits_row, dlogits_row = row_elements * logits_bytes, row_elements * dlogits_bytes
-    if budget < logits_row + dlogits_row:
+    logits_bytes, dlogits_bytes = row_elements * dtypes.logits.itemsize, row_elements * dtypes.multiplied.itemsize
+    if budget < logits_bytes + dlogits_bytes:
         raise ValueError(
             f"memory_budget of {budget} bytes is less than one row of logits and its gradient take at a vocabulary of "
-            f"{V}: {logits_row + dlogits_row} bytes"
+            f"{V}: {logits_bytes + dlogits_bytes} bytes"
         )
     N = bounds[-1]
     longest = max(end - begin for begin, end in pairwise(bounds))
-    # A quarter of the budget for logits, or what is left when the gradients of all rows fit, or the longest unit; but
-    # never so much that a piece's gradients no longer fit beside it.
-    wanted = max(budget // (4 * logits_row), (budget - N * dlogits_row) // logits_row, longest)
-    logits_rows = min(wanted, budget // (logits_row + dlogits_row), N)
-    dlogits_rows = min((budget - logits_rows * logits_row) // dlogits_row, N)
-    return Chunks(logits_rows, dlogits_rows, row_elements, list(chunks_of(bounds, logits_rows)))
+    # A quarter of the budget for logits, or what is left when the gradients of all tokens fit, or the longest unit; but
+    # never so much that a span's gradients no longer fit beside it.
+    wanted = max(budget // (4 * logits_bytes), (budget - N * dlogits_bytes) // logits_bytes, longest)
+    logits_rows = min(wanted, budget // (logits_bytes + dlogits_bytes), N)
+    dlogits_rows = min((budget - logits_rows * logits_bytes) // dlogits_bytes, N)
+    return HeadPlan(dtypes, V, row_elements, logits_rows, dlogits_rows, list(divide(bounds, logits_rows)))
 
 
-def chunks_of(bounds: list[int], rows: int):
-    begin = bounds[0]
-    for before, end in pairwise(bounds):
-        if end - begin > rows and before > begin:
-            yield [slice(begin, before)]
-            begin = before
-        if end - begin > rows:
-            yield pieces(begin, end, rows)
-            begin = end
-    if begin < bounds[-1]:
-        yield [slice(begin, bounds[-1])]
+def divide(bounds: list[int], most: int) -> Iterator[Chunk]:
+    """As many whole units as `most` tokens hold to a chunk; a larger unit is a chunk of several spans."""
+    first = 0
+    for unit, (begin, end) in enumerate(pairwise(bounds)):
+        if end - bounds[first] > most and unit > first:
+            yield Chunk(slice(first, unit), [slice(bounds[first], begin)])
+            first = unit
+        if end - begin > most:
+            yield Chunk(slice(unit, unit + 1), divide_unit(begin, end, most))
+            first = unit + 1
+    if bounds[first] < bounds[-1]:
+        yield Chunk(slice(first, len(bounds) - 1), [slice(bounds[first], bounds[-1])])
 
 
-def pieces(begin: int, end: int, rows: int) -> list[slice]:
-    """At most `rows` each, the last one full."""
-    starts = range(end - rows, begin - rows, -rows)
-    return [slice(max(start, begin), start + rows) for start in reversed(starts)]
+def divide_unit(begin: int, end: int, most: int) -> list[slice]:
+    """Spans of at most so many tokens, all but the first full."""
+    starts = range(end - most, begin - most, -most)
+    return [slice(max(start, begin), start + most) for start in reversed(starts)]

@@ -1,101 +1,68 @@
-"""The head in pieces that fit a memory budget: hidden states -> log-probs. `head_gradients` is the way back.
+"""The head applied in spans that fit a memory budget: hidden states -> log-probs.
 
-N rows, D hidden size, V vocabulary, F = N V D. The logits cost one matrix product, 2 F operations.
+N tokens, n of them in a span, D hidden size, V vocabulary, F = N V D. The logits cost one matrix product, 2 F
+operations.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.head.chunks import Chunks
-from fastp3o_kernels.rows import in_torch as torch_rows
-from fastp3o_kernels.rows.token_logprobs import launch_logprobs
-from fastp3o_kernels.rows.transform import LogitsTransform, transform_
+from fastp3o_kernels.dispatch import HAS_TRITON
+from fastp3o_kernels.head.chunks import HeadPlan
+from fastp3o_kernels.head.dtypes import multiply
+from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.rows import in_torch
+from fastp3o_kernels.rows.transform import transform_
 
-
-class Products:
-    """Dtypes of the head's matrix products.
-
-    Operands in half precision (an autocast's too) are multiplied as they are on a GPU, with fp32 results: logits are
-    never rounded to half precision. A CPU widens the operands first.
-
-    operands: what hidden and weight are rounded to. scratch: what is multiplied, and of the gradients of logits.
-    logits: of logits, log-probs and sums.
-    """
-
-    def __init__(self, hidden: Tensor):
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-        self.operands = torch.get_autocast_dtype(device) if autocast else hidden.dtype
-        half = self.operands in (torch.float16, torch.bfloat16)
-        self.scratch = torch.float32 if half and device == "cpu" else self.operands
-        self.logits = torch.float32 if half else self.operands
-
-    def operand(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.operands).to(self.scratch)
-
-
-def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """out (+)= a @ b. An fp32 result of operands in half precision is not rounded to theirs in between."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
-    elif a.is_cuda and out.dtype == torch.float32:
-        if accumulate:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        out.copy_(torch.mm(a, b))
+if HAS_TRITON:
+    from fastp3o_kernels.rows.logits_kernel import launch_logprobs
 
 
 class ChunkedHead:
-    """One evaluation of the head over N rows.
+    """One evaluation of the head over N tokens with these labels.
 
-    logprobs, and with Triton row_max and log_sum: [N], filled in piece by piece. One buffer has the logits of the piece
+    logprobs, and with Triton row_max and log_sum: [N], filled in span by span. One buffer has the logits of the span
     `resident`.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        transform: LogitsTransform,
-        ignore_index: int,
-        products: Products,
-        chunks: Chunks,
-        *,
-        triton: bool,
-    ):
-        self.labels, self.transform, self.ignore_index = labels, transform, ignore_index
-        self.products, self.chunks, self.triton = products, chunks, triton
-        self.take(hidden, weight)
-        self.vocabulary = len(weight)
-        self.logits_buffer = hidden.new_empty(chunks.logits_rows, chunks.row_elements, dtype=products.logits)
+    def __init__(self, labels: Tensor, ignore_index: int, plan: HeadPlan, *, triton: bool):
+        self.labels, self.ignore_index, self.plan, self.triton = labels, ignore_index, plan, triton
+        on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
+        self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
         self.resident: slice | None = None
-        self.logprobs, self.row_max, self.log_sum = hidden.new_empty(3, len(hidden), dtype=products.logits)
+        self.logprobs, self.row_max, self.log_sum = torch.empty(3, len(labels), **on_device)
 
-    def take(self, hidden: Tensor, weight: Tensor) -> None:
-        self.hidden, self.weight = self.products.operand(hidden), self.products.operand(weight)
+    @contextmanager
+    def holding(self, hidden: Tensor, head: Head) -> Iterator[None]:
+        """Within, logits of these hidden states [N, D] can be computed. Outside they are left to autograd to keep."""
+        # The dtypes have taken autocast into account.
+        with torch.autocast(hidden.device.type, enabled=False):
+            cast = self.plan.dtypes.cast
+            self.head, self.hidden, self.weight = head, cast(hidden), cast(head.weight)
+            try:
+                yield
+            finally:
+                del self.head, self.hidden, self.weight
 
-    def drop(self) -> None:
-        """Gives up hidden states and weight until they are taken again, for autograd to keep them."""
-        self.hidden = self.weight = None
-
-    def logits(self, rows: slice) -> Tensor:
-        """Logits of a piece [n, V]: the bare products where kernels transform them, else transformed."""
-        logits = self.logits_buffer[: rows.stop - rows.start, : self.vocabulary]
-        if rows != self.resident:
-            multiply(self.hidden[rows], self.weight.T, out=logits)
+    def logits(self, span: slice) -> Tensor:
+        """Logits of a span [n, V]: the bare products where kernels transform them, else transformed."""
+        logits = self.logits_buffer[: span.stop - span.start, : self.plan.V]
+        if span != self.resident:
+            multiply(self.hidden[span], self.weight.T, out=logits)
             if not self.triton:
-                transform_(logits, self.transform)
-            self.resident = rows
+                transform_(logits, self.head)
+            self.resident = span
         return logits
 
-    def forward(self, rows: slice) -> None:
-        """Fills in the log-probs of a piece."""
-        logits, labels = self.logits(rows), self.labels[rows]
+    def forward(self, span: slice) -> None:
+        """Fills in the log-probs of a span."""
+        logits, labels = self.logits(span), self.labels[span]
         if self.triton:
-            results = launch_logprobs(logits, labels, self.transform, self.ignore_index)
-            self.logprobs[rows], self.row_max[rows], self.log_sum[rows] = results
+            results = launch_logprobs(logits, labels, self.head, self.ignore_index)
+            self.logprobs[span], self.row_max[span], self.log_sum[span] = results
         else:
-            self.logprobs[rows] = torch_rows.logprobs(logits, labels, self.ignore_index)
+            self.logprobs[span] = in_torch.logprobs(logits, labels, self.ignore_index)

@@ -1,36 +1,23 @@
-"""Gradients that a forward pass computed, times the incoming gradient: no pass over memory where that is 1."""
+"""Gradients that a forward pass computed, times the incoming gradient of a loss."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-WARPS = 8
+from fastp3o_kernels.dispatch import HAS_TRITON
+
+if HAS_TRITON:
+    from fastp3o_kernels.head.scale_kernel import launch_scale
 
 
-@triton.jit
-def scale_kernel(
-    values_ptr,  # [size], in and out
-    factor_ptr,  # [] fp32
-    size,
-    BLOCK: tl.constexpr,
-):
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(values_ptr + index, mask=index < size).to(tl.float32)
-        tl.store(values_ptr + index, (values * factor).to(values_ptr.dtype.element_ty), mask=index < size)
-
-
-def scaled(values: Tensor, factor: Tensor, dtype: torch.dtype, *, triton_kernels: bool) -> Tensor:
-    """values times factor, a 0-d tensor, in `dtype`; in their place where that is theirs. The host does not wait."""
+def scaled(values: Tensor, scale: Tensor | None, dtype: torch.dtype, *, triton: bool) -> Tensor:
+    """values times a 0-d tensor (None: 1), in `dtype`; in their own memory where that is theirs. The host does not
+    wait.
+    """
+    if scale is None:
+        return values.to(dtype)
     if values.dtype != dtype:
-        return torch.mul(values, factor, out=torch.empty_like(values, dtype=dtype))
-    if not triton_kernels:
-        return values.mul_(factor)
-    with torch.cuda.device_of(values):
-        scale_kernel[(triton.cdiv(values.numel(), BLOCK),)](
-            values, factor.float(), values.numel(), BLOCK=BLOCK, num_warps=WARPS
-        )
+        return torch.mul(values, scale, out=torch.empty_like(values, dtype=dtype))
+    if not triton:
+        return values.mul_(scale)
+    launch_scale(values, scale)
     return values

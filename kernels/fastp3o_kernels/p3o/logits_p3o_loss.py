@@ -1,4 +1,4 @@
-"""Logits of pairs -> P3O's loss, and back to the gradient of the logits.
+"""Logits of the responses' tokens -> P3O's loss, and the gradient of the logits.
 
 N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is response k of prompt p.
 """
@@ -6,47 +6,40 @@ N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is res
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_logits, check_objective, check_same_device
-from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.checks import check_logits, check_same_device
+from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
 from fastp3o_kernels.p3o import eager
-from fastp3o_kernels.p3o.objective import Objective, P3OLossOutput
-from fastp3o_kernels.p3o.pair_kernel import PairInputs, check_token_pairs, launch_pairs, output, spread
-from fastp3o_kernels.rows.on_policy import launch_on_policy
-from fastp3o_kernels.rows.token_logprobs import (
-    check_inplace,
-    dlogits_like,
-    launch_dlogits,
-    launch_logprobs,
-    refuse_second_backward,
-    with_rows,
-)
+from fastp3o_kernels.p3o.coefficients import loss_and_coefficients, on_policy_loss_and_coefficients
+from fastp3o_kernels.p3o.output import P3OLossOutput, forward_results, loss_output
+from fastp3o_kernels.p3o.pairs import PairInputs
+from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
+from fastp3o_kernels.rows import eager as eager_rows
+from fastp3o_kernels.rows.inplace import DlogitsMemory, check_inplace, with_distinct_rows
+from fastp3o_kernels.rows.labels import NO_LABEL
 from fastp3o_kernels.rows.transform import LogitsTransform
 
-# No label is ignored here: what is not scored has no place in cu_seqlens.
-NO_LABEL = -(2**31)
+if HAS_TRITON:
+    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
+    from fastp3o_kernels.rows.on_policy_kernel import launch_on_policy
 
 
 class LogitsP3OLoss(torch.autograd.Function):
     """Two launches forward (rows, pairs) and one backward, which skips reading rows of zero gradient."""
 
     @staticmethod
-    def forward(ctx, logits, labels, pairs, objective, temperature, inplace_backward):
-        transform = LogitsTransform(temperature=temperature)
+    def forward(ctx, logits, labels, pairs, settings, transform, inplace_backward):
         logprobs, row_max, log_sum = launch_logprobs(logits, labels, transform, NO_LABEL)
-        results, coefficients = launch_pairs(logprobs, pairs, objective)
+        results, coefficients = loss_and_coefficients(logprobs, pairs, settings, triton=True)
         ctx.save_for_backward(logits, labels, row_max, log_sum, coefficients)
-        ctx.transform = transform
-        ctx.inplace = inplace_backward
-        ctx.overwritten = False
-        ctx.mark_non_differentiable(results)
-        return results[0].clone(), results
+        ctx.transform, ctx.memory = transform, DlogitsMemory(inplace=inplace_backward)
+        return forward_results(ctx, results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, _):
-        refuse_second_backward(ctx)
+        ctx.memory.check_first_use()
         logits, labels, row_max, log_sum, coefficients = ctx.saved_tensors
-        dlogits = dlogits_like(logits, inplace=ctx.inplace)
+        dlogits = ctx.memory.like(logits)
         launch_dlogits(logits, labels, row_max, log_sum, coefficients, grad_loss, ctx.transform, NO_LABEL, out=dlogits)
         return dlogits, *[None] * 5
 
@@ -55,22 +48,19 @@ class OnPolicyLogitsP3OLoss(torch.autograd.Function):
     """One launch forward (pairs), which needs no logits, and one backward, which reads them from memory once."""
 
     @staticmethod
-    def forward(ctx, logits, labels, pairs, objective, temperature, inplace_backward):
-        logprobs = spread(pairs.old_logprobs.float(), pairs.cu_seqlens, len(logits))
-        results, coefficients = launch_pairs(logprobs, pairs._replace(old_token_logprobs=logprobs), objective)
+    def forward(ctx, logits, labels, pairs, settings, transform, inplace_backward):
+        given = pairs, len(logits), torch.float32, settings
+        results, coefficients = on_policy_loss_and_coefficients(*given, triton=True)
         ctx.save_for_backward(logits, labels, coefficients)
-        ctx.transform = LogitsTransform(temperature=temperature)
-        ctx.inplace = inplace_backward
-        ctx.overwritten = False
-        ctx.mark_non_differentiable(results)
-        return results[0].clone(), results
+        ctx.transform, ctx.memory = transform, DlogitsMemory(inplace=inplace_backward)
+        return forward_results(ctx, results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_loss, _):
-        refuse_second_backward(ctx)
+        ctx.memory.check_first_use()
         logits, labels, coefficients = ctx.saved_tensors
-        dlogits = dlogits_like(logits, inplace=ctx.inplace)
+        dlogits = ctx.memory.like(logits)
         launch_on_policy(logits, labels, coefficients, grad_loss, ctx.transform, out=dlogits)
         return dlogits, *[None] * 5
 
@@ -82,12 +72,8 @@ def logits_p3o_loss(
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
     rewards: Tensor,
+    settings: P3OSettings = DEFAULTS,
     *,
-    clipping: str = "joint",
-    clip_range: float = 0.2,
-    ratio_cap: float = 10.0,
-    kl_coef: float = 0.05,
-    kl_reward: str = "current",
     old_token_logprobs: Tensor | None = None,
     on_policy: bool = False,
     temperature: float = 1.0,
@@ -103,14 +89,14 @@ def logits_p3o_loss(
         labels: [N] int64 or int32, the response tokens, end-of-sequence included.
         cu_seqlens: [P K + 1] int32 or int64, where each response begins in [N].
         old_logprobs, ref_logprobs, rewards: [P, K].
-        old_token_logprobs: [N], for clipping="token" and only there: the first author's variant, which clips every
-            token's log-probability at the old one ± ε and averages over tokens.
+        settings: as in `p3o_loss`.
+        old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
         on_policy: old_logprobs are this very policy's (the first step after a rollout). Ratios are then 1 by
-            definition; loss and metrics follow from old_logprobs without a look at the logits, and the backward pass
+            definition; loss and metrics follow from old_logprobs without reading the logits, and the backward pass
             reads these from memory once.
         temperature: divides the logits.
         inplace_backward: as in `token_logprobs`.
-        others: as in `p3o_loss`.
+        impl: None, "triton" or "eager", as in `token_logprobs`.
 
     Returns:
         P3OLossOutput; the gradient reaches the logits. Rows without a gradient are not read in backward.
@@ -118,36 +104,15 @@ def logits_p3o_loss(
     Raises:
         ValueError: as in `token_logprobs`, `sequence_logprobs` and `p3o_loss`.
     """
-    objective = Objective(clipping, clip_range, ratio_cap, kl_coef, kl_reward)
-    check_logits(logits, labels, temperature, ignore_index=None)
-    given = [t for t in (logits, old_logprobs, ref_logprobs, rewards, old_token_logprobs) if t is not None]
-    check_objective(*objective)
+    transform = LogitsTransform(temperature=temperature)
+    check_logits(logits, labels, ignore_index=None)
     check_inplace(logits, inplace_backward)
-    check_token_pairs(
-        len(logits), cu_seqlens, old_logprobs, ref_logprobs, rewards, clipping, old_token_logprobs, on_policy=on_policy
-    )
-    check_same_device(
-        logits=logits,
-        cu_seqlens=cu_seqlens,
-        old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs,
-        rewards=rewards,
-        old_token_logprobs=old_token_logprobs,
-    )
-    if not use_triton(impl, *given):
-        logprobs = eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=NO_LABEL)
-        if on_policy:
-            known = spread(old_logprobs.to(logprobs.dtype), cu_seqlens, len(logprobs))
-            logprobs, old_token_logprobs = eager.with_values(logprobs, known), known
-        return eager.token_loss(
-            logprobs, cu_seqlens, old_token_logprobs, old_logprobs, ref_logprobs, rewards, objective
-        )
-    loss, results = (OnPolicyLogitsP3OLoss if on_policy else LogitsP3OLoss).apply(
-        with_rows(logits),
-        labels.contiguous(),
-        PairInputs(cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, len(rewards)),
-        objective,
-        temperature,
-        inplace_backward,
-    )
-    return output(results, loss)
+    given = cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs
+    pairs = PairInputs.checked(len(logits), *given, settings, on_policy=on_policy)
+    check_same_device(logits=logits, cu_seqlens=cu_seqlens, **pairs.floating)
+    if not use_triton(impl, logits, *pairs.floating.values()):
+        logprobs = eager_rows.token_logprobs(logits, labels, temperature=temperature, ignore_index=NO_LABEL)
+        return eager.token_loss(logprobs, pairs, settings, on_policy=on_policy)
+    function = OnPolicyLogitsP3OLoss if on_policy else LogitsP3OLoss
+    logits, labels = with_distinct_rows(logits), labels.contiguous()
+    return loss_output(*function.apply(logits, labels, pairs, settings, transform, inplace_backward))

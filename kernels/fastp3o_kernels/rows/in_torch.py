@@ -1,42 +1,43 @@
-"""The kernels over rows of logits in PyTorch, for the chunked head where there is no Triton.
+"""What the kernels do with rows of logits, in PyTorch: for the chunked head where the kernels do not run.
 
-They take the logits as `transform_` left them, and a few rows at a time, so that temporaries stay small. n rows, V
+The logits come as `transform_` left them. A few rows go at a time, so that temporaries stay small. n rows, V
 vocabulary.
 """
 
 import torch
 from torch import Tensor
 
+from fastp3o_kernels.rows.labels import gather_indices
 from fastp3o_kernels.rows.transform import LogitsTransform, slope_
 
-ROWS = 32
+ROWS_AT_ONCE = 32
 
 
 def logprobs(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Transformed logits [n, V], labels [n] -> log-probs [n]."""
-    ignored = labels == ignore_index
-    index = labels.masked_fill(ignored, 0).long()[:, None]
-    of_rows = [
-        rows.log_softmax(dim=1).gather(1, of_rows)
-        for rows, of_rows in zip(logits.split(ROWS), index.split(ROWS), strict=True)
+    ignored, indices = gather_indices(labels, ignore_index)
+    label_logprobs = [
+        rows.log_softmax(dim=1).gather(1, rows_indices)
+        for rows, rows_indices in zip(logits.split(ROWS_AT_ONCE), indices.split(ROWS_AT_ONCE), strict=True)
     ]
-    return torch.cat(of_rows).squeeze(1).masked_fill(ignored, 0.0)
+    return torch.cat(label_logprobs).squeeze(1).masked_fill(ignored, 0.0)
 
 
 def dlogits(
     logits: Tensor, labels: Tensor, coefficients: Tensor, transform: LogitsTransform, ignore_index: int, out: Tensor
 ) -> None:
     """out [n, V] = the gradient of the head's products, given dL/d(log-prob) of each row. Leaves `logits` alone."""
-    ignored = labels == ignore_index
-    index = labels.masked_fill(ignored, 0).long()[:, None]
-    coefficients = coefficients.masked_fill(ignored, 0.0)[:, None]
-    for begin in range(0, len(logits), ROWS):
-        part = slice(begin, begin + ROWS)
-        p = torch.softmax(logits[part], dim=1, out=out[part])
-        p.scatter_add_(1, index[part], p.new_full((len(p), 1), -1.0)).mul_(-coefficients[part])
+    ignored, indices = gather_indices(labels, ignore_index)
+    coefficients = coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
+    for begin in range(0, len(logits), ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
+        gradient = torch.softmax(logits[rows], dim=1)
+        gradient.scatter_add_(1, indices[rows], gradient.new_full((len(gradient), 1), -1.0)).mul_(-coefficients[rows])
         if transform.softcap is not None:
-            p.mul_(slope_(logits[part].clone(), transform))
+            gradient.mul_(slope_(logits[rows].clone(), transform))
         elif transform.temperature != 1:
-            p.div_(transform.temperature)
+            gradient.div_(transform.temperature)
+        out[rows] = gradient
     # Rows of zero coefficient hold 0 times what may be NaN.
     out.masked_fill_(coefficients == 0, 0.0)

@@ -1,287 +1,43 @@
-"""Logits -> the log-probability of each label, and back.
+"""Logits -> the log-probability of each label.
 
-N rows, V vocabulary.
+N tokens, V vocabulary.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_logits
-from fastp3o_kernels.dispatch import use_triton
-from fastp3o_kernels.p3o import eager
-from fastp3o_kernels.rows.transform import LogitsTransform, kernel_arguments, load_logits
+from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.rows import eager
+from fastp3o_kernels.rows.inplace import DlogitsMemory, check_inplace, with_distinct_rows
+from fastp3o_kernels.rows.transform import LogitsTransform
 
-# One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
-# 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
-BLOCK_V = 4096
-WARPS = 8
-# A thread's 16-byte load: the largest logit so far is kept for each of these groups, so that the loop over the
-# vocabulary needs no exchange between threads.
-LOAD_BYTES = 16
-
-
-@triton.jit
-def row_logsumexp(
-    logits_ptr,
-    bias_ptr,
-    inverse_temperature,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Largest scaled logit of a row, and the log of the sum of exp(scaled logit - largest)."""
-    columns = tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    running_max = tl.full([BLOCK_V // GROUP], -float("inf"), dtype=tl.float32)
-    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
-    for start in range(0, V, BLOCK_V):
-        inside = start + columns < V
-        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-        x *= inverse_temperature
-        new_max = tl.maximum(running_max, tl.max(x, axis=1))
-        # As long as every logit was -inf there is no maximum to subtract.
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        sums = sums * tl.exp(running_max - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
-        running_max = new_max
-    row_max = tl.max(running_max, axis=0)
-    base = tl.where(row_max == -float("inf"), 0.0, row_max)
-    return row_max, tl.log(tl.sum(sums * tl.exp(running_max - base), axis=0))
-
-
-@triton.jit
-def store_dlogits(
-    logits_ptr,
-    bias_ptr,
-    dlogits_ptr,
-    label,
-    gradient,
-    row_max,
-    log_sum,
-    start,
-    inverse_temperature,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """A block of a row's gradient; `gradient` is dL/d(log-prob of the row) over the temperature."""
-    columns = start + tl.arange(0, BLOCK_V)
-    inside = columns < V
-    x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-    p = tl.exp((x * inverse_temperature - row_max) - log_sum)
-    # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
-    dlogits = gradient * (tl.where(columns == label, 1.0, 0.0) - p)
-    if HAS_SOFTCAP:
-        dlogits *= slope
-    tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_zeros(dlogits_ptr, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    columns = tl.arange(0, BLOCK_V)
-    for start in range(0, V, BLOCK_V):
-        zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-        tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
-
-
-@triton.jit
-def logprobs_kernel(
-    logits_ptr,  # [N, V], rows at any stride
-    labels_ptr,  # [N]
-    bias_ptr,  # [V] where HAS_BIAS
-    logprobs_ptr,  # [N] fp32, out
-    max_ptr,  # [N] fp32, out: largest scaled logit of the row
-    log_sum_ptr,  # [N] fp32, out: log of the sum of exp(scaled logit - max); logsumexp = max + log_sum
-    row_stride,
-    inverse_temperature,
-    softcap,
-    ignore_index,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    # A grid of N programs in its first dimension, which alone may exceed 65535; offsets pass 2^31.
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
-    row_max, log_sum = row_logsumexp(
-        logits_ptr, bias_ptr, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, V, BLOCK_V, GROUP
-    )
-    label = tl.load(labels_ptr + row)
-    # A label outside the vocabulary gives NaN, not a value from somewhere else in memory.
-    known = (label >= 0) & (label < V)
-    of_label, _ = load_logits(logits_ptr, bias_ptr, label, known, softcap, HAS_BIAS, HAS_SOFTCAP)
-    # Largest first: both terms are at most 0 in any rounding, so the log-probability never exceeds 0.
-    logprob = (of_label * inverse_temperature - row_max) - log_sum
-    logprob = tl.where(known, logprob, float("nan"))
-    tl.store(logprobs_ptr + row, tl.where(label == ignore_index, 0.0, logprob))
-    tl.store(max_ptr + row, row_max)
-    tl.store(log_sum_ptr + row, log_sum)
-
-
-@triton.jit
-def dlogits_kernel(
-    logits_ptr,  # [N, V]
-    labels_ptr,  # [N]
-    bias_ptr,  # [V] where HAS_BIAS
-    max_ptr,  # [N] fp32
-    log_sum_ptr,  # [N] fp32
-    coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row), times
-    scale_ptr,  # [] fp32, the incoming gradient of a scalar loss where HAS_SCALE
-    dlogits_ptr,  # [N, V], out; may be logits_ptr
-    row_stride,
-    dlogits_row_stride,
-    inverse_temperature,
-    softcap,
-    ignore_index,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
-    dlogits_ptr += row * dlogits_row_stride
-    label = tl.load(labels_ptr + row)
-    gradient = tl.load(coefficients_ptr + row) * inverse_temperature
-    if HAS_SCALE:
-        gradient *= tl.load(scale_ptr)
-    if (gradient == 0.0) | (label == ignore_index):
-        store_zeros(dlogits_ptr, V, BLOCK_V)
-    else:
-        row_max = tl.load(max_ptr + row)
-        log_sum = tl.load(log_sum_ptr + row)
-        for start in range(0, V, BLOCK_V):
-            store_dlogits(
-                logits_ptr,
-                bias_ptr,
-                dlogits_ptr,
-                label,
-                gradient,
-                row_max,
-                log_sum,
-                start,
-                inverse_temperature,
-                softcap,
-                HAS_BIAS,
-                HAS_SOFTCAP,
-                V,
-                BLOCK_V,
-            )
-
-
-def block_of(V: int, largest: int) -> int:
-    """A power of two, no longer than the vocabulary needs."""
-    return min(largest, max(triton.next_power_of_2(V), LOAD_BYTES))
-
-
-def launch_logprobs(
-    logits: Tensor, labels: Tensor, transform: LogitsTransform, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, row maxima and log-sums, [N] fp32 each; one launch."""
-    N, V = logits.shape
-    logprobs, row_max, log_sum = torch.empty(3, N, dtype=torch.float32, device=logits.device)
-    with torch.cuda.device_of(logits):
-        logprobs_kernel[(N,)](
-            logits,
-            labels,
-            logprobs_ptr=logprobs,
-            max_ptr=row_max,
-            log_sum_ptr=log_sum,
-            row_stride=logits.stride(0),
-            ignore_index=ignore_index,
-            **kernel_arguments(transform, unused=logprobs),
-            V=V,
-            BLOCK_V=block_of(V, BLOCK_V),
-            GROUP=LOAD_BYTES // logits.element_size(),
-            num_warps=WARPS,
-        )
-    return logprobs, row_max, log_sum
-
-
-def launch_dlogits(
-    logits: Tensor,
-    labels: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    coefficients: Tensor,
-    scale: Tensor | None,
-    transform: LogitsTransform,
-    ignore_index: int,
-    out: Tensor,
-) -> None:
-    """out [N, V] = the gradient of the logits; it may be the logits. One launch."""
-    N, V = logits.shape
-    with torch.cuda.device_of(logits):
-        dlogits_kernel[(N,)](
-            logits,
-            labels,
-            max_ptr=row_max,
-            log_sum_ptr=log_sum,
-            coefficients_ptr=coefficients,
-            scale_ptr=coefficients if scale is None else scale,
-            dlogits_ptr=out,
-            row_stride=logits.stride(0),
-            dlogits_row_stride=out.stride(0),
-            ignore_index=ignore_index,
-            HAS_SCALE=scale is not None,
-            **kernel_arguments(transform, unused=coefficients),
-            V=V,
-            BLOCK_V=block_of(V, BLOCK_V),
-            num_warps=WARPS,
-        )
-
-
-def dlogits_like(logits: Tensor, *, inplace: bool) -> Tensor:
-    """Where the gradient of the logits goes: into their place on request, which autograd is told."""
-    if not inplace:
-        return torch.empty_like(logits)
-    torch.autograd.graph.increment_version(logits)
-    return logits
+if HAS_TRITON:
+    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
 
 
 class TokenLogprobs(torch.autograd.Function):
+    """One launch forward, one backward."""
+
     @staticmethod
     def forward(ctx, logits, labels, transform, ignore_index, inplace_backward):
         logprobs, row_max, log_sum = launch_logprobs(logits, labels, transform, ignore_index)
         ctx.save_for_backward(logits, labels, row_max, log_sum)
-        ctx.settings = transform, ignore_index
-        ctx.inplace = inplace_backward
-        ctx.overwritten = False
+        ctx.transform, ctx.ignore_index = transform, ignore_index
+        ctx.memory = DlogitsMemory(inplace=inplace_backward)
         return logprobs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs):
-        refuse_second_backward(ctx)
+        ctx.memory.check_first_use()
         logits, labels, row_max, log_sum = ctx.saved_tensors
-        dlogits = dlogits_like(logits, inplace=ctx.inplace)
-        launch_dlogits(logits, labels, row_max, log_sum, grad_logprobs.contiguous(), None, *ctx.settings, out=dlogits)
+        dlogits = ctx.memory.like(logits)
+        coefficients = grad_logprobs.contiguous()
+        launch_dlogits(
+            logits, labels, row_max, log_sum, coefficients, None, ctx.transform, ctx.ignore_index, out=dlogits
+        )
         return dlogits, None, None, None, None
-
-
-def refuse_second_backward(ctx) -> None:
-    if ctx.overwritten:
-        raise RuntimeError("the logits were overwritten by the first backward pass (inplace_backward=True)")
-    ctx.overwritten = ctx.inplace
-
-
-def with_rows(logits: Tensor) -> Tensor:
-    """The logits where the kernels can read and write rows apart from each other, else a contiguous copy."""
-    apart = logits.shape[0] == 1 or logits.stride(0) >= logits.shape[1]
-    return logits if logits.stride(1) == 1 and apart else logits.contiguous()
-
-
-def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
-    if inplace_backward and logits.requires_grad and logits.is_leaf:
-        raise ValueError("inplace_backward=True would overwrite logits, which is a leaf: its values are yours to keep")
 
 
 def token_logprobs(
@@ -293,29 +49,32 @@ def token_logprobs(
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> Tensor:
-    """log softmax(logits / temperature) at each row's label.
+    """log softmax(logits / temperature) at each token's label.
 
     Args:
         logits: [N, V] of any floating dtype and strides; -inf is allowed. Rounding logits to bf16 costs about 0.03 nats
             per token, so 0.3 in the log-probability of a response of 128 tokens: more than a clip range. Hidden states
-            and the head's weight go to `linear_logprobs`, whose logits are fp32 and never exist all at once.
+            and the head go to `linear_logprobs`, whose logits are fp32 and never exist all at once.
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
         temperature: divides the logits.
-        ignore_index: rows with this label give 0 and no gradient.
-        inplace_backward: the gradient takes the logits' storage (with Triton), so backward runs once and the logits'
-            values are gone afterwards. The eager path leaves them alone.
-        impl: None picks by device; "triton" and "eager" force.
+        ignore_index: tokens with this label give 0 and no gradient.
+        inplace_backward: the gradient takes the logits' memory (with Triton), so backward runs once and the logits'
+            values are gone afterwards. The eager implementation leaves them alone.
+        impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
+            "eager" force.
 
     Returns:
         [N] fp32 (fp64 for fp64 logits), never above 0.
 
     Raises:
-        ValueError: for shapes, dtypes or devices that disagree, for a label out of range, for an in-place backward over
-            a leaf. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of range gives NaN there.
+        ValueError: for shapes, dtypes or devices that disagree, for a label out of range, for an in-place backward pass
+            over a leaf. Values on a GPU are looked at only with FASTP3O_DEBUG=1; a label out of range gives NaN there.
     """
-    check_logits(logits, labels, temperature, ignore_index)
+    transform = LogitsTransform(temperature=temperature)
+    check_logits(logits, labels, ignore_index)
     check_inplace(logits, inplace_backward)
     if not use_triton(impl, logits) or len(logits) == 0:
         return eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
-    transform = LogitsTransform(temperature=temperature)
-    return TokenLogprobs.apply(with_rows(logits), labels.contiguous(), transform, ignore_index, inplace_backward)
+    return TokenLogprobs.apply(
+        with_distinct_rows(logits), labels.contiguous(), transform, ignore_index, inplace_backward
+    )

@@ -154,15 +154,14 @@ def alone(model: PreTrainedModel, groups: Groups, clipping: str = "joint") -> tu
     logprobs = [logprobs_alone(model, prompt, response) for prompt, response in groups.sequences]
     rollout = rollout_near(logprobs)
     config = loss_config(clipping)
-    settings = {name: getattr(config, name) for name in ("clipping", "clip_range", "ratio_cap", "kl_coef")}
     known = sums(rollout.old), sums(rollout.ref), rollout.rewards
     if clipping == "token":
         lengths = torch.tensor([0, *map(len, logprobs)]).cumsum(0)
         loss = token_p3o_loss(
-            torch.cat(logprobs), lengths, *known, old_token_logprobs=torch.cat(rollout.old), **settings
+            torch.cat(logprobs), lengths, *known, config, old_token_logprobs=torch.cat(rollout.old)
         ).loss
     else:
-        loss = p3o_loss(sums(logprobs), *known, **settings).loss
+        loss = p3o_loss(sums(logprobs), *known, config).loss
     return outcome(model, logprobs, loss), rollout
 
 

@@ -69,8 +69,8 @@ def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap
     expected = with_gradients(dense, tensors, segments, 0.8, window, softcap)
     # With soft capping the softmax is fp32, as transformers' is.
     tolerance = 1e-12 if softcap is None else 2e-6
-    for tensor, of_dense in zip(got, expected, strict=True):
-        torch.testing.assert_close(tensor, of_dense, atol=tolerance, rtol=tolerance)
+    for tensor, expected_tensor in zip(got, expected, strict=True):
+        torch.testing.assert_close(tensor, expected_tensor, atol=tolerance, rtol=tolerance)
 
 
 SHARED = Groups([[1, 2], [3], [4, 5, 6]], [[[1], [2, 3], [4]], [[5, 6], [7], [8]], [[9]]])

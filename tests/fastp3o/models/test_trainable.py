@@ -36,10 +36,10 @@ def with_adapters(family: str, targets: str = "all-linear") -> PackedModel:
 def test_frozen_layers_leave_the_top_and_the_last_norm(family):
     model = PackedModel(random_model(family))
     top, norm = LAYERS.get(family, OTHERS)
-    of_top = {name for name, _ in model.model.named_parameters() if name.startswith(top)}
-    assert of_top
+    top_parameters = {name for name, _ in model.model.named_parameters() if name.startswith(top)}
+    assert top_parameters
     freeze_below(model, 1)
-    assert trained(model) == of_top | norm
+    assert trained(model) == top_parameters | norm
 
 
 def test_their_gradients_are_those_of_the_whole_and_the_others_get_none():

@@ -20,7 +20,7 @@ def launch(script: str, *flags: str, processes: int = 2) -> subprocess.Completed
         [*torchrun, str(ROOT / "scripts" / script), "--report_to", "none", "--precision", "fp32", *flags],
         env=os.environ
         | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:."},
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), ".", os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=300,

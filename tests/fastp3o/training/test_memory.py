@@ -181,7 +181,7 @@ TRAINS = {
 
 
 def test_readmes_table_is_what_the_formula_gives():
-    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    readme = (Path(__file__).parents[3] / "fastp3o" / "training" / "README.md").read_text()
     precision = precision_of("fp16", "fp16")
     for size, trains in product(LLAMAS, TRAINS):
         trainable, checkpointing = TRAINS[trains]

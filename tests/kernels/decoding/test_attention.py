@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels.decoding import LayerCache, Slots
-from tests.kernels.decoding.cases import oracle, random_step
+from tests.kernels.decoding.steps import oracle, random_step
 
 
 def error(step, result, expected) -> float:

@@ -1,10 +1,14 @@
 from itertools import accumulate
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o_kernels.head.chunks import plan_chunks
+from fastp3o_kernels.head.dtypes import HeadDtypes
+
+DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadDtypes(*[torch.float32] * 3)}
 
 
 @given(
@@ -16,24 +20,24 @@ from fastp3o_kernels.head.chunks import plan_chunks
 def test_chunks_are_whole_units_within_the_budget(lengths, V, dlogits_bytes, rows_held):
     bounds = [0, *accumulate(lengths)]
     budget = rows_held * (4 + dlogits_bytes) * -(-V // 16) * 16
-    plan = plan_chunks(bounds, V, 4, dlogits_bytes, budget)
+    plan = plan_chunks(bounds, V, DTYPES[dlogits_bytes], budget)
     assert plan.row_elements >= V
     assert plan.row_elements * (4 * plan.logits_rows + dlogits_bytes * plan.dlogits_rows) <= budget
     assert 1 <= plan.logits_rows <= plan.dlogits_rows
-    rows = [row for chunk in plan.chunks for piece in chunk for row in range(piece.start, piece.stop)]
-    assert rows == list(range(bounds[-1]))
-    for chunk in plan.chunks:
-        assert chunk[0].start in bounds
-        assert chunk[-1].stop in bounds
-        assert all(piece.stop - piece.start <= plan.logits_rows for piece in chunk)
-        if len(chunk) > 1:
-            assert bounds.index(chunk[-1].stop) - bounds.index(chunk[0].start) == 1
-            assert all(piece.stop - piece.start == plan.logits_rows for piece in chunk[1:])
+    tokens = [token for chunk in plan.chunks for span in chunk.spans for token in range(span.start, span.stop)]
+    assert tokens == list(range(bounds[-1]))
+    for units, spans in plan.chunks:
+        assert spans[0].start == bounds[units.start]
+        assert spans[-1].stop == bounds[units.stop]
+        assert all(span.stop - span.start <= plan.logits_rows for span in spans)
+        if len(spans) > 1:
+            assert units.stop - units.start == 1
+            assert all(span.stop - span.start == plan.logits_rows for span in spans[1:])
 
 
 def test_a_longer_unit_gets_a_longer_buffer_while_the_budget_allows():
     def rows(longest):
-        return plan_chunks([0, *range(longest, 10_000)], 16, 4, 2, 100 * 6 * 16).logits_rows
+        return plan_chunks([0, *range(longest, 10_000)], 16, DTYPES[2], 100 * 6 * 16).logits_rows
 
     assert rows(10) == 37
     assert rows(60) == 60
@@ -41,11 +45,11 @@ def test_a_longer_unit_gets_a_longer_buffer_while_the_budget_allows():
 
 
 def test_everything_at_once_where_it_fits():
-    plan = plan_chunks([0, 10, 20, 30], 16, 4, 2, 10**9)
-    assert plan.chunks == [[slice(0, 30)]]
+    plan = plan_chunks([0, 10, 20, 30], 16, DTYPES[2], 10**9)
+    assert plan.chunks == [(slice(0, 3), [slice(0, 30)])]
     assert (plan.logits_rows, plan.dlogits_rows) == (30, 30)
 
 
 def test_a_budget_of_no_row_is_refused():
     with pytest.raises(ValueError, match=r"memory_budget of 95 bytes is less than .* 96 bytes"):
-        plan_chunks([0, 4], 16, 4, 2, 95)
+        plan_chunks([0, 4], 16, DTYPES[2], 95)

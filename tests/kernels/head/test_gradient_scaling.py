@@ -2,24 +2,25 @@ import pytest
 import torch
 
 from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.head.gradient_scaling import BLOCK, scaled
+from fastp3o_kernels.head.gradient_scaling import scaled
+from fastp3o_kernels.head.scale_kernel import BLOCK
 from tests.kernels.interpreted import counted_traffic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("triton_kernels", [True, False])
+@pytest.mark.parametrize("triton", [True, False])
 @pytest.mark.parametrize("size", [1, 100, BLOCK + 3])
-def test_scales_in_place(dtype, triton_kernels, size, device):
+def test_scales_in_place(dtype, triton, size, device):
     values = torch.randn(size, device=device).to(dtype)
     expected = values * 0.5
-    result = scaled(values, torch.tensor(0.5, device=device), dtype, triton_kernels=triton_kernels)
+    result = scaled(values, torch.tensor(0.5, device=device), dtype, triton=triton)
     assert result.data_ptr() == values.data_ptr()
     assert torch.equal(result, expected)
 
 
 def test_another_dtype_is_reached_in_one_rounding(device):
     values = torch.randn(1000, device=device)
-    result = scaled(values, torch.tensor(0.3, device=device), torch.bfloat16, triton_kernels=True)
+    result = scaled(values, torch.tensor(0.3, device=device), torch.bfloat16, triton=True)
     assert torch.equal(result, (values * torch.tensor(0.3, device=device)).bfloat16())
 
 
@@ -28,6 +29,6 @@ def test_another_dtype_is_reached_in_one_rounding(device):
 def test_a_factor_of_one_moves_no_bytes(monkeypatch, factor, passes):
     values = torch.randn(4 * BLOCK)
     with counted_traffic(monkeypatch) as traffic:
-        scaled(values, torch.tensor(factor), torch.float32, triton_kernels=True)
-    of_factor = 4 * 4
-    assert (traffic.loaded, traffic.stored) == (of_factor + passes * 16 * BLOCK, passes * 16 * BLOCK)
+        scaled(values, torch.tensor(factor), torch.float32, triton=True)
+    scale = 4 * 4
+    assert (traffic.loaded, traffic.stored) == (scale + passes * 16 * BLOCK, passes * 16 * BLOCK)

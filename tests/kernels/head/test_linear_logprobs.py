@@ -5,24 +5,25 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o_kernels import linear_logprobs, sequence_logprobs
-from fastp3o_kernels.rows.in_torch import ROWS
-from tests.kernels.conftest import EXAMPLES, random_head, relative_error, vocabularies
+from fastp3o_kernels import Head, linear_logprobs, sequence_logprobs
+from fastp3o_kernels.rows.in_torch import ROWS_AT_ONCE
+from tests.kernels.problems import (
+    CHUNKED,
+    DEVICE,
+    EXAMPLES,
+    budget_for,
+    policy_of_performance_measurements,
+    random_hidden_states,
+    relative_error,
+    vocabularies,
+)
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CHUNKED = [None, "triton"]
 
-
-def run(head, labels, weights, impl, **given):
-    head = head.leaves()
-    logprobs = linear_logprobs(head.hidden, head.weight, labels, bias=head.bias, **head.settings, impl=impl, **given)
+def run(states, labels, weights, impl, **given):
+    states = states.leaves()
+    logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl, **given)
     (logprobs * weights).sum().backward()
-    return logprobs.detach(), head.gradients()
-
-
-def budget_for(rows: int, V: int) -> int:
-    """Bytes that hold so many rows of fp32 logits and of their fp32 gradient."""
-    return rows * 8 * (-(-V // 16) * 16)
+    return logprobs.detach(), states.gradients()
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -32,38 +33,40 @@ def budget_for(rows: int, V: int) -> int:
     D=st.integers(1, 20),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     impl=st.sampled_from(CHUNKED),
-    rows=st.integers(1, 50),
+    held=st.integers(1, 50),
     bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
     temperature=st.sampled_from([1.0, 0.7]),
     seed=st.integers(0, 10**6),
 )
-def test_as_exact_as_eager_at_every_budget(N, V, D, dtype, impl, rows, bias, softcap, temperature, seed):
-    head = random_head(N, V, D, DEVICE, dtype, seed=seed, bias=bias, softcap=softcap, temperature=temperature)
+def test_as_exact_as_eager_at_every_budget(N, V, D, dtype, impl, held, bias, softcap, temperature, seed):
+    states = random_hidden_states(
+        N, V, D, DEVICE, dtype, seed=seed, bias=bias, softcap=softcap, temperature=temperature
+    )
     torch.manual_seed(seed)
     labels, weights = torch.randint(V, (N,), device=DEVICE), torch.randn(N, device=DEVICE)
     labels[::7] = -100
-    expected, expected_gradients = run(head.to(torch.float64), labels, weights.double(), "eager")
-    eager, eager_gradients = run(head, labels, weights, "eager")
-    chunked, gradients = run(head, labels, weights, impl, memory_budget=budget_for(rows, V))
+    expected, expected_gradients = run(states.to(torch.float64), labels, weights.double(), "eager")
+    eager, eager_gradients = run(states, labels, weights, "eager")
+    chunked, gradients = run(states, labels, weights, impl, memory_budget=budget_for(held, V))
     assert chunked.dtype == torch.float32
     assert (chunked <= 0).all()
     assert (chunked - expected).abs().max() <= 2 * (eager - expected).abs().max() + 1e-5
-    for got, of_eager, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
+    for got, eager_gradient, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
         assert got.dtype == dtype
         # Where a gradient is all but zero, what is left of it is the rounding of much larger terms.
         floor = 1e-5 * weights.abs().max() * max(N, D) ** 0.5
-        assert (got - target).norm() <= 2 * (of_eager - target).norm() + 1e-5 * target.norm() + floor
+        assert (got - target).norm() <= 2 * (eager_gradient - target).norm() + 1e-5 * target.norm() + floor
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_fp64_stays_fp64(impl):
     if impl == "triton":
         pytest.skip("the kernels compute in fp32")
-    head = random_head(9, 30, 6, DEVICE, torch.float64, softcap=5.0, temperature=0.7, bias=True)
+    states = random_hidden_states(9, 30, 6, DEVICE, torch.float64, softcap=5.0, temperature=0.7, bias=True)
     labels, weights = torch.arange(9, device=DEVICE), torch.randn(9, dtype=torch.float64, device=DEVICE)
-    logprobs, gradients = run(head, labels, weights, impl, memory_budget=2 * budget_for(2, 30))
-    leaves = head.leaves()
+    logprobs, gradients = run(states, labels, weights, impl, memory_budget=2 * budget_for(2, 30))
+    leaves = states.leaves()
     expected = leaves.logits().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     (expected * weights).sum().backward()
     torch.testing.assert_close(logprobs, expected.detach(), rtol=1e-12, atol=1e-12)
@@ -76,9 +79,9 @@ def test_fp64_stays_fp64(impl):
 def test_only_the_products_that_are_needed(impl, hidden, weight, products):
     """F multiply-adds are 2 F operations; the logits still lie in the budget's buffer for the backward pass."""
     N, V, D = 12, 50, 8
-    head = random_head(N, V, D, DEVICE).leaves(hidden=bool(hidden), weight=bool(weight))
+    states = random_hidden_states(N, V, D, DEVICE).leaves(hidden=bool(hidden), weight=bool(weight))
     with FlopCounterMode(display=False) as counter:
-        logprobs = linear_logprobs(head.hidden, head.weight, torch.arange(N, device=DEVICE), impl=impl)
+        logprobs = linear_logprobs(states.hidden, states.head, torch.arange(N, device=DEVICE), impl=impl)
         if hidden or weight:
             logprobs.sum().backward()
     assert counter.get_total_flops() == products * N * V * D
@@ -88,18 +91,18 @@ def test_only_the_products_that_are_needed(impl, hidden, weight, products):
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_beyond_the_budget_all_but_the_last_rows_are_computed_twice(impl):
     N, V, D = 30, 48, 8
-    head = random_head(N, V, D, DEVICE).leaves()
+    states = random_hidden_states(N, V, D, DEVICE).leaves()
     with FlopCounterMode(display=False) as counter:
         linear_logprobs(
-            head.hidden, head.weight, torch.arange(N, device=DEVICE), impl=impl, memory_budget=budget_for(7, V)
+            states.hidden, states.head, torch.arange(N, device=DEVICE), impl=impl, memory_budget=budget_for(7, V)
         ).sum().backward()
     assert counter.get_total_flops() == (6 * N + 2 * (N - 7)) * V * D
 
 
 def test_without_gradients_the_forward_alone_is_computed_and_nothing_kept():
-    head = random_head(20, 50, 8, DEVICE).leaves()
+    states = random_hidden_states(20, 50, 8, DEVICE).leaves()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        logprobs = linear_logprobs(head.hidden, head.weight, torch.arange(20, device=DEVICE))
+        logprobs = linear_logprobs(states.hidden, states.head, torch.arange(20, device=DEVICE))
     assert counter.get_total_flops() == 2 * 20 * 50 * 8
     assert not logprobs.requires_grad
 
@@ -108,25 +111,25 @@ def test_without_gradients_the_forward_alone_is_computed_and_nothing_kept():
 @pytest.mark.parametrize("grad", [True, False])
 def test_memory_stays_within_the_budget(impl, grad):
     N, V, D = 200, 1000, 16
-    head = random_head(N, V, D, DEVICE).leaves(hidden=grad, weight=grad)
+    states = random_hidden_states(N, V, D, DEVICE).leaves(hidden=grad, weight=grad)
     labels, budget = torch.arange(N, device=DEVICE), budget_for(10, V)
     with PeakMemory() as memory:
-        logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl, memory_budget=budget)
+        logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl, memory_budget=budget)
         if grad:
             logprobs.sum().backward()
     gradients = 4 * (N * D + V * D)
-    vectors_and_temporaries = 4 * 20 * N + 3 * 4 * ROWS * V
+    vectors_and_temporaries = 4 * 20 * N + 3 * 4 * ROWS_AT_ONCE * V
     assert memory.largest <= max(budget, gradients)
     assert memory.peak <= budget + grad * gradients + vectors_and_temporaries < 4 * N * V
 
 
 def test_a_second_backward_pass_gives_the_same():
-    head = random_head(30, 40, 8, DEVICE).leaves()
+    states = random_hidden_states(30, 40, 8, DEVICE).leaves()
     logprobs = linear_logprobs(
-        head.hidden, head.weight, torch.arange(30, device=DEVICE), memory_budget=budget_for(9, 40)
+        states.hidden, states.head, torch.arange(30, device=DEVICE), memory_budget=budget_for(9, 40)
     )
-    first = torch.autograd.grad(logprobs.sum(), [head.hidden, head.weight], retain_graph=True)
-    second = torch.autograd.grad(logprobs.sum(), [head.hidden, head.weight])
+    first = torch.autograd.grad(logprobs.sum(), [states.hidden, states.weight], retain_graph=True)
+    second = torch.autograd.grad(logprobs.sum(), [states.hidden, states.weight])
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
@@ -143,8 +146,8 @@ def test_layouts_and_odd_vocabularies(impl):
 
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
 def test_no_rows(impl):
-    head = random_head(0, 20, 4, DEVICE).leaves()
-    logprobs = linear_logprobs(head.hidden, head.weight, torch.zeros(0, dtype=torch.long, device=DEVICE), impl=impl)
+    states = random_hidden_states(0, 20, 4, DEVICE).leaves()
+    logprobs = linear_logprobs(states.hidden, states.head, torch.zeros(0, dtype=torch.long, device=DEVICE), impl=impl)
     assert logprobs.shape == (0,)
     logprobs.sum().backward()
 
@@ -152,42 +155,42 @@ def test_no_rows(impl):
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_ignored_rows_take_no_part_in_the_gradients_products(impl):
     N, V, D = 10, 40, 8
-    head = random_head(N, V, D, DEVICE).leaves()
+    states = random_hidden_states(N, V, D, DEVICE).leaves()
     labels = torch.arange(N, device=DEVICE)
     labels[2:6] = -100
-    logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl)
+    logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl)
     assert (logprobs[2:6] == 0).all()
     with FlopCounterMode(display=False) as counter:
         logprobs.sum().backward()
     assert counter.get_total_flops() == 4 * (N - 4) * V * D
-    assert (head.hidden.grad[2:6] == 0).all()
+    assert (states.hidden.grad[2:6] == 0).all()
 
 
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
 def test_autocast(impl):
     """fp32 master weights: multiplied in bf16 with fp32 logits, gradients fp32."""
-    head = random_head(20, 60, 16, DEVICE).leaves()
+    states = random_hidden_states(20, 60, 16, DEVICE).leaves()
     labels = torch.arange(20, device=DEVICE)
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        logprobs = linear_logprobs(head.hidden, head.weight, labels, impl=impl, memory_budget=budget_for(6, 60))
+        logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl, memory_budget=budget_for(6, 60))
     logprobs.sum().backward()
-    rounded = head.to(torch.bfloat16).to(torch.float64).leaves()
+    rounded = states.to(torch.bfloat16).to(torch.float64).leaves()
     expected = rounded.logits().log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
     expected.sum().backward()
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
-    for got, target in zip(head.gradients(), rounded.gradients(), strict=True):
+    for got, target in zip(states.gradients(), rounded.gradients(), strict=True):
         assert got.dtype == torch.float32
         assert relative_error(got, target) < 5e-3
 
 
 def test_the_weights_gradient_is_summed_in_fp32():
     """apple/ml-cross-entropy #14: bf16 sums over chunks lose what is small beside them."""
-    head = random_head(2000, 20, 4, DEVICE, torch.bfloat16)
+    states = random_hidden_states(2000, 20, 4, DEVICE, torch.bfloat16)
     labels, weights = torch.randint(20, (2000,), device=DEVICE), torch.rand(2000, device=DEVICE)
-    _, expected = run(head.to(torch.float64), labels, weights.double(), "eager")
-    _, whole = run(head, labels, weights, None)
-    _, chunked = run(head, labels, weights, None, memory_budget=budget_for(2, 20))
+    _, expected = run(states.to(torch.float64), labels, weights.double(), "eager")
+    _, whole = run(states, labels, weights, None)
+    _, chunked = run(states, labels, weights, None, memory_budget=budget_for(2, 20))
     assert relative_error(chunked[1], expected[1]) <= 1.5 * relative_error(whole[1], expected[1]) + 1e-4
 
 
@@ -220,20 +223,17 @@ def test_tied_weights():
     ],
 )
 def test_what_is_wrong_is_named(change, message):
-    given = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "labels": torch.tensor([1, 2, 3])}
+    given = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(9, 4), "labels": torch.tensor([1, 2, 3])} | change
+    head = {name: given.pop(name) for name in ("weight", "bias", "softcap", "temperature") if name in given}
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(**(given | change))
+        linear_logprobs(head=Head(**head), **given)
 
 
-def policy_of_performance_measurements():
-    """512 tokens sampled from a policy with logits of std 8, and its weight moved by 1e-4: D 512, V 16000, bf16."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, 512, generator=generator).bfloat16()
-    weight = (8 / 512**0.5) * torch.randn(16000, 512, generator=generator)
-    moved = (weight + 1e-4 * torch.randn(16000, 512, generator=generator)).bfloat16()
-    weight = weight.bfloat16()
-    labels = torch.multinomial((hidden.float() @ weight.float().T).softmax(-1), 1, generator=generator).squeeze(1)
-    return [tensor.to(DEVICE) for tensor in (hidden, weight, moved, labels)]
+def test_a_bare_weight_is_a_head():
+    states = random_hidden_states(9, 30, 6, DEVICE)
+    labels = torch.arange(9, device=DEVICE)
+    bare = linear_logprobs(states.hidden, states.weight, labels)
+    assert torch.equal(bare, linear_logprobs(states.hidden, states.head, labels))
 
 
 def test_the_log_ratio_of_128_tokens_is_exact_to_two_thousandths():
@@ -253,9 +253,9 @@ def test_the_log_ratio_of_128_tokens_is_exact_to_two_thousandths():
         return logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
 
     expected = log_ratio(exact)
-    for rows in (30, 100, 512):
+    for held in (30, 100, 512):
         got = log_ratio(
-            lambda weight, rows=rows: linear_logprobs(hidden, weight, labels, memory_budget=budget_for(rows, 16000))
+            lambda weight, held=held: linear_logprobs(hidden, weight, labels, memory_budget=budget_for(held, 16000))
         )
         assert (got - expected).abs().max() <= 0.002
     assert (log_ratio(rounded) - expected).abs().max() > 0.02
@@ -264,11 +264,11 @@ def test_the_log_ratio_of_128_tokens_is_exact_to_two_thousandths():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_of_half_precision_products_are_fp32(dtype):
-    head = random_head(300, 32_001, 256, DEVICE, dtype)
+    states = random_hidden_states(300, 32_001, 256, DEVICE, dtype)
     labels = torch.randint(32_001, (300,), device=DEVICE)
     weights = torch.randn(300, device=DEVICE)
-    expected, expected_gradients = run(head.to(torch.float64), labels, weights.double(), "eager")
-    got, gradients = run(head, labels, weights, None, memory_budget=budget_for(64, 32_001))
+    expected, expected_gradients = run(states.to(torch.float64), labels, weights.double(), "eager")
+    got, gradients = run(states, labels, weights, None, memory_budget=budget_for(64, 32_001))
     assert (got - expected).abs().max() < 1e-4
     for gradient, target in zip(gradients, expected_gradients, strict=True):
         assert relative_error(gradient, target) < 5e-3

@@ -7,56 +7,53 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o_kernels import linear_logprobs, linear_p3o_loss, sequence_logprobs
+from fastp3o_kernels import P3OSettings, linear_logprobs, linear_p3o_loss, sequence_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.rows.in_torch import ROWS
-from tests.kernels.conftest import (
+from fastp3o_kernels.rows.in_torch import ROWS_AT_ONCE
+from tests.kernels.interpreted import counted_launches
+from tests.kernels.problems import (
+    CHUNKED,
     CLIPPINGS,
+    DEVICE,
     EXAMPLES,
+    budget_for,
     oracle,
+    policy_of_performance_measurements,
     ragged_groups,
-    random_head,
+    random_hidden_states,
     random_pairs,
     relative_error,
     vocabularies,
 )
-from tests.kernels.head.test_linear_logprobs import CHUNKED, budget_for, policy_of_performance_measurements
-from tests.kernels.interpreted import counted_launches
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 V, D, N = 50, 8, sum(LENGTHS)
 
 
 def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, K=2, **settings):
-    head = random_head(sum(lengths), vocabulary, D, DEVICE, dtype, seed=seed, **settings)
-    logits = head.to(torch.float64).logits()
-    return head, random_pairs(lengths, vocabulary, DEVICE, K=K, seed=seed, moved=moved, logits=logits)
+    states = random_hidden_states(sum(lengths), vocabulary, D, DEVICE, dtype, seed=seed, **settings)
+    logits = states.to(torch.float64).logits()
+    return states, random_pairs(lengths, vocabulary, DEVICE, K=K, seed=seed, moved=moved, logits=logits)
 
 
-def loss_of(head, pairs, clipping="joint", impl=None, **given):
-    if clipping == "token":
-        given["old_token_logprobs"] = pairs.old_token_logprobs
-    rest = pairs.labels, pairs.cu_seqlens, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards
-    given |= {"bias": head.bias, "clipping": clipping, "impl": impl, **head.settings}
-    return linear_p3o_loss(head.hidden, head.weight, *rest, **given)
+def loss_of(states, pairs, clipping="joint", impl=None, *, kl_reward="current", kl_coef=0.05, **given):
+    known, old = pairs.known(P3OSettings(clipping=clipping, kl_reward=kl_reward, kl_coef=kl_coef))
+    return linear_p3o_loss(states.hidden, states.head, *known, **old, impl=impl, **given)
 
 
-def run(head, pairs, clipping="joint", impl=None, incoming=1.0, **given):
-    leaves = head.leaves()
+def run(states, pairs, clipping="joint", impl=None, incoming=1.0, **given):
+    leaves = states.leaves()
     output = loss_of(leaves, pairs, clipping, impl, **given)
     (incoming * output.loss).backward()
     return output, leaves.gradients()
 
 
-def on_policy(head, pairs):
+def on_policy(states, pairs):
     """The same pairs, sampled by this very policy."""
     logprobs = linear_logprobs(
-        head.hidden,
-        head.weight,
+        states.hidden,
+        states.head,
         pairs.labels,
-        bias=head.bias,
-        **head.settings,
         cu_seqlens=pairs.cu_seqlens,
         responses_per_prompt=pairs.rewards.shape[1],
     )
@@ -70,17 +67,17 @@ def on_policy(head, pairs):
     vocabulary=st.integers(2, 40),
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
-    rows=st.integers(1, 60),
+    held=st.integers(1, 60),
     impl=st.sampled_from(["eager", None]),
     seed=st.integers(0, 10**6),
 )
-def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, rows, impl, seed):
+def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, impl, seed):
     K, lengths = groups
-    head, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, bias=True, softcap=6.0, temperature=1.3)
+    states, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, bias=True, softcap=6.0, temperature=1.3)
     pairs = pairs.to(torch.float64)
-    budget = 2 * budget_for(rows, vocabulary)
-    output, gradients = run(head, pairs, clipping, impl, kl_reward=kl_reward, memory_budget=budget)
-    leaves = head.leaves()
+    budget = 2 * budget_for(held, vocabulary)
+    output, gradients = run(states, pairs, clipping, impl, kl_reward=kl_reward, memory_budget=budget)
+    leaves = states.leaves()
     expected = oracle(pairs, leaves.logits(), clipping, kl_reward)
     expected.backward()
     torch.testing.assert_close(output.loss, expected.detach(), rtol=1e-9, atol=1e-12)
@@ -95,22 +92,22 @@ def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, rows, 
     clipping=st.sampled_from(CLIPPINGS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     impl=st.sampled_from(CHUNKED),
-    rows=st.integers(1, 60),
+    held=st.integers(1, 60),
     bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
     seed=st.integers(0, 10**6),
 )
-def test_as_exact_as_eager_at_every_budget(groups, vocabulary, clipping, dtype, impl, rows, bias, softcap, seed):
+def test_as_exact_as_eager_at_every_budget(groups, vocabulary, clipping, dtype, impl, held, bias, softcap, seed):
     K, lengths = groups
-    head, pairs = problem(lengths, vocabulary, dtype, seed, K=K, bias=bias, softcap=softcap)
-    expected, expected_gradients = run(head.to(torch.float64), pairs.to(torch.float64), clipping, "eager")
-    eager, eager_gradients = run(head, pairs, clipping, "eager")
-    chunked, gradients = run(head, pairs, clipping, impl, memory_budget=budget_for(rows, vocabulary))
+    states, pairs = problem(lengths, vocabulary, dtype, seed, K=K, bias=bias, softcap=softcap)
+    expected, expected_gradients = run(states.to(torch.float64), pairs.to(torch.float64), clipping, "eager")
+    eager, eager_gradients = run(states, pairs, clipping, "eager")
+    chunked, gradients = run(states, pairs, clipping, impl, memory_budget=budget_for(held, vocabulary))
     size = 1e-5 * (1 + sum(lengths))
     assert abs(chunked.loss - expected.loss) <= 2 * abs(eager.loss - expected.loss) + size
-    for got, of_eager, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
+    for got, eager_gradient, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
         assert got.dtype == dtype
-        assert (got - target).norm() <= 2 * (of_eager - target).norm() + 1e-4 * target.norm() + size
+        assert (got - target).norm() <= 2 * (eager_gradient - target).norm() + 1e-4 * target.norm() + size
     for name, value in eager.metrics.items():
         torch.testing.assert_close(
             chunked.metrics[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
@@ -120,10 +117,10 @@ def test_as_exact_as_eager_at_every_budget(groups, vocabulary, clipping, dtype, 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_the_budget_changes_nothing_but_rounding(clipping, impl):
-    head, pairs = problem(bias=True)
-    expected, expected_gradients = run(head, pairs, clipping, impl)
-    for rows in (1, 7, 40):
-        output, gradients = run(head, pairs, clipping, impl, memory_budget=budget_for(rows, V))
+    states, pairs = problem(bias=True)
+    expected, expected_gradients = run(states, pairs, clipping, impl)
+    for held in (1, 7, 40):
+        output, gradients = run(states, pairs, clipping, impl, memory_budget=budget_for(held, V))
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=1e-6)
         for got, target in zip(gradients, expected_gradients, strict=True):
             assert relative_error(got, target.double()) < 1e-4
@@ -131,13 +128,13 @@ def test_the_budget_changes_nothing_but_rounding(clipping, impl):
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
-@pytest.mark.parametrize("rows", [1000, 5])
-def test_on_policy_gives_the_same_gradients(clipping, impl, rows):
-    head, pairs = problem(bias=True, softcap=5.0, temperature=0.7)
-    pairs = on_policy(head, pairs)
-    budget = budget_for(rows, V)
-    expected, expected_gradients = run(head, pairs, clipping, "eager")
-    output, gradients = run(head, pairs, clipping, impl, on_policy=True, memory_budget=budget, incoming=-1.5)
+@pytest.mark.parametrize("held", [1000, 5])
+def test_on_policy_gives_the_same_gradients(clipping, impl, held):
+    states, pairs = problem(bias=True, softcap=5.0, temperature=0.7)
+    pairs = on_policy(states, pairs)
+    budget = budget_for(held, V)
+    expected, expected_gradients = run(states, pairs, clipping, "eager")
+    output, gradients = run(states, pairs, clipping, impl, on_policy=True, memory_budget=budget, incoming=-1.5)
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
     for got, target in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(got, -1.5 * target, rtol=1e-4, atol=1e-5)
@@ -150,16 +147,16 @@ def test_on_policy_gives_the_same_gradients(clipping, impl, rows):
 @pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1000, 30, 7, 2])
-def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clipping, impl, dtype, rows):
-    head, pairs = problem(dtype=dtype)
-    budget = budget_for(rows, V)
+@pytest.mark.parametrize("held", [1000, 30, 7, 2])
+def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clipping, impl, dtype, held):
+    states, pairs = problem(dtype=dtype)
+    budget = budget_for(held, V)
     with torch.no_grad():
         logprobs = linear_logprobs(
-            head.hidden, head.weight, pairs.labels, cu_seqlens=pairs.cu_seqlens, memory_budget=budget, impl=impl
+            states.hidden, states.head, pairs.labels, cu_seqlens=pairs.cu_seqlens, memory_budget=budget, impl=impl
         )
     pairs.old_logprobs = sequence_logprobs(logprobs, pairs.cu_seqlens, impl=impl).view(-1, 2)
-    output, _ = run(head, pairs, clipping, impl, memory_budget=budget)
+    output, _ = run(states, pairs, clipping, impl, memory_budget=budget)
     assert output.metrics["ratio_mean"] == output.metrics["ratio_max"] == 1
     assert output.metrics["clip_fraction"] == 0
 
@@ -167,14 +164,14 @@ def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clippin
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("policy", ["off", "on"])
 @pytest.mark.parametrize(("hidden", "weight", "products"), [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)])
-@pytest.mark.parametrize("rows", [1000, 32])
-def test_only_the_products_that_are_needed(impl, policy, hidden, weight, products, rows):
+@pytest.mark.parametrize("held", [1000, 32])
+def test_only_the_products_that_are_needed(impl, policy, hidden, weight, products, held):
     """F = N V D; whole pairs in chunks need their logits once, whatever the number of chunks."""
-    head, pairs = problem()
-    head = head.leaves(hidden=bool(hidden), weight=bool(weight))
-    given = {"memory_budget": budget_for(rows, V), "on_policy": policy == "on"}
+    states, pairs = problem()
+    states = states.leaves(hidden=bool(hidden), weight=bool(weight))
+    given = {"memory_budget": budget_for(held, V), "on_policy": policy == "on"}
     with FlopCounterMode(display=False) as counter:
-        output = loss_of(head, pairs, "none", impl, **given)
+        output = loss_of(states, pairs, "none", impl, **given)
         forward = counter.get_total_flops()
         if hidden or weight:
             output.loss.backward()
@@ -188,7 +185,7 @@ def test_only_the_products_that_are_needed(impl, policy, hidden, weight, product
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_shapes_of_the_products(impl):
-    head, pairs = problem()
+    states, pairs = problem()
     shapes = []
 
     class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -198,7 +195,7 @@ def test_shapes_of_the_products(impl):
             return func(*args, **(kwargs or {}))
 
     with Shapes():
-        run(head, pairs, "none", impl, memory_budget=budget_for(28, V))
+        run(states, pairs, "none", impl, memory_budget=budget_for(28, V))
     # Pairs of 7, 11, 2 and 32 tokens: 20 go at once, and the last in pieces of 4 and 28, of which 4 come twice. Their
     # gradients' products wait until 28 rows are full.
     logits = [["mm", (n, D), (D, V)] for n in (20, 4, 28, 4)]
@@ -211,28 +208,28 @@ def test_shapes_of_the_products(impl):
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_pair_beyond_the_budget_is_computed_again_only_where_it_does_not_fit(impl):
-    lengths, rows = [30, 25], 20
-    head, pairs = problem(lengths)
+    lengths, held = [30, 25], 20
+    states, pairs = problem(lengths)
     with FlopCounterMode(display=False) as counter:
-        run(head, pairs, "none", impl, memory_budget=budget_for(rows, V))
-    assert counter.get_total_flops() == (6 * 55 + 2 * (55 - rows)) * V * D
+        run(states, pairs, "none", impl, memory_budget=budget_for(held, V))
+    assert counter.get_total_flops() == (6 * 55 + 2 * (55 - held)) * V * D
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("rows", [1000, 32, 6])
-def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products(impl, rows):
-    head, pairs = problem()
+@pytest.mark.parametrize("held", [1000, 32, 6])
+def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products(impl, held):
+    states, pairs = problem()
     pairs.rewards[[0, 2]] = 1.0
     left = N - sum(LENGTHS[0:2] + LENGTHS[4:6])
-    budget = budget_for(rows, V)
-    leaves = head.leaves()
+    budget = budget_for(held, V)
+    leaves = states.leaves()
     with FlopCounterMode(display=False) as counter:
         output = loss_of(leaves, pairs, "none", impl, kl_coef=0.0, memory_budget=budget)
         output.loss.backward()
-    again = {1000: 0, 32: 0, 6: (7 - 6) + (11 - 6) + (32 - 6)}[rows]
+    again = {1000: 0, 32: 0, 6: (7 - 6) + (11 - 6) + (32 - 6)}[held]
     assert counter.get_total_flops() == (2 * (N + again) + 4 * left) * V * D
     assert output.metrics["zero_gradient_fraction"] == 0.5
-    _, expected = run(head, pairs, "none", "eager", kl_coef=0.0)
+    _, expected = run(states, pairs, "none", "eager", kl_coef=0.0)
     for got, target in zip(leaves.gradients(), expected, strict=True):
         torch.testing.assert_close(got, target, rtol=1e-4, atol=1e-6)
     assert (leaves.hidden.grad[:7] == 0).all()
@@ -241,9 +238,9 @@ def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products(impl
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("policy", ["off", "on"])
 def test_no_pair_with_a_coefficient(impl, policy):
-    head, pairs = problem(bias=True)
+    states, pairs = problem(bias=True)
     pairs.rewards[:] = 0.25
-    leaves = head.leaves()
+    leaves = states.leaves()
     with FlopCounterMode(display=False) as counter:
         loss_of(leaves, pairs, "none", impl, kl_coef=0.0, on_policy=policy == "on").loss.backward()
     assert counter.get_total_flops() == (2 * N * V * D if policy == "off" else 0)
@@ -255,30 +252,30 @@ def test_no_pair_with_a_coefficient(impl, policy):
 def test_memory_stays_within_the_budget(impl, policy):
     lengths, vocabulary = [20, 30, 25, 25] * 4, 800
     tokens = sum(lengths)
-    head, pairs = problem(lengths, vocabulary)
-    leaves, budget = head.leaves(), budget_for(64, vocabulary)
+    states, pairs = problem(lengths, vocabulary)
+    leaves, budget = states.leaves(), budget_for(64, vocabulary)
     with PeakMemory() as memory:
         loss_of(leaves, pairs, "joint", impl, memory_budget=budget, on_policy=policy == "on").loss.backward()
     gradients = 4 * (tokens * D + vocabulary * D)
-    vectors_and_temporaries = 4 * 30 * tokens + 3 * 4 * ROWS * vocabulary
+    vectors_and_temporaries = 4 * 30 * tokens + 3 * 4 * ROWS_AT_ONCE * vocabulary
     assert memory.largest <= budget
     assert memory.peak <= budget + gradients + vectors_and_temporaries < 0.7 * 8 * tokens * vocabulary
 
 
 def test_the_measure_of_memory_sees_all_logits_at_once():
     lengths = [20, 30, 25, 25] * 4
-    head, pairs = problem(lengths, 2000)
+    states, pairs = problem(lengths, 2000)
     with PeakMemory() as memory:
-        run(head, pairs, "joint", "eager")
+        run(states, pairs, "joint", "eager")
     assert memory.largest >= 4 * sum(lengths) * 2000
     assert memory.peak >= 2 * 4 * sum(lengths) * 2000
 
 
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
 def test_the_incoming_gradient_scales(impl):
-    head, pairs = problem()
-    _, expected = run(head, pairs, impl=impl)
-    _, gradients = run(head, pairs, impl=impl, incoming=-2.5)
+    states, pairs = problem()
+    _, expected = run(states, pairs, impl=impl)
+    _, gradients = run(states, pairs, impl=impl, incoming=-2.5)
     for got, target in zip(gradients, expected, strict=True):
         torch.testing.assert_close(got, -2.5 * target)
 
@@ -286,19 +283,19 @@ def test_the_incoming_gradient_scales(impl):
 def test_gradients_of_fp16_products_survive_a_loss_scale():
     """Coefficients of 1 / 2P times probabilities of 1e-5 are below what fp16 holds before the loss scale comes."""
     lengths, vocabulary = [2, 3] * 40, 3000
-    head, pairs = problem(lengths, vocabulary, torch.float16, scale=1.0)
+    states, pairs = problem(lengths, vocabulary, torch.float16, scale=1.0)
     scale = 2.0**14
-    _, expected = run(head.to(torch.float64), pairs.to(torch.float64), "none", "eager", incoming=scale)
+    _, expected = run(states.to(torch.float64), pairs.to(torch.float64), "none", "eager", incoming=scale)
     for impl in CHUNKED:
-        _, gradients = run(head, pairs, "none", impl, incoming=scale)
+        _, gradients = run(states, pairs, "none", impl, incoming=scale)
         for got, target in zip(gradients, expected, strict=True):
             assert relative_error(got, target) < 2e-3
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_second_backward_pass_is_refused(impl):
-    head, pairs = problem()
-    loss = loss_of(head.leaves(), pairs, impl=impl).loss
+    states, pairs = problem()
+    loss = loss_of(states.leaves(), pairs, impl=impl).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="handed out by the first backward pass"):
         loss.backward()
@@ -306,11 +303,11 @@ def test_a_second_backward_pass_is_refused(impl):
 
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
 def test_without_gradients_the_forward_alone_is_computed(impl):
-    head, pairs = problem()
-    head = head.leaves()
-    expected = loss_of(head, pairs, impl=impl).loss
+    states, pairs = problem()
+    states = states.leaves()
+    expected = loss_of(states, pairs, impl=impl).loss
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        output = loss_of(head, pairs, impl=impl)
+        output = loss_of(states, pairs, impl=impl)
     assert counter.get_total_flops() == 2 * N * V * D
     assert not output.loss.requires_grad
     assert torch.equal(output.loss, expected)
@@ -319,28 +316,28 @@ def test_without_gradients_the_forward_alone_is_computed(impl):
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_shift_of_the_rewards_per_prompt_changes_nothing(clipping, impl):
-    head, pairs = problem()
+    states, pairs = problem()
     pairs.rewards = (pairs.rewards * 16).round() / 16
-    plain, gradients = run(head, pairs, clipping, impl, memory_budget=budget_for(16, V))
+    plain, gradients = run(states, pairs, clipping, impl, memory_budget=budget_for(16, V))
     pairs.rewards = pairs.rewards + torch.tensor([[1024.0], [-7.5], [0.25], [3.0]], device=DEVICE)
-    shifted, shifted_gradients = run(head, pairs, clipping, impl, memory_budget=budget_for(16, V))
+    shifted, shifted_gradients = run(states, pairs, clipping, impl, memory_budget=budget_for(16, V))
     assert torch.equal(plain.loss, shifted.loss)
     assert all(torch.equal(a, b) for a, b in zip(gradients, shifted_gradients, strict=True))
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_the_same_bits_every_time(impl):
-    head, pairs = problem()
-    first, second = (run(head, pairs, impl=impl, memory_budget=budget_for(16, V)) for _ in range(2))
+    states, pairs = problem()
+    first, second = (run(states, pairs, impl=impl, memory_budget=budget_for(16, V)) for _ in range(2))
     assert torch.equal(first[0].loss, second[0].loss)
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
 
 
 def test_autocast_gives_fp32_weights_fp32_gradients():
-    head, pairs = problem()
+    states, pairs = problem()
     with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        _, gradients = run(head, pairs, memory_budget=budget_for(16, V))
-    _, expected = run(head.to(torch.bfloat16).to(torch.float64), pairs.to(torch.float64), impl="eager")
+        _, gradients = run(states, pairs, memory_budget=budget_for(16, V))
+    _, expected = run(states.to(torch.bfloat16).to(torch.float64), pairs.to(torch.float64), impl="eager")
     for got, target in zip(gradients, expected, strict=True):
         assert got.dtype == torch.float32
         assert relative_error(got, target) < 1e-2
@@ -348,21 +345,21 @@ def test_autocast_gives_fp32_weights_fp32_gradients():
 
 @pytest.mark.skipif(not INTERPRET, reason="launches are counted in the interpreter")
 def test_launches(monkeypatch):
-    head, pairs = problem()
+    states, pairs = problem()
     with counted_launches(monkeypatch) as launches:
-        run(head, pairs, impl="triton")
+        run(states, pairs, impl="triton")
     assert launches == {"logprobs_kernel": 1, "pair_kernel": 1, "dlogits_kernel": 1, "scale_kernel": 2}
     with counted_launches(monkeypatch) as launches:
-        run(head, pairs, impl="triton", on_policy=True)
-    assert launches == {"pair_kernel": 1, "on_policy_kernel": 1, "scale_kernel": 2}
+        run(states, pairs, impl="triton", on_policy=True)
+    assert launches == {"pair_kernel": 1, "on_policy_kernel": 1}
 
 
 def test_token_clipping_needs_no_old_token_logprobs_on_policy():
-    head, pairs = problem()
-    rest = pairs.labels, pairs.cu_seqlens, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards
-    linear_p3o_loss(head.hidden, head.weight, *rest, clipping="token", on_policy=True)
+    states, pairs = problem()
+    known, _ = pairs.known(P3OSettings(clipping="token"))
+    linear_p3o_loss(states.hidden, states.head, *known, on_policy=True)
     with pytest.raises(ValueError, match="needs old_token_logprobs"):
-        linear_p3o_loss(head.hidden, head.weight, *rest, clipping="token")
+        linear_p3o_loss(states.hidden, states.head, *known)
 
 
 @pytest.mark.parametrize(
@@ -370,16 +367,16 @@ def test_token_clipping_needs_no_old_token_logprobs_on_policy():
     [
         ({"rewards": torch.zeros(3, 2)}, r"rewards must have shape \[4, 2\]"),
         ({"cu_seqlens": torch.arange(9)}, r"cu_seqlens\[8\] = 8 must be the number of tokens, 52"),
-        ({"clipping": "both"}, "clipping must be one of joint, separate, none, token, got 'both'"),
+        ({"settings": {"clipping": "both"}}, "clipping must be one of joint, separate, none, token, got 'both'"),
         ({"memory_budget": 7}, "memory_budget of 7 bytes is less than one row"),
     ],
 )
 def test_what_is_wrong_is_named(change, message):
-    head, pairs = problem()
-    given = {"hidden": head.hidden, "weight": head.weight} | vars(pairs)
+    states, pairs = problem()
+    given = {"hidden": states.hidden, "head": states.head, "settings": {}} | vars(pairs) | change
     del given["logits"], given["old_token_logprobs"]
     with pytest.raises(ValueError, match=message):
-        linear_p3o_loss(**(given | change))
+        linear_p3o_loss(**(given | {"settings": P3OSettings(**given["settings"])}))
 
 
 def test_the_log_ratio_of_128_tokens_is_exact_at_every_budget():
@@ -391,8 +388,8 @@ def test_the_log_ratio_of_128_tokens_is_exact_at_every_budget():
         logprobs = (hidden.double() @ matrix.double().T).log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
         sums.append(logprobs.view(4, 128).sum(1).view(2, 2))
     expected = (sums[1] - sums[0]).exp()
-    for rows in (50, 300, 600):
-        budget = budget_for(rows, 16000)
+    for held in (50, 300, 600):
+        budget = budget_for(held, 16000)
         with torch.no_grad():
             given = {"cu_seqlens": cu_seqlens, "memory_budget": budget}
             old = sequence_logprobs(linear_logprobs(hidden, weight, labels, **given), cu_seqlens.to(DEVICE)).view(2, 2)
@@ -406,12 +403,12 @@ def test_the_log_ratio_of_128_tokens_is_exact_at_every_budget():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("policy", ["off", "on"])
-@pytest.mark.parametrize("rows", [100, 10**6])
-def test_a_real_vocabulary(dtype, policy, rows):
-    head, pairs = problem([100, 28, 60, 68], 128_256, dtype)
-    pairs = on_policy(head, pairs) if policy == "on" else pairs
-    expected, expected_gradients = run(head.to(torch.float64), pairs.to(torch.float64), "joint", "eager")
-    output, gradients = run(head, pairs, memory_budget=budget_for(rows, 128_256), on_policy=policy == "on")
+@pytest.mark.parametrize("held", [100, 10**6])
+def test_a_real_vocabulary(dtype, policy, held):
+    states, pairs = problem([100, 28, 60, 68], 128_256, dtype)
+    pairs = on_policy(states, pairs) if policy == "on" else pairs
+    expected, expected_gradients = run(states.to(torch.float64), pairs.to(torch.float64), "joint", "eager")
+    output, gradients = run(states, pairs, memory_budget=budget_for(held, 128_256), on_policy=policy == "on")
     assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-3, abs=1e-4)
     for got, target in zip(gradients, expected_gradients, strict=True):
         assert relative_error(got, target) < 5e-3
@@ -420,30 +417,30 @@ def test_a_real_vocabulary(dtype, policy, rows):
 @pytest.mark.gpu
 def test_the_host_waits_nowhere_in_the_backward_pass_and_memory_is_bounded():
     lengths, vocabulary = [128] * 64, 128_256
-    head, pairs = problem(lengths, vocabulary, torch.bfloat16)
-    head = head.leaves()
+    states, pairs = problem(lengths, vocabulary, torch.bfloat16)
+    states = states.leaves()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = loss_of(head, pairs).loss
+    loss = loss_of(states, pairs).loss
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     # The weight's gradient is summed in fp32.
-    sums = 4 * head.weight.numel() + 2 * head.hidden.numel() + 2 * head.weight.numel()
+    sums = 4 * states.weight.numel() + 2 * states.hidden.numel() + 2 * states.weight.numel()
     assert torch.cuda.max_memory_allocated() - before <= 10**9 + sums
 
 
 @pytest.mark.gpu
 def test_logits_beyond_2_to_the_31_within_one_buffer():
     lengths, vocabulary = [8400, 8500], 131_072
-    head = random_head(sum(lengths), vocabulary, D, DEVICE, torch.bfloat16)
+    states = random_hidden_states(sum(lengths), vocabulary, D, DEVICE, torch.bfloat16)
     # Of another policy and a small vocabulary, for speed: the ratios are at their cap, the advantage is of the rewards.
     pairs = random_pairs(lengths, 64, DEVICE)
-    whole, whole_gradients = run(head, pairs, "none", kl_coef=0.0, memory_budget=40 * 2**30)
-    parts, gradients = run(head, pairs, "none", kl_coef=0.0, memory_budget=2 * 2**30)
+    whole, whole_gradients = run(states, pairs, "none", kl_coef=0.0, memory_budget=40 * 2**30)
+    parts, gradients = run(states, pairs, "none", kl_coef=0.0, memory_budget=2 * 2**30)
     torch.testing.assert_close(whole.loss, parts.loss, rtol=1e-4, atol=1e-4)
     for got, target in zip(gradients, whole_gradients, strict=True):
         assert relative_error(got, target.double()) < 5e-3

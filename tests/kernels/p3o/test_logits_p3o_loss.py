@@ -1,14 +1,15 @@
-from importlib import import_module
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o_kernels import logits_p3o_loss, sequence_logprobs, token_logprobs
+from fastp3o_kernels import P3OSettings, logits_p3o_loss, sequence_logprobs, token_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
-from tests.kernels.conftest import (
+from fastp3o_kernels.p3o import pair_kernel
+from fastp3o_kernels.rows import logits_kernel
+from tests.kernels.problems import (
     CLIPPINGS,
+    DEVICE,
     EXAMPLES,
     oracle,
     ragged_groups,
@@ -17,12 +18,12 @@ from tests.kernels.conftest import (
     vocabularies,
 )
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+JOINT = P3OSettings(clipping="joint")
 
 
 def run(pairs, clipping, impl, **settings):
     logits = pairs.logits.detach().requires_grad_()
-    output = pairs.call(logits_p3o_loss, logits, clipping, impl=impl, **settings)
+    output = pairs.call(logits_p3o_loss, logits, P3OSettings(clipping=clipping, **settings), impl=impl)
     output.loss.backward()
     return output, logits.grad
 
@@ -122,7 +123,7 @@ def test_rows_without_gradient_are_not_read_in_backward():
     pairs = random_pairs([3, 4, 2, 2], 40, DEVICE)
     pairs.rewards[0] = 1.0
     logits = pairs.logits.clone().requires_grad_()
-    output = pairs.call(logits_p3o_loss, logits, "none", impl="triton", kl_coef=0.0)
+    output = pairs.call(logits_p3o_loss, logits, P3OSettings(clipping="none", kl_coef=0.0), impl="triton")
     logits.data[:7] = float("nan")
     output.loss.backward()
     assert (logits.grad[:7] == 0).all()
@@ -141,13 +142,12 @@ def test_launches(monkeypatch):
             launched.append(self.kernel.__name__)
             return self.kernel[grid]
 
-    # The functions of the package hide its modules of the same names.
-    rows, pair_loss = (import_module(f"fastp3o_kernels.{name}") for name in ("rows.token_logprobs", "p3o.pair_kernel"))
-    for module, name in ((rows, "logprobs_kernel"), (rows, "dlogits_kernel"), (pair_loss, "pair_kernel")):
+    kernels = (logits_kernel, "logprobs_kernel"), (logits_kernel, "dlogits_kernel"), (pair_kernel, "pair_kernel")
+    for module, name in kernels:
         monkeypatch.setattr(module, name, Counting(getattr(module, name)))
     pairs = random_pairs([3, 4], 40, DEVICE)
     logits = pairs.logits.requires_grad_()
-    output = pairs.call(logits_p3o_loss, logits, "joint", impl="triton")
+    output = pairs.call(logits_p3o_loss, logits, JOINT, impl="triton")
     assert launched == ["logprobs_kernel", "pair_kernel"]
     output.loss.backward()
     assert launched[2:] == ["dlogits_kernel"]
@@ -157,7 +157,7 @@ def test_the_incoming_gradient_scales(impl):
     pairs = random_pairs([3, 4], 40, DEVICE)
     _, gradient = run(pairs, "joint", impl)
     logits = pairs.logits.detach().requires_grad_()
-    (-2.5 * pairs.call(logits_p3o_loss, logits, "joint", impl=impl).loss).backward()
+    (-2.5 * pairs.call(logits_p3o_loss, logits, JOINT, impl=impl).loss).backward()
     torch.testing.assert_close(logits.grad, -2.5 * gradient)
 
 
@@ -166,7 +166,7 @@ def test_in_place_backward_gives_the_same():
     _, expected = run(pairs, "joint", "triton")
     logits = pairs.logits.clone().requires_grad_() * 1.0
     logits.retain_grad()
-    output = pairs.call(logits_p3o_loss, logits, "joint", impl="triton", inplace_backward=True)
+    output = pairs.call(logits_p3o_loss, logits, JOINT, impl="triton", inplace_backward=True)
     output.loss.backward(retain_graph=True)
     assert torch.equal(logits.grad, expected)
     assert torch.equal(logits, expected)
@@ -176,7 +176,7 @@ def test_in_place_backward_gives_the_same():
 
 def test_without_a_gradient_nothing_is_saved(impl):
     pairs = random_pairs([3, 4], 40, DEVICE)
-    assert not pairs.call(logits_p3o_loss, pairs.logits, "joint", impl=impl).loss.requires_grad
+    assert not pairs.call(logits_p3o_loss, pairs.logits, JOINT, impl=impl).loss.requires_grad
 
 
 @pytest.mark.gpu

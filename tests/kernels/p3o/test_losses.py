@@ -1,10 +1,8 @@
 import pytest
 import torch
 
-from fastp3o_kernels import p3o_loss, sequence_logprobs, token_p3o_loss
-from tests.kernels.conftest import CLIPPINGS, relative_error
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from fastp3o_kernels import P3OSettings, p3o_loss, sequence_logprobs, token_p3o_loss
+from tests.kernels.problems import CLIPPINGS, DEVICE, relative_error
 
 
 def four(P, scale=0.3, dtype=torch.float32):
@@ -14,9 +12,9 @@ def four(P, scale=0.3, dtype=torch.float32):
     return sums, *moved, torch.randn(P, 2, dtype=dtype, device=DEVICE)
 
 
-def run(logprobs, *others, **settings):
+def run(logprobs, *others, impl, **settings):
     logprobs = logprobs.detach().requires_grad_()
-    output = p3o_loss(logprobs, *others, **settings)
+    output = p3o_loss(logprobs, *others, P3OSettings(**settings), impl=impl)
     output.loss.backward()
     return output, logprobs.grad
 
@@ -80,23 +78,13 @@ def test_a_policy_that_went_too_far_the_right_way_has_no_gradient(impl):
 
 def test_token_losses_are_refused_on_sums():
     with pytest.raises(ValueError, match="token_p3o_loss or logits_p3o_loss"):
-        p3o_loss(*four(2), clipping="token")
+        p3o_loss(*four(2), P3OSettings(clipping="token"))
 
 
 def test_fp64_stays_fp64_in_eager_and_is_refused_by_triton():
     assert p3o_loss(*four(3, dtype=torch.float64)).loss.dtype == torch.float64
     with pytest.raises(ValueError, match="fp64"):
         p3o_loss(*four(3, dtype=torch.float64), impl="triton")
-
-
-def test_sequence_logprobs_are_sums_and_differentiable(impl):
-    values = torch.randn(10, device=DEVICE, requires_grad=True)
-    offsets = torch.tensor([0, 1, 7, 10], dtype=torch.int32, device=DEVICE)
-    sums = sequence_logprobs(values, offsets, impl=impl)
-    expected = torch.stack([values[0:1].sum(), values[1:7].sum(), values[7:].sum()])
-    torch.testing.assert_close(sums, expected)
-    (sums * torch.tensor([1.0, 2.0, 3.0], device=DEVICE)).sum().backward()
-    assert values.grad.tolist() == [1.0] + [2.0] * 6 + [3.0] * 3
 
 
 def test_token_log_probs_of_any_head_will_do(impl):
@@ -118,12 +106,13 @@ def test_very_different_lengths_and_more_pairs_than_a_tile(clipping):
     sums = sequence_logprobs(logprobs, cu_seqlens, impl="eager").view(-1, 2)
     rest = sums + 0.3 * torch.randn_like(sums), sums + torch.randn_like(sums), torch.randn_like(sums)
     old_token_logprobs = logprobs + 0.3 * torch.randn_like(logprobs) if clipping == "token" else None
+    settings = P3OSettings(clipping=clipping)
 
     def run(impl, dtype):
         leaf = logprobs.to(dtype).requires_grad_()
         old = None if old_token_logprobs is None else old_token_logprobs.to(dtype)
         pairs = [tensor.to(dtype) for tensor in rest]
-        output = token_p3o_loss(leaf, cu_seqlens, *pairs, clipping=clipping, old_token_logprobs=old, impl=impl)
+        output = token_p3o_loss(leaf, cu_seqlens, *pairs, settings, old_token_logprobs=old, impl=impl)
         output.loss.backward()
         return output.loss.detach(), leaf.grad
 
@@ -155,9 +144,9 @@ def test_more_responses_are_all_their_pairs(clipping, K, impl):
     pairs = [(i, j) for i in range(K) for j in range(i + 1, K)]
     losses, expected = [], torch.zeros_like(sums)
     for pair in map(list, pairs):
-        of_pair, gradient_of_pair = run(*(t[:, pair] for t in (sums, old, ref, rewards)), clipping=clipping, impl=impl)
-        losses.append(of_pair.loss.detach())
-        expected[:, pair] += gradient_of_pair / len(pairs)
+        pair_output, pair_gradient = run(*(t[:, pair] for t in (sums, old, ref, rewards)), clipping=clipping, impl=impl)
+        losses.append(pair_output.loss.detach())
+        expected[:, pair] += pair_gradient / len(pairs)
     torch.testing.assert_close(output.loss.detach(), torch.stack(losses).mean(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(output.metrics["ratio_max"], (sums - old).exp().max())
@@ -174,7 +163,7 @@ def test_a_shift_per_prompt_changes_nothing_for_more_responses(clipping, impl):
     shift = torch.randint(-64, 64, (P, 1), device=DEVICE).float()
     old = {"old_token_logprobs": logprobs - 0.1} if clipping == "token" else {}
     plain, shifted = (
-        token_p3o_loss(logprobs, cu_seqlens, sums + 0.1, sums, r, clipping=clipping, impl=impl, **old).loss
+        token_p3o_loss(logprobs, cu_seqlens, sums + 0.1, sums, r, P3OSettings(clipping=clipping), impl=impl, **old).loss
         for r in (rewards, rewards + shift)
     )
     assert torch.equal(plain, shifted)
@@ -193,7 +182,7 @@ def test_many_responses(clipping, K):
     gradients = []
     for impl in ("eager", "triton"):
         leaf = logprobs.clone().requires_grad_()
-        token_p3o_loss(leaf, cu_seqlens, *rest, clipping=clipping, impl=impl, **old).loss.backward()
+        token_p3o_loss(leaf, cu_seqlens, *rest, P3OSettings(clipping=clipping), impl=impl, **old).loss.backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 

@@ -1,5 +1,3 @@
-from importlib import import_module
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,11 +5,10 @@ from hypothesis import strategies as st
 
 from fastp3o_kernels import token_logprobs
 from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.rows.token_logprobs import logprobs_kernel
+from fastp3o_kernels.rows import logits_kernel
+from fastp3o_kernels.rows.logits_kernel import logprobs_kernel
 from fastp3o_kernels.rows.transform import LogitsTransform
-from tests.kernels.conftest import EXAMPLES, vocabularies
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
 
 
 def run(logits, labels, weights, impl, **settings):
@@ -188,10 +185,9 @@ def test_rows_are_in_the_grids_first_dimension(monkeypatch):
             grids.append(grid)
             return lambda *_, **__: None
 
-    # The package's function hides its module of the same name.
-    module = import_module("fastp3o_kernels.rows.token_logprobs")
-    monkeypatch.setattr(module, "logprobs_kernel", Recorder())
-    module.launch_logprobs(torch.zeros(70000, 2), torch.zeros(70000, dtype=torch.long), LogitsTransform(), -100)
+    monkeypatch.setattr(logits_kernel, "logprobs_kernel", Recorder())
+    labels = torch.zeros(70000, dtype=torch.long)
+    logits_kernel.launch_logprobs(torch.zeros(70000, 2), labels, LogitsTransform(), -100)
     assert grids == [(70000,)]
 
 

@@ -393,12 +393,12 @@ def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
     path = tmp_path / "verdicts.jsonl"
 
     def reply(question: Question) -> Reply:
-        good = prefers_the_longer(question)._replace(delay=0.1)
-        return Reply(401) if question.prompt == "p0" else good
+        good = prefers_the_longer(question)._replace(delay=0.25)
+        return Reply(401, delay=0.15) if question.prompt == "p0" else good
 
     server.reply = reply
     with pytest.raises(EndpointError):
-        judge_at(server.url, path, requests=4)(*many(4))
+        judge_at(server.url, path, requests=4, timeout=5.0)(*many(4))
     assert len(path.read_text().splitlines()) == 3
 
 

@@ -10,8 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.rows.token_logprobs import LOAD_BYTES, block_of, row_logsumexp, store_dlogits, store_zeros
-from fastp3o_kernels.rows.transform import LogitsTransform, kernel_arguments
+from fastp3o_kernels.rows.logits_kernel import (
+    LOAD_BYTES,
+    block_size,
+    row_logsumexp,
+    store_dlogits,
+    store_zeros,
+    transform_arguments,
+)
+from fastp3o_kernels.rows.transform import LogitsTransform
 
 # 1024 threads with more than 32 registers each: one program to a processor. So few rows are in flight that all of them
 # stay in L2 (132 rows of 128256 bf16 logits are 34 MB of an H200's 60) until they are read again. To keep the memory
@@ -93,9 +100,9 @@ def launch_on_policy(
             row_stride=logits.stride(0),
             dlogits_row_stride=out.stride(0),
             HAS_SCALE=scale is not None,
-            **kernel_arguments(transform, unused=coefficients),
+            **transform_arguments(transform, unused=coefficients),
             V=V,
-            BLOCK_V=block_of(V, BLOCK_BYTES // logits.element_size()),
+            BLOCK_V=block_size(V, BLOCK_BYTES // logits.element_size()),
             GROUP=LOAD_BYTES // logits.element_size(),
             num_warps=WARPS,
         )

@@ -5,7 +5,7 @@
                         G = H / Hkv heads of a group are rows of one product, the keys are read once. A chunk of a
                         response is attended by its slot, and the one that the new token falls in also stores its key
                         and value.
-    merge               one program for (slot, head): the chunks' results, weighted by their logsumexp.
+    merge               in merge_kernel.py; one program for (slot, head): the chunks' results weighted by logsumexp.
 
 Chunks are of a fixed length and merged in a fixed order, so a slot's result has the same bits whatever is in the
 others. What a short prompt or response or an idle slot leaves without work are programs that return at once.
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
+from fastp3o_kernels.decoding.merge_kernel import launch_merge
 from fastp3o_kernels.dispatch import INTERPRET
 
 # Keys of one program. Its result is written and read in fp32: 8 K G D bytes beside the 1024 D of 256 keys and values in
@@ -25,12 +26,9 @@ CHUNK = 256
 # Queries of one program, by the bytes of an element: tensor cores take 16 at least, and more than these would not leave
 # registers for head size 256. Only where K G is more are keys of a prompt read more than once.
 SMALLEST_TILE, LARGEST_TILE = 16, {2: 64, 4: 16}
-# Bytes of keys in one step of the loop: with the values, three steps deep, 96 KiB of shared memory.
-BLOCK_BYTES = 16384
-STAGES = 3
-WARPS = 4
-# Chunks that a program of `merge` reads at once.
-BLOCK_S = 8
+# Bytes of keys in one step of the loop: with the values, in a pipeline of three steps, 96 KiB of shared memory. And how
+# many keys at most, by the bytes of an element, for the registers.
+BLOCK_BYTES, LARGEST_BLOCK = 16384, {2: 64, 4: 32}
 
 
 @triton.jit
@@ -188,57 +186,18 @@ def partial_attention_kernel(
     tl.store(partials_ptr + out[:, None] * D + d[None, :], result / total[:, None], mask=of_queries)
 
 
-@triton.jit(do_not_specialize=["prompts"])
-def merge_kernel(
-    partials_ptr,  # [R, H, CHUNKS, D] fp32
-    lse_ptr,  # [R, H, CHUNKS] fp32, base 2
-    prompt_ptr,  # [R] int64
-    prompt_lengths_ptr,  # [R] int64
-    steps_ptr,  # [R] int64
-    out_ptr,  # [R, H, D], out; 0 in idle slots
-    prompts,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PROMPT_CHUNKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    slot = tl.program_id(0).to(tl.int64)
-    here = slot * H + tl.program_id(1)
-    busy = tl.load(prompt_ptr + slot) < prompts
-    length = tl.load(prompt_lengths_ptr + slot)
-    step = tl.load(steps_ptr + slot)
-    d = tl.arange(0, BLOCK_D)
-    running_max = tl.full([], -float("inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
-    result = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, CHUNKS, BLOCK_S):
-        s = first + tl.arange(0, BLOCK_S)
-        # Of the others an earlier step may have left results.
-        written = tl.where(s < PROMPT_CHUNKS, s * CHUNK < length, (s - PROMPT_CHUNKS) * CHUNK <= step)
-        lse = tl.load(lse_ptr + here * CHUNKS + s, mask=written & (s < CHUNKS) & busy, other=-float("inf"))
-        new_max = tl.maximum(running_max, tl.max(lse, axis=0))
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        weights = tl.exp2(lse - base)
-        decay = tl.exp2(running_max - base)
-        total = total * decay + tl.sum(weights, axis=0)
-        of_chunks = (weights > 0.0)[:, None] & (d < D)[None, :]
-        partials = tl.load(partials_ptr + (here * CHUNKS + s)[:, None] * D + d[None, :], mask=of_chunks, other=0.0)
-        result = result * decay + tl.sum(partials * weights[:, None], axis=0)
-        running_max = new_max
-    out = result / tl.where(total > 0.0, total, 1.0)
-    tl.store(out_ptr + here * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
-
-
 def block_sizes(D: int, K: int, G: int, element_bytes: int) -> dict[str, int]:
     block_d = max(triton.next_power_of_2(D), 16)
     return {
         "BLOCK_M": min(max(triton.next_power_of_2(K * G), SMALLEST_TILE), LARGEST_TILE[element_bytes]),
-        "BLOCK_N": min(max(BLOCK_BYTES // (block_d * element_bytes), 16), 64),
+        "BLOCK_N": min(max(BLOCK_BYTES // (block_d * element_bytes), 16), LARGEST_BLOCK[element_bytes]),
         "BLOCK_D": block_d,
     }
+
+
+def warps(blocks: dict[str, int], element_bytes: int) -> int:
+    """More where 128 threads would not have registers for sums or, in fp32, for the operands of products."""
+    return 8 if element_bytes == 4 or blocks["BLOCK_M"] * blocks["BLOCK_D"] >= 8192 else 4
 
 
 def launch_decode_attention(
@@ -259,21 +218,21 @@ def launch_decode_attention(
     if not all(tensor.is_contiguous() for tensor in vars(cache).values()):
         raise ValueError("the cache's keys and values must be contiguous")
     query, key, value = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (query, key, value))
-    out = torch.empty(R, H, D, dtype=query.dtype, device=query.device)
     prompt_chunks, own_chunks = triton.cdiv(Lp, CHUNK), triton.cdiv(Lr, CHUNK)
     chunks = prompt_chunks + own_chunks
     partials = torch.empty(R, H, chunks, D, dtype=torch.float32, device=query.device)
     lse = torch.empty(R, H, chunks, dtype=torch.float32, device=query.device)
     blocks = block_sizes(D, K, G, query.element_size())
     programs = prompt_chunks * triton.cdiv(K * G, blocks["BLOCK_M"]) + own_chunks * triton.cdiv(G, blocks["BLOCK_M"])
-    if R == 0:
-        return out
     with torch.cuda.device_of(query):
         partial_attention_kernel[(R, Hkv, programs)](
             query,
             key,
             value,
-            *vars(cache).values(),
+            cache.prompt_keys,
+            cache.prompt_values,
+            cache.own_keys,
+            cache.own_values,
             slots.prompt,
             slots.prompt_lengths,
             slots.steps,
@@ -300,24 +259,6 @@ def launch_decode_attention(
             HAS_SOFTCAP=softcap is not None,
             HAS_WINDOW=window is not None,
             INTERPRETED=INTERPRET,
-            num_warps=WARPS,
-            num_stages=STAGES,
+            num_warps=warps(blocks, query.element_size()),
         )
-        merge_kernel[(R, H)](
-            partials,
-            lse,
-            slots.prompt,
-            slots.prompt_lengths,
-            slots.steps,
-            out,
-            P,
-            H=H,
-            D=D,
-            CHUNK=CHUNK,
-            PROMPT_CHUNKS=prompt_chunks,
-            CHUNKS=chunks,
-            BLOCK_D=blocks["BLOCK_D"],
-            BLOCK_S=BLOCK_S,
-            num_warps=1,
-        )
-    return out
+    return launch_merge(partials, lse, slots, P, prompt_chunks, CHUNK, query.dtype)

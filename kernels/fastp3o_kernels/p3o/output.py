@@ -1,11 +1,8 @@
-"""The numbers that define the objective, and what a loss returns."""
+"""What a loss returns."""
 
 from typing import NamedTuple
 
 from torch import Tensor
-
-# Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
-LOG_RATIO_LIMIT = 60.0
 
 METRICS = (
     "ratio_mean",
@@ -15,16 +12,8 @@ METRICS = (
     "zero_gradient_fraction",
     "kl",
 )
-
-
-class Objective(NamedTuple):
-    """The objective's settings, in the names of the public functions, which explain them."""
-
-    clipping: str
-    clip_range: float
-    ratio_cap: float
-    kl_coef: float
-    kl_reward: str
+# The numbers that a loss is computed with, in the order in which they come from every implementation.
+RESULTS = ("loss", *METRICS)
 
 
 class P3OLossOutput(NamedTuple):
@@ -42,3 +31,14 @@ class P3OLossOutput(NamedTuple):
 
     loss: Tensor
     metrics: dict[str, Tensor]
+
+
+def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
+    """From a differentiable loss and RESULTS, [7]."""
+    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].float().unbind(), strict=True)))
+
+
+def forward_results(ctx, results: Tensor) -> tuple[Tensor, Tensor]:
+    """What an autograd function returns from forward: a differentiable loss, and RESULTS [7] without a gradient."""
+    ctx.mark_non_differentiable(results)
+    return results[0].clone(), results

@@ -8,8 +8,8 @@ from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.sampler_gap import sampler_gap
 from fastp3o.training.minibatches import pack_minibatches
+from fastp3o.training.sampler_gap import sampler_gap
 from fastp3o_kernels import sequence_logprobs
 
 

@@ -8,13 +8,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
-from fastp3o_kernels.decoding.kernel import CHUNK
+from fastp3o_kernels.decoding.attention_kernel import CHUNK
 from fastp3o_kernels.dispatch import INTERPRET
-from tests.kernels.conftest import EXAMPLES
-from tests.kernels.decoding.cases import oracle, random_step
+from tests.kernels.decoding.steps import oracle, random_step
 from tests.kernels.interpreted import counted_launches, counted_traffic
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.kernels.problems import DEVICE, EXAMPLES
 
 
 def check(step) -> None:

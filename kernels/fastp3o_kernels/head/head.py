@@ -1,0 +1,69 @@
+"""What turns hidden states into logits.
+
+N tokens, D hidden size, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape
+from fastp3o_kernels.rows.transform import LogitsTransform
+
+
+@dataclass(frozen=True, eq=False)
+class Head(LogitsTransform):
+    """logits = (softcap tanh((hidden weightᵀ + bias) / softcap)) / temperature, in fp32.
+
+    Args:
+        weight: [V, D] of a half, single or double floating dtype; may be tied to the embedding.
+        bias: [V] of any floating dtype, or None.
+        softcap: Gemma's cap on logits, applied before the temperature, or None.
+        temperature: divides the logits.
+
+    Raises:
+        ValueError: for a soft cap or a temperature that is not above 0.
+    """
+
+    weight: Tensor
+
+    @classmethod
+    def from_weight(cls, head: "Head | Tensor") -> "Head":
+        """A bare weight is a head without bias or soft cap, at temperature 1."""
+        return head if isinstance(head, Head) else cls(head)
+
+    def detach(self) -> "Head":
+        return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
+
+
+def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | None) -> None:
+    for name, tensor, shape in (("hidden", hidden, "[N, D]"), ("weight", head.weight, "[V, D]")):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+        check_floating(name, tensor)
+    V, D = head.weight.shape
+    if hidden.shape[1] != D:
+        raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")
+    # Autocast brings both to its own dtype, except fp64.
+    dtypes = hidden.dtype, head.weight.dtype
+    autocast = torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes
+    if hidden.dtype != head.weight.dtype and not autocast:
+        raise ValueError(f"hidden is {hidden.dtype} and weight {head.weight.dtype}; they must be of one dtype")
+    if head.bias is not None:
+        check_shape("bias", head.bias, (V,), "one entry for each row of weight")
+        check_floating("bias", head.bias)
+    check_same_device(hidden=hidden, weight=head.weight, labels=labels, bias=head.bias)
+    check_labels(labels, len(hidden), V, ignore_index, "one label for each row of hidden")
+
+
+def save_for_backward(ctx, hidden: Tensor, head: Head, *others: Tensor) -> None:
+    """Autograd keeps the tensors, and sees where they are changed; the context keeps the head's numbers alone."""
+    ctx.save_for_backward(hidden, head.weight, head.bias, *others)
+    ctx.head_without_tensors = replace(head, weight=head.weight.new_empty(0), bias=None)
+
+
+def saved_tensors(ctx) -> tuple:
+    """Hidden states, head and the other tensors that `save_for_backward` got."""
+    hidden, weight, bias, *others = ctx.saved_tensors
+    return hidden, replace(ctx.head_without_tensors, weight=weight, bias=bias), *others

@@ -1,0 +1,52 @@
+"""The numbers that define P3O's objective: their defaults, what they mean and what they may be stand here alone."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+CLIPPING = ("joint", "separate", "none", "token")
+KL_REWARD = ("current", "rollout")
+
+# Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
+LOG_RATIO_LIMIT = 60.0
+
+
+def described(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class P3OSettings:
+    """Settings of P3O's losses; `p3o_loss` has the formulas. Each field's metadata says what it means, for parsers.
+
+    Raises:
+        ValueError: for a value that is not allowed.
+    """
+
+    clipping: str = described(
+        "joint",
+        "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
+        choices=CLIPPING,
+    )
+    clip_range: float = described(0.2, "Epsilon of the clipping (paper: 0.2).")
+    ratio_cap: float = described(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
+    kl_coef: float = described(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
+    kl_reward: str = described(
+        "current",
+        "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
+        choices=KL_REWARD,
+    )
+
+    def __post_init__(self) -> None:
+        for setting in fields(P3OSettings):
+            choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
+            if choices and value not in choices:
+                raise ValueError(f"{setting.name} must be one of {', '.join(choices)}, got {value!r}")
+        if not self.clip_range > 0:
+            raise ValueError(f"clip_range must be above 0, got {self.clip_range}")
+        if not self.ratio_cap >= 1:
+            raise ValueError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
+        if not self.kl_coef >= 0:
+            raise ValueError(f"kl_coef must be 0 or more, got {self.kl_coef}")
+
+
+DEFAULTS = P3OSettings()

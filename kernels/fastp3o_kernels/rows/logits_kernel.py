@@ -1,0 +1,262 @@
+"""Logits -> the log-probability of each label, and the gradient of the logits.
+
+N rows, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastp3o_kernels.rows.transform import LogitsTransform
+
+# One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
+# 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
+BLOCK_V = 4096
+WARPS = 8
+# A thread's 16-byte load: the largest logit so far is kept for each of these groups, so that the loop over the
+# vocabulary needs no exchange between threads.
+LOAD_BYTES = 16
+
+
+@triton.jit
+def load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Logits before the temperature, -inf outside the vocabulary, and their slope under the soft cap."""
+    x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    slope = 1.0
+    if HAS_SOFTCAP:
+        # tanh z = 1 - 2 r; exp overflows to infinity and underflows to 0 where tanh is 1 and -1.
+        r = 1.0 / (tl.exp(2.0 * (x / softcap)) + 1.0)
+        x = tl.where(inside, softcap * (1.0 - 2.0 * r), -float("inf"))
+        slope = 4.0 * r * (1.0 - r)
+    return x, slope
+
+
+@triton.jit
+def row_logsumexp(
+    logits_ptr,
+    bias_ptr,
+    inverse_temperature,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Largest scaled logit of a row, and the log of the sum of exp(scaled logit - largest)."""
+    columns = tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    running_max = tl.full([BLOCK_V // GROUP], -float("inf"), dtype=tl.float32)
+    sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        inside = start + columns < V
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x *= inverse_temperature
+        new_max = tl.maximum(running_max, tl.max(x, axis=1))
+        # As long as every logit was -inf there is no maximum to subtract.
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        sums = sums * tl.exp(running_max - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
+        running_max = new_max
+    row_max = tl.max(running_max, axis=0)
+    base = tl.where(row_max == -float("inf"), 0.0, row_max)
+    return row_max, tl.log(tl.sum(sums * tl.exp(running_max - base), axis=0))
+
+
+@triton.jit
+def store_dlogits(
+    logits_ptr,
+    bias_ptr,
+    dlogits_ptr,
+    label,
+    gradient,
+    row_max,
+    log_sum,
+    start,
+    inverse_temperature,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A block of a row's gradient; `gradient` is dL/d(log-prob of the row) over the temperature."""
+    columns = start + tl.arange(0, BLOCK_V)
+    inside = columns < V
+    x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+    p = tl.exp((x * inverse_temperature - row_max) - log_sum)
+    # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
+    dlogits = gradient * (tl.where(columns == label, 1.0, 0.0) - p)
+    if HAS_SOFTCAP:
+        dlogits *= slope
+    tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_zeros(dlogits_ptr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    columns = tl.arange(0, BLOCK_V)
+    for start in range(0, V, BLOCK_V):
+        zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+        tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
+
+
+@triton.jit
+def logprobs_kernel(
+    logits_ptr,  # [N, V], rows at any stride
+    labels_ptr,  # [N]
+    bias_ptr,  # [V] where HAS_BIAS
+    logprobs_ptr,  # [N] fp32, out
+    max_ptr,  # [N] fp32, out: largest scaled logit of the row
+    log_sum_ptr,  # [N] fp32, out: log of the sum of exp(scaled logit - max); logsumexp = max + log_sum
+    row_stride,
+    inverse_temperature,
+    softcap,
+    ignore_index,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    # A grid of N programs in its first dimension, which alone may exceed 65535; offsets pass 2^31.
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    row_max, log_sum = row_logsumexp(
+        logits_ptr, bias_ptr, inverse_temperature, softcap, HAS_BIAS, HAS_SOFTCAP, V, BLOCK_V, GROUP
+    )
+    label = tl.load(labels_ptr + row)
+    # A label outside the vocabulary gives NaN, not a value from somewhere else in memory.
+    within_vocabulary = (label >= 0) & (label < V)
+    label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+    # Largest first: both terms are at most 0 in any rounding, so the log-probability never exceeds 0.
+    logprob = (label_logit * inverse_temperature - row_max) - log_sum
+    logprob = tl.where(within_vocabulary, logprob, float("nan"))
+    tl.store(logprobs_ptr + row, tl.where(label == ignore_index, 0.0, logprob))
+    tl.store(max_ptr + row, row_max)
+    tl.store(log_sum_ptr + row, log_sum)
+
+
+@triton.jit
+def dlogits_kernel(
+    logits_ptr,  # [N, V]
+    labels_ptr,  # [N]
+    bias_ptr,  # [V] where HAS_BIAS
+    max_ptr,  # [N] fp32
+    log_sum_ptr,  # [N] fp32
+    coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row), times
+    scale_ptr,  # [] fp32, the incoming gradient of a scalar loss where HAS_SCALE
+    dlogits_ptr,  # [N, V], out; may be logits_ptr
+    row_stride,
+    dlogits_row_stride,
+    inverse_temperature,
+    softcap,
+    ignore_index,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    dlogits_ptr += row * dlogits_row_stride
+    label = tl.load(labels_ptr + row)
+    gradient = tl.load(coefficients_ptr + row) * inverse_temperature
+    if HAS_SCALE:
+        gradient *= tl.load(scale_ptr)
+    if (gradient == 0.0) | (label == ignore_index):
+        store_zeros(dlogits_ptr, V, BLOCK_V)
+    else:
+        row_max = tl.load(max_ptr + row)
+        log_sum = tl.load(log_sum_ptr + row)
+        for start in range(0, V, BLOCK_V):
+            store_dlogits(
+                logits_ptr,
+                bias_ptr,
+                dlogits_ptr,
+                label,
+                gradient,
+                row_max,
+                log_sum,
+                start,
+                inverse_temperature,
+                softcap,
+                HAS_BIAS,
+                HAS_SOFTCAP,
+                V,
+                BLOCK_V,
+            )
+
+
+def block_size(V: int, largest: int) -> int:
+    """A power of two, no longer than the vocabulary needs."""
+    return min(largest, max(triton.next_power_of_2(V), LOAD_BYTES))
+
+
+def transform_arguments(transform: LogitsTransform, unused: Tensor) -> dict[str, Tensor | float | bool]:
+    """The transform as the kernels take it; `unused` stands where there is no bias to point at."""
+    return {
+        "bias_ptr": unused if transform.bias is None else transform.bias,
+        "softcap": 1.0 if transform.softcap is None else float(transform.softcap),
+        "inverse_temperature": 1 / transform.temperature,
+        "HAS_BIAS": transform.bias is not None,
+        "HAS_SOFTCAP": transform.softcap is not None,
+    }
+
+
+def launch_logprobs(
+    logits: Tensor, labels: Tensor, transform: LogitsTransform, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, row maxima and log-sums, [N] fp32 each; one launch."""
+    N, V = logits.shape
+    logprobs, row_max, log_sum = torch.empty(3, N, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        logprobs_kernel[(N,)](
+            logits,
+            labels,
+            logprobs_ptr=logprobs,
+            max_ptr=row_max,
+            log_sum_ptr=log_sum,
+            row_stride=logits.stride(0),
+            ignore_index=ignore_index,
+            **transform_arguments(transform, unused=logprobs),
+            V=V,
+            BLOCK_V=block_size(V, BLOCK_V),
+            GROUP=LOAD_BYTES // logits.element_size(),
+            num_warps=WARPS,
+        )
+    return logprobs, row_max, log_sum
+
+
+def launch_dlogits(
+    logits: Tensor,
+    labels: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    coefficients: Tensor,
+    scale: Tensor | None,
+    transform: LogitsTransform,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """out [N, V] = the gradient of the logits; it may be the logits. One launch."""
+    N, V = logits.shape
+    with torch.cuda.device_of(logits):
+        dlogits_kernel[(N,)](
+            logits,
+            labels,
+            max_ptr=row_max,
+            log_sum_ptr=log_sum,
+            coefficients_ptr=coefficients,
+            scale_ptr=coefficients if scale is None else scale,
+            dlogits_ptr=out,
+            row_stride=logits.stride(0),
+            dlogits_row_stride=out.stride(0),
+            ignore_index=ignore_index,
+            HAS_SCALE=scale is not None,
+            **transform_arguments(transform, unused=coefficients),
+            V=V,
+            BLOCK_V=block_size(V, BLOCK_V),
+            num_warps=WARPS,
+        )

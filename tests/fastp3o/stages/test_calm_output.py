@@ -1,0 +1,74 @@
+"""What a user of the stages reads: the run's own lines and nothing of other libraries', unless something is wrong."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastp3o.models.loading import load_reward_model
+from fastp3o.stages import reward_model, sft
+from fastp3o.stages.reward_model import RewardModelConfig
+from fastp3o.stages.sft import SFTConfig
+from fastp3o.training.reporting import end_of, with_deviations
+
+
+@pytest.fixture
+def transformers_log() -> Iterator[list[str]]:
+    """What the logger of transformers' loading passes on; it does not propagate to the one that pytest reads."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.addFilter(lambda record: messages.append(record.getMessage()))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def test_stages_print_their_own_lines_alone(workplace: Path, tiny_model: str, capfd):
+    common = {"report_to": "none", "batch_size": 4, "max_prompt_tokens": 32, "max_response_tokens": 16}
+    sft.train(
+        SFTConfig(model=tiny_model, train_data="sft.jsonl", eval_data="sft.jsonl", output_dir="runs/sft", **common)
+    )
+    data = {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl"}
+    reward_model.train(RewardModelConfig(model="runs/sft/model", output_dir="runs/rm", **data, **common))
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert [line.split(":")[0] for line in out.splitlines()] == [
+        *("sft.jsonl", "sft.jsonl", "after step 0", "after step 2"),
+        *("preferences.jsonl", "preferences.jsonl", "after step 0", "after step 2"),
+    ]
+
+
+def test_only_the_missing_head_of_a_reward_model_goes_without_saying(
+    tiny_model: str, tmp_path: Path, transformers_log: list[str]
+):
+    load_reward_model(tiny_model)
+    assert transformers_log == []
+
+    weights = load_file(f"{tiny_model}/model.safetensors")
+    del weights["model.norm.weight"]
+    for path in Path(tiny_model).iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load_reward_model(str(tmp_path))
+    (report,) = transformers_log
+    assert "model.norm.weight" in report
+
+    save_file(weights | {"model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RuntimeError):
+        load_reward_model(str(tmp_path))
+    assert len(transformers_log) == 2
+    assert "MISMATCH" in transformers_log[1]
+
+
+def test_deviations_stand_beside_their_means():
+    metrics = {"reward": 1.29612, "reward_std": 0.6681, "kl": 2.5, "kl_std": 1.0, "missing_eos": 0.05, "lone_std": 3.0}
+    assert with_deviations(metrics) == "reward 1.296 ± 0.6681, kl 2.5 ± 1, missing_eos 0.05, lone_std 3"
+
+
+def test_the_end_of_a_prompt_is_one_line():
+    assert end_of("one\n\ntwo  three\n") == "one two three"
+    assert end_of("one\n\ntwo  three\n", characters=7) == "…o three"

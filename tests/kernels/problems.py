@@ -1,0 +1,209 @@
+"""Random responses and heads for the tests, and P3O written a second time from the paper, one pair at a time."""
+
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastp3o_kernels import Head, P3OLossOutput, P3OSettings
+
+CLIPPINGS = ("joint", "separate", "none", "token")
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with Triton.
+CHUNKED = [None, "triton"]
+# On a GPU every vocabulary compiles kernels of its own, which takes most of a test's time.
+EXAMPLES = 12 if CUDA else 25
+
+
+def vocabularies(least: int, most: int) -> st.SearchStrategy[int]:
+    return st.sampled_from([least, 33, most]) if CUDA else st.integers(least, most)
+
+
+def budget_for(tokens: int, V: int) -> int:
+    """Bytes that hold so many rows of fp32 logits and of their fp32 gradient."""
+    return tokens * 8 * (-(-V // 16) * 16)
+
+
+def ragged_groups() -> st.SearchStrategy[tuple[int, list[int]]]:
+    """K and the lengths of the responses to 1 to 4 prompts; half the time K is 2."""
+
+    def groups_of(K: int) -> st.SearchStrategy[tuple[int, list[int]]]:
+        group = st.lists(st.integers(1, 12), min_size=K, max_size=K)
+        return st.tuples(st.just(K), st.lists(group, min_size=1, max_size=4).map(lambda groups: list(chain(*groups))))
+
+    return st.sampled_from([2, 2, 3, 4]).flatmap(groups_of)
+
+
+@dataclass
+class Pairs:
+    """Logits of the responses' tokens and what the losses know of them."""
+
+    logits: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor
+    rewards: Tensor
+    old_token_logprobs: Tensor
+
+    def to(self, dtype: torch.dtype) -> "Pairs":
+        """The same values in another precision; offsets and labels stay."""
+        floating = {name: value.to(dtype) for name, value in vars(self).items() if value.is_floating_point()}
+        return replace(self, **floating)
+
+    def known(self, settings: P3OSettings) -> tuple[tuple, dict[str, Tensor]]:
+        """Arguments that losses take after the policy's own, by place and by name."""
+        old = {"old_token_logprobs": self.old_token_logprobs} if settings.clipping == "token" else {}
+        return (self.labels, self.cu_seqlens, self.old_logprobs, self.ref_logprobs, self.rewards, settings), old
+
+    def call(self, loss, logits: Tensor, settings: P3OSettings, **given) -> P3OLossOutput:
+        known, old = self.known(settings)
+        return loss(logits, *known, **old, **given)
+
+
+def random_pairs(
+    lengths: list[int], vocabulary: int, device: torch.device, *, K=2, scale=2.0, moved=0.3, seed=0, logits=None
+) -> Pairs:
+    """K responses to each prompt, of a policy with these logits or random ones that moved by about `moved` nats each
+    since the rollout.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    N, P = sum(lengths), len(lengths) // K
+    logits = scale * randn(N, vocabulary) if logits is None else logits.detach().float().cpu()
+    labels = torch.randint(vocabulary, (N,), generator=generator)
+    token_logprobs = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)]).view(P, K)
+    pairs = Pairs(
+        logits=logits,
+        labels=labels,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        old_logprobs=sums + moved * randn(P, K),
+        ref_logprobs=sums + randn(P, K),
+        rewards=randn(P, K),
+        old_token_logprobs=token_logprobs + moved * randn(N),
+    )
+    return Pairs(**{name: tensor.to(device) for name, tensor in vars(pairs).items()})
+
+
+@dataclass
+class HiddenStates:
+    """Hidden states and the tensors and settings of a head."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def head(self) -> Head:
+        return Head(self.weight, bias=self.bias, softcap=self.softcap, temperature=self.temperature)
+
+    def to(self, dtype: torch.dtype) -> "HiddenStates":
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return replace(self, hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def leaves(self, hidden=True, weight=True, bias=True) -> "HiddenStates":
+        """The same values, apart, with gradients for those named."""
+
+        def leaf(tensor, needed):
+            return None if tensor is None else tensor.detach().clone().requires_grad_(needed)
+
+        return replace(
+            self, hidden=leaf(self.hidden, hidden), weight=leaf(self.weight, weight), bias=leaf(self.bias, bias)
+        )
+
+    def logits(self) -> Tensor:
+        """By the formula, in the tensors' own dtype."""
+        logits = self.hidden @ self.weight.T
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits / self.temperature
+
+    def gradients(self) -> list[Tensor]:
+        leaves = (self.hidden, self.weight, self.bias)
+        return [leaf.grad for leaf in leaves if leaf is not None and leaf.requires_grad]
+
+
+def random_hidden_states(
+    N: int, V: int, D: int, device: torch.device, dtype=torch.float32, *, scale=2.0, seed=0, bias=False, **settings
+) -> HiddenStates:
+    """With a head whose logits are of size `scale`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    weight = scale * randn(V, D) / D**0.5
+    states = HiddenStates(randn(N, D), weight, randn(V) if bias else None, **settings)
+    on_device = {name: value.to(device) for name, value in vars(states).items() if isinstance(value, Tensor)}
+    return replace(states, **on_device).to(dtype)
+
+
+def oracle(
+    pairs: Pairs, logits: Tensor, clipping: str, kl_reward="current", epsilon=0.2, cap=10.0, beta=0.05
+) -> Tensor:
+    """The loss by the formulas of arXiv 2310.00212, one pair after the other; autograd gives its gradient."""
+    bounds = pairs.cu_seqlens.tolist()
+    logprobs = logits.log_softmax(-1)
+    P, K = pairs.rewards.shape
+    losses = []
+    for p, *responses in ((p, i, j) for p in range(P) for i in range(K) for j in range(i + 1, K)):
+        tokens = [range(bounds[K * p + i], bounds[K * p + i + 1]) for i in responses]
+        token_logprobs = [[logprobs[t, pairs.labels[t]] for t in part] for part in tokens]
+        pi = [torch.stack(part).sum() for part in token_logprobs]
+        old, ref, reward = (
+            pairs.old_logprobs[p][responses],
+            pairs.ref_logprobs[p][responses],
+            pairs.rewards[p][responses],
+        )
+        u = (pi[0] - ref[0]) - (pi[1] - ref[1])
+        u_old = (old[0] - ref[0]) - (old[1] - ref[1])
+        q = (reward[0] - reward[1] - beta * (u if kl_reward == "current" else u_old)).detach()
+        rho = [(pi[i] - old[i]).exp() for i in (0, 1)]
+        if clipping == "separate":
+            for i, sign in ((0, -1), (1, 1)):
+                c = rho[1 - i].detach().clamp(1 / cap, cap)
+                losses.append(
+                    torch.maximum(sign * q * c * rho[i], sign * q * c * rho[i].clamp(1 - epsilon, 1 + epsilon)) / 2
+                )
+            continue
+        w = -q * (rho[0] * rho[1]).detach().clamp(1 / cap, cap)
+        if clipping == "token":
+            for part, values, sign in zip(tokens, token_logprobs, (1, -1), strict=True):
+                for t, value in zip(part, values, strict=True):
+                    before = pairs.old_token_logprobs[t]
+                    clipped = torch.clamp(value, before - epsilon, before + epsilon)
+                    losses.append(torch.maximum(sign * w * value, sign * w * clipped))
+        elif clipping == "joint":
+            losses.append(torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon)) / 2)
+        else:
+            losses.append(w * u / 2)
+    mean_over = len(logits) * (K - 1) if clipping == "token" else P * K * (K - 1) // 2
+    return torch.stack(losses).sum() / mean_over
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    return ((got.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+
+
+def policy_of_performance_measurements() -> list[Tensor]:
+    """Hidden states, weight, weight moved by 1e-4 and labels: 512 tokens sampled from a policy with
+    logits of std 8; D 512, V 16000, bf16.
+    """
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(512, 512, generator=generator).bfloat16()
+    weight = (8 / 512**0.5) * torch.randn(16000, 512, generator=generator)
+    moved = (weight + 1e-4 * torch.randn(16000, 512, generator=generator)).bfloat16()
+    weight = weight.bfloat16()
+    labels = torch.multinomial((hidden.float() @ weight.float().T).softmax(-1), 1, generator=generator).squeeze(1)
+    return [tensor.to(DEVICE) for tensor in (hidden, weight, moved, labels)]

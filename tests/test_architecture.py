@@ -1,0 +1,213 @@
+"""Which part may depend on which: reads every import in the sources and holds the arrows that must not be drawn."""
+
+import ast
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "benchmarks": ROOT / "benchmarks",
+    "fastp3o": ROOT / "fastp3o",
+    "fastp3o_kernels": ROOT / "kernels" / "fastp3o_kernels",
+    "scripts": ROOT / "scripts",
+}
+
+
+class Imports:
+    """What the modules of some packages import, in functions too.
+
+    modules: dotted names; a package stands for its __init__.py. named: of each module, the modules of ours that it
+    names, and other packages by their first name.
+    """
+
+    def __init__(self, packages: dict[str, Path]):
+        files = {dotted(name, folder, path): path for name, folder in packages.items() for path in folder.rglob("*.py")}
+        self.modules = set(files)
+        self.named = {
+            module: set(self.names_in(ast.parse(path.read_text()), module, path.name == "__init__.py"))
+            for module, path in files.items()
+        }
+
+    def names_in(self, tree: ast.Module, module: str, is_package: bool) -> Iterator[str]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                yield from (self.known(alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                parents = module.split(".")
+                base = parents[: len(parents) - node.level + is_package] if node.level else []
+                source = ".".join([*base, *([node.module] if node.module else [])])
+                yield from (self.known(f"{source}.{alias.name}") for alias in node.names)
+
+    def known(self, name: str) -> str:
+        """The module of ours that a dotted name begins with, or the first name of another package."""
+        parts = name.split(".")
+        candidates = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((candidate for candidate in candidates if candidate in self.modules), parts[0])
+
+    def loaded_by(self, module: str) -> set[str]:
+        """What importing a module runs: what it names, and the __init__.py of each package above."""
+        return self.named[module] | {package for package in above(module) if package in self.modules}
+
+    def chain(self, start: str, forbidden: Callable[[str], bool]) -> list[str] | None:
+        """The shortest way from a module to a forbidden name over modules of ours."""
+        waiting, seen = deque([[start]]), {start}
+        while waiting:
+            path = waiting.popleft()
+            for name in sorted(self.loaded_by(path[-1]) - seen):
+                if forbidden(name):
+                    return [*path, name]
+                seen.add(name)
+                if name in self.modules:
+                    waiting.append([*path, name])
+        return None
+
+    def violations(self, package: str, forbidden: Callable[[str], bool]) -> list[str]:
+        chains = (self.chain(module, forbidden) for module in sorted(self.modules) if within(module, package))
+        return [" -> ".join(chain) for chain in chains if chain]
+
+    def cycle(self) -> list[str] | None:
+        """Modules that import each other in a circle; that a package's __init__.py comes first is no circle."""
+        try:
+            TopologicalSorter({m: names & self.modules - {m} for m, names in self.named.items()}).prepare()
+        except CycleError as error:
+            return error.args[1]
+        return None
+
+
+def dotted(package: str, folder: Path, path: Path) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join([package, *(part for part in parts if part != "__init__")])
+
+
+def above(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]
+
+
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def any_of(*packages: str) -> Callable[[str], bool]:
+    return lambda name: any(within(name, package) for package in packages)
+
+
+def concrete_objective(name: str) -> bool:
+    return name.startswith("fastp3o.objectives.") and name != "fastp3o.objectives.base"
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return Imports(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        pytest.param("fastp3o_kernels", any_of("fastp3o", "benchmarks", "scripts", "tests"), id="kernels-on-ours"),
+        pytest.param("fastp3o.packing", any_of("transformers"), id="packing-on-transformers"),
+        pytest.param("fastp3o.packing", any_of("fastp3o.config"), id="packing-on-config"),
+        pytest.param("fastp3o.data", any_of("fastp3o.models"), id="data-on-models"),
+        pytest.param("fastp3o.rollouts", any_of("fastp3o.rewards"), id="rollouts-on-rewards"),
+        pytest.param("fastp3o.rollouts", any_of("fastp3o.objectives"), id="rollouts-on-objectives"),
+        pytest.param("fastp3o.objectives", any_of("fastp3o.rollouts"), id="objectives-on-rollouts"),
+        pytest.param("fastp3o.objectives", any_of("fastp3o.training"), id="objectives-on-training"),
+        pytest.param("fastp3o.objectives", any_of("fastp3o.stages"), id="objectives-on-stages"),
+        pytest.param("fastp3o.objectives", any_of("accelerate"), id="objectives-on-accelerate"),
+        pytest.param("fastp3o.training", concrete_objective, id="training-on-a-concrete-objective"),
+        pytest.param("benchmarks", any_of("tests"), id="benchmarks-on-tests"),
+        pytest.param("fastp3o", any_of("benchmarks", "scripts", "tests"), id="trainer-on-what-uses-it"),
+    ],
+)
+def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[str], bool]):
+    assert any(within(module, package) for module in imports.modules)
+    violations = imports.violations(package, forbidden)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_no_module_is_part_of_an_import_cycle(imports: Imports):
+    cycle = imports.cycle()
+    assert cycle is None, " -> ".join(cycle or ())
+
+
+def test_the_kernels_name_torch_and_triton_alone(imports: Imports):
+    named = {name for module in imports.modules if within(module, "fastp3o_kernels") for name in imports.named[module]}
+    assert named - imports.modules - sys.stdlib_module_names <= {"torch", "triton"}
+
+
+def test_importing_the_kernels_loads_torch_and_triton_alone():
+    program = (
+        "import sys, torch\n"
+        "try: import triton\n"
+        "except ImportError: pass\n"
+        "before = {name.split('.')[0] for name in sys.modules}\n"
+        "import fastp3o_kernels\n"
+        "print(*({name.split('.')[0] for name in sys.modules} - before - sys.stdlib_module_names))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "kernels", capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["fastp3o_kernels"]
+
+
+# --- the checker itself, on a tree made up for it -------------------------------------------------------------------
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    files = {
+        "__init__.py": "",
+        "roof/__init__.py": "",
+        "roof/tiles.py": "from house.walls import bricks\nfrom ..cellar import wine",
+        "walls/__init__.py": "from house.walls.bricks import Brick",
+        "walls/bricks.py": "import json, numpy.linalg",
+        "walls/door.py": "def open():\n    from house.roof.tiles import Tile",
+        "cellar/__init__.py": "",
+        "cellar/wine.py": "from . import __name__",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_imports_are_read_in_every_form(house: Path):
+    imports = Imports({"house": house})
+    assert imports.named["house.roof.tiles"] == {"house.walls.bricks", "house.cellar.wine"}
+    assert imports.named["house.walls.bricks"] == {"json", "numpy"}
+    assert imports.named["house.cellar.wine"] == {"house.cellar"}
+
+
+def test_a_violation_is_found_and_its_way_told(house: Path):
+    imports = Imports({"house": house})
+    assert imports.violations("house.roof", any_of("house.cellar")) == ["house.roof.tiles -> house.cellar.wine"]
+    # from inside a function, over other modules, into another package
+    assert imports.violations("house.walls.door", any_of("house.cellar")) == [
+        "house.walls.door -> house.roof.tiles -> house.cellar.wine"
+    ]
+    assert imports.violations("house.walls.door", any_of("numpy")) == [
+        "house.walls.door -> house.roof.tiles -> house.walls.bricks -> numpy"
+    ]
+    assert imports.violations("house.cellar", any_of("house.roof", "house.walls")) == []
+    assert imports.violations("house.walls.bricks", any_of("num", "house.roof")) == []
+
+
+def test_a_package_above_counts_as_it_is_run_first(house: Path):
+    (house / "roof" / "__init__.py").write_text("import accelerate")
+    assert Imports({"house": house}).violations("house.roof.tiles", any_of("accelerate")) == [
+        "house.roof.tiles -> house.roof -> accelerate"
+    ]
+
+
+def test_a_cycle_is_found_also_where_one_import_stands_in_a_function(house: Path):
+    assert Imports({"house": house}).cycle() is None
+    (house / "walls" / "bricks.py").write_text("from house.walls import door")
+    cycle = Imports({"house": house}).cycle()
+    assert cycle is not None
+    assert {"house.roof.tiles", "house.walls.bricks", "house.walls.door"} <= set(cycle)

@@ -1,0 +1,82 @@
+"""README.md is true: its code runs as it stands, its links lead somewhere, and it stays short."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+KERNELS = ROOT / "kernels" / "fastp3o_kernels"
+PAGES = ("README.md", "fastp3o/README.md", ".github/CONTRIBUTING.md")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of a language; those without one are of language ""."""
+    fenced = (block.split("\n", 1) for block in README.split("```")[1::2])
+    return [text for name, text in fenced if name == language]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_before_and_after_is_the_same(seed: int):
+    (code,) = blocks("python")
+    before, after = code.split("# After")
+    torch.manual_seed(seed)
+    names: dict = {}
+    exec(compile(before, "README.md", "exec"), names)
+    loss = names["loss"]
+    expected = torch.autograd.grad(loss, [names["hidden"], names["weight"]])
+    exec(compile("# After" + after, "README.md", "exec"), names)
+    torch.testing.assert_close(names["loss"], loss)
+    for tensor, gradient in zip((names["hidden"], names["weight"]), expected, strict=True):
+        assert gradient.abs().sum() > 0
+        torch.testing.assert_close(tensor.grad, gradient)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page: str):
+    text = (ROOT / page).read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, heading = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", h).lower().replace(" ", "-") for h in headings}, link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_it_names_exist(page: str):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|sh|txt|json)|(?:[\w.]+/)+)`", text)
+    assert named
+    for name in named:
+        assert any((folder / name).exists() for folder in ((ROOT / page).parent, ROOT, ROOT / "scripts")), name
+
+
+def test_the_tree_names_folders_that_exist():
+    (tree,) = blocks("")
+    assert len(tree.splitlines()) <= 10
+    for folder in re.findall(r"[\w/]+/(?= |$)", "\n".join(line[:29] for line in tree.splitlines())):
+        assert any((parent / folder).is_dir() for parent in (ROOT, ROOT / "fastp3o", KERNELS)), folder
+
+
+def test_commands_use_flags_that_their_scripts_have():
+    commands = re.findall(r"^python (scripts/\w+\.py) (.*)$", "\n".join(blocks("bash")), re.MULTILINE)
+    assert len(commands) == 3
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    for script, flags in commands:
+        command = [sys.executable, str(ROOT / script), "--help"]
+        help_text = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True
+        ).stdout
+        for flag in re.findall(r"--\w+", flags):
+            assert f"{flag} " in help_text, f"{script} has no {flag}"
+
+
+def test_it_is_read_in_two_minutes():
+    assert len(README.splitlines()) <= 120
