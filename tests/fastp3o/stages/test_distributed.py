@@ -95,6 +95,7 @@ def test_weights_in_half_precision_train_in_two_processes(workplace, tiny_model)
         "--learning_rate",
         "1e-2",
     ]
+    flags += ["--reward", "rewards_for_tests:varied"]
     done = launch(*P3O, *flags, "--updates", "2", "--output_dir", "run", "--precision", "bf16")
     assert done.returncode == 0, done.stderr
     first, second = (json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
