@@ -3,7 +3,8 @@
     python benchmarks/compile_kernels.py                     # a table; exits with 1 where a kernel spills registers
     python benchmarks/compile_kernels.py --output table.json
 
-Architectures: sm_80 (A100), sm_90 (H100, H200), sm_100 (B200). Vocabularies: those of the heads in `shapes.py`.
+Architectures: sm_80 (A100), sm_90 (H100, H200), sm_100 (B200). Vocabularies: those of the heads in `shapes.py`. Of
+decode attention D is the size of a head, K responses to a prompt, G heads to one of keys.
 """
 
 import os
@@ -30,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fastp3o_kernels
+from fastp3o_kernels.decoding import attention_kernel, merge_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
@@ -43,12 +45,18 @@ KERNELS = {
     "pair_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
     "scale_kernel": scale_kernel,
+    "partial_attention_kernel": attention_kernel,
+    "merge_kernel": merge_kernel,
+    "race_kernel": sampling_kernel,
 }
 
 ARCHITECTURES = (80, 90, 100)
 VOCABULARIES = (128256, 152064, 256000, 262144)
 # To a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
+HEAD_SIZES = (64, 80, 96, 128, 256)
+# Responses to a prompt and heads of a group: of each size of tile one, the smallest tile also at its fullest.
+RESPONSES_AND_HEADS = ((1, 1), (4, 4), (4, 8), (8, 8))
 # Bytes of shared memory that a block can have on the smallest of them (sm_80: 163 KiB).
 SHARED_LIMIT = 163 * 1024
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -59,7 +67,9 @@ SCALARS = {
     "dlogits_row_stride": "i64",
     "ignore_index": "i32",
     **dict.fromkeys(("S", "P", "N", "averaged_prompts", "size"), "i32"),
-    **dict.fromkeys(("inverse_temperature", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
+    **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
+    **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
+    **dict.fromkeys(("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
 }
 
 
@@ -78,6 +88,8 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     """What the launching functions can ask for."""
     for V in vocabularies:
         yield from logits_configurations(V)
+        B = sampling.block_size(V)
+        yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
     for clipping, kl_reward, K in product(CLIPPING, KL_REWARD, RESPONSES):
         constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K, **pair_kernel.block_sizes(K)}
         yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}, K {K}", {}, constants)
@@ -85,6 +97,8 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
         yield configuration("scale_kernel", dtype, {"values_ptr": dtype}, {"BLOCK": scale_kernel.BLOCK})
+    for D in HEAD_SIZES:
+        yield from decoding_configurations(D)
 
 
 def logits_configurations(V: int) -> Iterator[Configuration]:
@@ -118,14 +132,34 @@ def logits_configuration(
     return configuration(kernel, ", ".join(filter(None, parts)), pointers, constants)
 
 
-def configuration(kernel: str, name: str, pointers: dict, constants: dict) -> Configuration:
-    return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), KERNELS[kernel].WARPS)
+def decoding_configurations(D: int) -> Iterator[Configuration]:
+    # Windows and soft caps take the most registers; bf16 and fp16 differ in nothing but the type of instructions.
+    variants = [("bf16", K, G, True) for K, G in RESPONSES_AND_HEADS]
+    for dtype, K, G, limited in [*variants, ("fp16", 4, 4, False), ("fp32", 8, 8, True)]:
+        blocks = attention_kernel.block_sizes(D, K, G, ELEMENT_BYTES[dtype])
+        constants = {"K": K, "G": G, "HKV": 8, "D": D, "CHUNK": attention_kernel.CHUNK, **blocks}
+        constants |= {"HAS_SOFTCAP": limited, "HAS_WINDOW": limited, "INTERPRETED": False}
+        tensors = ("query", "key", "value", "prompt_keys", "prompt_values", "own_keys", "own_values")
+        pointers = {f"{tensor}_ptr": dtype for tensor in tensors}
+        name = f"{dtype}, D {D}, K {K}, G {G}" + ", window, softcap" * limited
+        warps = attention_kernel.warps(blocks, ELEMENT_BYTES[dtype])
+        yield configuration("partial_attention_kernel", name, pointers, constants, warps)
+    constants = {"H": 32, "D": D, "CHUNK": attention_kernel.CHUNK, "PROMPT_CHUNKS": 8, "CHUNKS": 12}
+    constants |= {"BLOCK_D": blocks["BLOCK_D"], "BLOCK_S": merge_kernel.BLOCK_S}
+    yield configuration("merge_kernel", f"bf16, D {D}", {"out_ptr": "bf16"}, constants)
+
+
+def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int | None = None) -> Configuration:
+    """warps: the file's WARPS if None."""
+    warps = KERNELS[kernel].WARPS if warps is None else warps
+    return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), warps)
 
 
 def compiler_source(config: Configuration) -> ASTSource:
     kernel = getattr(KERNELS[config.kernel], config.kernel)
     pointers, constants = dict(config.pointers), dict(config.constants)
-    integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32"}
+    integers = {"labels_ptr": "i64", "cu_seqlens_ptr": "i32", "members_ptr": "i32"}
+    integers |= dict.fromkeys(("prompt_ptr", "prompt_lengths_ptr", "steps_ptr", "keys_ptr", "tokens_ptr"), "i64")
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -135,7 +169,7 @@ def compiler_source(config: Configuration) -> ASTSource:
         else:
             signature[name] = SCALARS[name]
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
-        if name.endswith(("_ptr", "row_stride")) or name == "size":
+        if name.endswith(("_ptr", "_stride")) or name == "size":
             attributes[(position,)] = [["tt.divisibility", 16]]
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, positions, attributes)

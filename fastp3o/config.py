@@ -108,6 +108,33 @@ class TrainableConfig:
             raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplerConfig:
+    """What samples responses."""
+
+    sampler: str = field(
+        default="engine",
+        metadata={
+            "help": "What samples responses: fastp3o's own engine, or transformers' generate.",
+            "choices": ["engine", "transformers"],
+        },
+    )
+    rollout_batch_size: int = option(64, "Prompts sampled at once on one device.")
+    rollout_memory: float | None = option(
+        None,
+        "GB for the engine's keys and values on one device, given back before the update; with less, fewer prompts are "
+        "sampled at once. By default a part of what is free.",
+    )
+
+    def check_sampler(self) -> None:
+        if self.rollout_batch_size < 1:
+            raise ValueError(f"--rollout_batch_size must be at least 1, got {self.rollout_batch_size}")
+        if self.rollout_memory is not None and self.rollout_memory <= 0:
+            raise ValueError(f"--rollout_memory must be above 0, got {self.rollout_memory}")
+        if self.sampler not in ("engine", "transformers"):
+            raise ValueError(f"--sampler must be engine or transformers, got {self.sampler!r}")
+
+
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
     """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
 

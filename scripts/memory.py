@@ -3,6 +3,7 @@
 python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 --precision fp16
 """
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS, precision_of
-from fastp3o.training.memory import Lengths, Model, frozen_memory, update_memory
+from fastp3o.rollouts.room import Room, fitting_room
+from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,9 @@ class MemoryConfig(TrainableConfig):
     share_prompts: bool = option(True, "As in training.")
     precision: str = option("fp16", f"As in training: {', '.join(PRECISIONS[1:])}.")
     gradient_checkpointing: bool = option(False, "As in training.")
+    max_prompt_tokens: int = option(512, "As in training; of rollouts.")
+    max_response_tokens: int = option(128, "As in training; of rollouts.")
+    rollout_batch_size: int = option(64, "As in training.")
 
     def __post_init__(self) -> None:
         self.check_trainable()
@@ -46,17 +51,32 @@ def main(config: MemoryConfig) -> None:
     precision = precision_of(config.precision, config.precision)
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
     frozen = frozen_memory(model, lengths, precision)
+    rollouts = rollout_memory(model, room(config), precision)
     table = Table(title=f"{config.model}: GB, {lengths.tokens} tokens a row, {lengths.scored} of them scored")
     table.add_column("")
-    for column in ("policy's update", "reference's pass"):
+    for column in ("policy's update", "reference's pass", "rollouts"):
         table.add_column(column, justify="right")
     for name in (*vars(update), "peak"):
-        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen)))
+        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
     Console().print(table)
     print(
         "peak = the sum, but of head and layer the larger. Policy and reference both on the GPU need the policy's peak"
     )
-    print("and the reference's weights; --offload and LoRA spare the latter.")
+    print(
+        "and the reference's weights; --offload and LoRA spare the latter. Rollouts come before the update, beside its"
+    )
+    print("masters and optimizer; with --rollout_memory, or where less is free, they cache less at once.")
+
+
+def room(config: MemoryConfig) -> Room:
+    return fitting_room(
+        config.max_prompt_tokens - 1,
+        config.max_response_tokens,
+        config.responses_per_prompt,
+        prompts=config.rollout_batch_size,
+        bytes_per_token=1,
+        memory=sys.maxsize,
+    )
 
 
 def sizes(config: MemoryConfig) -> Model:

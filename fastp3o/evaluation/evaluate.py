@@ -43,12 +43,14 @@ class Evaluation:
         the samples), response length in tokens, share without end-of-sequence. `_std` is the standard deviation over
         prompts.
         """
-        examples = self.prompts[process_share(list(range(len(self.prompts))), self.accelerator)]
+        numbers = process_share(list(range(len(self.prompts))), self.accelerator)
+        examples = self.prompts[numbers]
         rollouts = self.sampler(
             examples["prompt"],
             examples["prompt_ids"],
+            numbers,
             responses_per_prompt=self.responses_per_prompt,
-            seed=seed_of(self.seed, EVALUATION, self.accelerator.process_index),
+            seed=seed_of(self.seed, EVALUATION),
         )
         with self.accelerator.autocast():
             with_deviation = {name: reward(rollouts) for name, reward in self.rewards.items()}

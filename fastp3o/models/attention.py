@@ -7,19 +7,20 @@ heads and a sliding window.
     varlen_attn    fp16 and bf16 on a GPU, part of torch; no soft capping
     one by one     everything else: any dtype and device, one kernel for each segment
 
+Rollouts go the same way, with a cache of keys and values in place of segments (`fastp3o.rollouts`).
+
 T tokens (queries), U keys, H heads (Hkv of keys), D size of a head.
 """
 
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.utils.logging import get_logger
 
 from fastp3o.packing.packed_row import Segments, SharedKeys
@@ -35,10 +36,34 @@ except ImportError:
 
 logger = get_logger(__name__)
 
-# transformers treats names with "flash" in a way of its own.
+# transformers treats names with "flash" in a way of its own. For a name without a mask function it makes no mask, and
+# does not wait for the device in every pass to see whether positions begin anew somewhere.
 NAME = "fastp3o_segments"
 # Head size that both libraries take.
 LARGEST_HEAD = 256
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of the prompts and responses of rollouts, by layer.
+
+    query: [T, H, D]. key, value: [T, Hkv, D].
+    """
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keeps those of a row of prompts."""
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention [T, H, D] of tokens that each continue a response, whose keys and values are kept."""
 
 
 def segment_attention(
@@ -53,9 +78,13 @@ def segment_attention(
     softcap: float | None = None,
     *,
     segments: Segments | None = None,
+    cache: KeyValueCache | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; `segments` comes with the call of the model.
+    """What transformers calls in each layer; `segments` and `cache` come with the call of the model.
+
+    With segments tokens attend within them, and a cache keeps their keys and values. Without, every token continues a
+    response of the cache.
 
     Args:
         query: [1, H, T, D]. key, value: [1, Hkv, T, D]. scaling: of the products, 1/√D if None.
@@ -67,7 +96,7 @@ def segment_attention(
     Raises:
         ValueError: for a batch that is not packed, and for dropout.
     """
-    if segments is None or attention_mask is not None or len(query) != 1:
+    if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
         raise ValueError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
     if dropout:
         raise ValueError(f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0")
@@ -76,16 +105,22 @@ def segment_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if cache is not None:
+        layer = cast(int, module.layer_idx)
+        if segments is None:
+            output = cache.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+            return output.unsqueeze(0), None
+        cache.store(layer, key, value)
+    assert segments is not None
     if segments.shared is not None:
         key, value = (gather_keys(tensor, segments.shared) for tensor in (key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = fastest_backend(query, softcap)
     with torch.autocast(query.device.type, enabled=False):
         return attend(query, key, value, segments, scale, sliding_window, softcap).unsqueeze(0), None
 
 
 AttentionInterface.register(NAME, segment_attention)
-AttentionMaskInterface.register(NAME, flash_attention_mask)
 
 
 def fastest_backend(query: Tensor, softcap: float | None):

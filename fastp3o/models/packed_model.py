@@ -5,7 +5,7 @@ D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ class PackedModel(nn.Module):
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
+        # It waits for the device in every pass of some models, and packed rows have no padding.
+        cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = no_warning
 
     def forward(self, row: PackedRow, at: Tensor, compute: Callable[[Tensor, Head], Result]) -> Result:
         """What `compute` makes of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
@@ -44,10 +46,13 @@ class PackedModel(nn.Module):
         Raises ValueError for a sequence beyond the reach of the model's positions.
         """
         self.check_reach(max(row.segments.key_lengths))
-        output = self.model.base_model(
-            input_ids=row.input_ids, position_ids=row.position_ids, segments=row.segments, use_cache=False
-        )
-        return compute(output.last_hidden_state.squeeze(0)[at], self.head())
+        hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
+        return compute(hidden[at], self.head())
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: object) -> Tensor:
+        """The body's results [T, D] for one row of tokens [1, T]; `attention` goes to `segment_attention`."""
+        output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **attention)
+        return output.last_hidden_state.squeeze(0)
 
     def check_reach(self, tokens: int) -> None:
         """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""
@@ -90,6 +95,10 @@ class PackedModel(nn.Module):
             # Granite divides its logits, Cohere multiplies them.
             temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
         )
+
+
+def no_warning(*_: object) -> None:
+    """In place of transformers' look for padding."""
 
 
 def unwrap(model: nn.Module) -> PackedModel:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from fastp3o.config import StageConfig, TrainableConfig, option, required
+from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.objectives.base import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineConfig(TrainableConfig, StageConfig):
+class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     """Rollouts, rewards, evaluations: all but the objective's own settings."""
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
@@ -36,7 +36,6 @@ class OnlineConfig(TrainableConfig, StageConfig):
 
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
     missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
-    rollout_batch_size: int = option(64, "Prompts generated at once on one device.")
 
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
     eval_responses_per_prompt: int = option(1, "Responses to each prompt in an evaluation.")
@@ -48,8 +47,9 @@ class OnlineConfig(TrainableConfig, StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_trainable()
+        self.check_sampler()
         positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
-        for name in (*positive, "rollout_batch_size", "eval_batch_size", "eval_responses_per_prompt"):
+        for name in (*positive, "eval_batch_size", "eval_responses_per_prompt"):
             self.check(getattr(self, name) >= 1, name, "at least 1")
         self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
         numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)

@@ -1,6 +1,6 @@
 """Responses from transformers' `generate`: prompts padded on the left, a batch at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -9,11 +9,14 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.end_of_sequence import cut_after_end, end_of_sequence_ids
+from fastp3o.rollouts.rollouts import Rollouts, decode_rollouts
+from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
 
 
 class TransformersSampler:
-    """A Sampler. A batch is sampled until the longest of its responses ends.
+    """A Sampler. A batch is sampled until the longest of its responses ends, and batches of another size give other
+    responses.
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses.
     """
@@ -25,14 +28,22 @@ class TransformersSampler:
         *,
         max_response_tokens: int,
         batch_size: int,
+        settings: SamplingSettings = POLICY_ITSELF,
     ):
         self.policy, self.tokenizer = policy, tokenizer
-        self.max_response_tokens, self.batch_size = max_response_tokens, batch_size
+        self.max_response_tokens, self.batch_size, self.settings = max_response_tokens, batch_size, settings
 
     def __call__(
-        self, prompts: list[str], prompt_ids: list[list[int]], *, responses_per_prompt: int, seed: int
+        self,
+        prompts: list[str],
+        prompt_ids: list[list[int]],
+        numbers: Sequence[int] | None = None,
+        *,
+        responses_per_prompt: int,
+        seed: int,
     ) -> Rollouts:
-        torch.manual_seed(seed)
+        # Processes differ in the number of their first prompt.
+        torch.manual_seed(seed + (numbers[0] if numbers else 0))
         end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
         response_ids: list[list[list[int]]] = []
         batches = range(0, len(prompt_ids), self.batch_size)
@@ -46,17 +57,12 @@ class TransformersSampler:
                     max_response_tokens=self.max_response_tokens,
                     end_ids=end_ids,
                     pad_token_id=self.tokenizer.pad_token_id,
+                    settings=self.settings,
                 )
                 response_ids += [
                     ids[p * responses_per_prompt : (p + 1) * responses_per_prompt] for p in range(len(batch))
                 ]
-        return Rollouts(
-            prompts=prompts,
-            prompt_ids=prompt_ids,
-            responses=[self.tokenizer.batch_decode(group, skip_special_tokens=True) for group in response_ids],
-            response_ids=response_ids,
-            finished=[[ids[-1] in end_ids for ids in group] for group in response_ids],
-        )
+        return decode_rollouts(self.tokenizer, end_ids, prompts, prompt_ids, response_ids)
 
 
 @torch.no_grad()
@@ -68,6 +74,7 @@ def generate(
     max_response_tokens: int,
     end_ids: set[int],
     pad_token_id: int,
+    settings: SamplingSettings = POLICY_ITSELF,
 ) -> list[list[int]]:
     """Token ids of P K responses, those to a prompt adjacent, each cut after its first end-of-sequence."""
     width = max(map(len, prompt_ids))
@@ -78,9 +85,10 @@ def generate(
         attention_mask=attention_mask.to(policy.device),
         generation_config=GenerationConfig(
             do_sample=True,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p or None,
             num_return_sequences=responses_per_prompt,
             max_new_tokens=max_response_tokens,
             eos_token_id=sorted(end_ids),
@@ -105,16 +113,3 @@ def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
     finally:
         model.generation_config = own_config
         policy.train(was_training)
-
-
-def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokenizer's end-of-sequence and those that the checkpoint stops at (a chat model's end of turn)."""
-    own = policy.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [] if own is None else [own])}
-
-
-def cut_after_end(ids: list[int], end_ids: set[int]) -> list[int]:
-    for position, token in enumerate(ids):
-        if token in end_ids:
-            return ids[: position + 1]
-    return ids

@@ -30,7 +30,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 rollouts = sampler(
                     *prompts(update),
                     responses_per_prompt=config.responses_per_prompt,
-                    seed=seed_of(config.seed, update, accelerator.process_index),
+                    seed=seed_of(config.seed, update),
                 )
             with run.phase("reward"), accelerator.autocast():
                 rewards = reward(rollouts).to(accelerator.device)

@@ -11,6 +11,7 @@ from fastp3o.rewards.scaling import differences
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run
+from fastp3o.training.sampler_gap import sampler_gap
 
 SAMPLED_PROMPTS = 3
 
@@ -50,8 +51,9 @@ def update_metrics(
 
     reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; kl: mean log π_old(y|x) −
     log π_ref(y|x), in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token;
-    missing_eos: share of responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, in nats
-    per response.
+    missing_eos: share of responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, and
+    sampler_gap: by how much the sampler's own log π(y|x) differs from the old one where it gives it, both root mean
+    squares in nats per response.
     """
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
     lengths = torch.tensor(rollouts.response_lengths, dtype=torch.float32)
@@ -67,6 +69,9 @@ def update_metrics(
         "response_tokens": lengths.sum() * accelerator.num_processes,
         "ratio/noise": noise,
     }
+    gap = sampler_gap(rollouts, microbatches)
+    if gap is not None:
+        means["sampler_gap"] = gap
     largest = sorted(name for name in step_metrics[0] if name.endswith("_max"))
     # The loss's own KL is that of the policy on its way; reported is that of the rollouts.
     for name in step_metrics[0].keys() - {*largest, "kl"}:

@@ -17,8 +17,8 @@ from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
 from fastp3o.training.checkpoints import prepare_output_dir
 from fastp3o.training.optimizer import Optimizer
@@ -27,18 +27,19 @@ from fastp3o.training.run import Run
 
 
 class PromptsOfUpdate:
-    """The prompts of an update that fall to this process: their texts and token ids."""
+    """The prompts of an update that fall to this process: their texts, token ids, and numbers in the update."""
 
     def __init__(self, accelerator: Accelerator, examples: Dataset, config: OnlineConfig):
         self.accelerator, self.examples = accelerator, examples
         self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
 
-    def __call__(self, update: int) -> tuple[list[str], list[list[int]]]:
+    def __call__(self, update: int) -> tuple[list[str], list[list[int]], list[int]]:
         chosen = examples_of_step(
             update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
         )
         examples = self.examples[process_share(chosen, self.accelerator)]
-        return examples["prompt"], examples["prompt_ids"]
+        numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
+        return examples["prompt"], examples["prompt_ids"], numbers
 
 
 class Online(NamedTuple):
@@ -81,8 +82,13 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     accelerator.register_for_checkpointing(objective.scaler)
 
     def sampler(batch_size: int) -> Sampler:
-        return TransformersSampler(
-            unwrap(policy), tokenizer, max_response_tokens=config.max_response_tokens, batch_size=batch_size
+        return named_sampler(
+            config.sampler,
+            unwrap(policy),
+            tokenizer,
+            max_response_tokens=config.max_response_tokens,
+            batch_size=batch_size,
+            memory_gb=config.rollout_memory,
         )
 
     evaluation = None

@@ -6,7 +6,9 @@ optimizer.py    AdamW, fp32 masters, loss scaling
 order.py        seeds, and which examples a step takes
 checkpoints.py  models and states on disk
 reporting.py    metrics as files, trackers, a progress bar
+sampler_gap.py  how far a sampler's log-probs are from those of the packed rows
 ratio_noise.py  how much of a ratio is rounding
+sampler_gap.py  how far a sampler's log-probs are from those of the packed rows
 finite.py       values that are not finite
 memory.py       the memory that a run will take
 """

@@ -18,6 +18,9 @@ checkpointing only the input of each layer stays (4 D, 4 D or 2 D bytes), and on
 Beyond activations, the larger of two moments counts: the head's (its budget for logits and their gradient, or what the
 scored tokens need where that is less, its weight's gradient and the last norm's activations), and that of a layer's
 backward pass, 2 (F + D) elements a token.
+
+Rollouts, before the update, keep 2 R elements of each cached token in each layer; a step makes logits and probabilities
+in fp32.
 """
 
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ from transformers import PretrainedConfig
 
 from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision
+from fastp3o.rollouts.prefill import TOKENS_PER_ROW
+from fastp3o.rollouts.room import Room
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET
 
 
@@ -95,7 +100,9 @@ class Model(NamedTuple):
 
 @dataclass
 class Memory:
-    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts."""
+    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts. `cache`: keys and values of
+    rollouts.
+    """
 
     weights: int
     masters: int
@@ -104,10 +111,11 @@ class Memory:
     activations: int
     head: int
     layer: int
+    cache: int = 0
 
     @property
     def peak(self) -> int:
-        kept = self.weights + self.masters + self.gradients + self.optimizer + self.activations
+        kept = self.weights + self.masters + self.gradients + self.optimizer + self.activations + self.cache
         return kept + max(self.head, self.layer)
 
 
@@ -152,6 +160,22 @@ def frozen_memory(
         activations=0,
         head=logits + lengths.scored * model.hidden * item,
         layer=feed_forward(model, lengths, item) + lengths.keys * 2 * item * model.keys,
+    )
+
+
+def rollout_memory(model: Model, room: Room, precision: Precision) -> Memory:
+    """What sampling needs on one device, beside masters and optimizer. Nothing of it is left in the update."""
+    item = precision.weights.itemsize
+    row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, scored=0)
+    return Memory(
+        weights=model.parameters * item,
+        masters=0,
+        gradients=0,
+        optimizer=0,
+        activations=0,
+        head=8 * room.slots * model.vocabulary,
+        layer=feed_forward(model, row, item),
+        cache=room.tokens * model.layers * 2 * model.keys * item,
     )
 
 

@@ -29,9 +29,16 @@ def test_all_configurations_for_hopper(tmp_path):
         "pair_kernel",
         "sequence_sums_kernel",
         "scale_kernel",
+        "partial_attention_kernel",
+        "merge_kernel",
+        "race_kernel",
     }
     # 16-byte loads wherever rows are streamed.
-    assert all(entry["wide_loads"] for entry in table if entry["kernel"] in ("logprobs_kernel", "dlogits_kernel"))
+    streamed = ("logprobs_kernel", "dlogits_kernel", "race_kernel")
+    assert all(entry["wide_loads"] for entry in table if entry["kernel"] in streamed)
+    # Tensor cores wherever keys are of half precision.
+    attention = [entry for entry in table if entry["kernel"] == "partial_attention_kernel"]
+    assert all(entry["tensor_core"] for entry in attention if "fp32" not in entry["configuration"])
 
 
 def test_the_committed_table_is_of_these_kernels_and_complete():

@@ -20,6 +20,7 @@ class NoTriton:
 sys.meta_path.insert(0, NoTriton())
 import torch
 from fastp3o_kernels import *
+from fastp3o_kernels.decoding import *
 from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
 
 assert not HAS_TRITON
@@ -49,6 +50,13 @@ for impl in (None, "eager"):
             check_backward(logits_p3o_loss(logits, *rest, on_policy=on_policy, **given).loss, logits)
             given_budget = {"memory_budget": 3000, "on_policy": on_policy, **given}
             check_backward(linear_p3o_loss(hidden, head, *rest, **given_budget).loss, hidden, weight, bias)
+
+cache = LayerCache.zeros(1, 3, 2, 4, 1, 8, dtype=torch.float32, device="cpu")
+slots = Slots(torch.tensor([0, 1]), torch.tensor([3, 0]), torch.tensor([0, 2]), responses_per_prompt=2)
+new = torch.randn(2, 1, 8)
+assert decode_attention(new.expand(2, 3, 8), new, new, cache, slots, scale=1.0).isfinite().all()
+keys = response_keys(0, torch.tensor([0]), 2)[0]
+assert (sample_tokens(logits[:2].detach(), keys, slots.steps).tokens < V).all()
 
 class OnGpu:
     is_cuda, dtype = True, torch.float32

@@ -122,6 +122,7 @@ def scored_responses(model: str, task: Task, seed: int) -> dict[str, Responses]:
         max_prompt_tokens=settings["max_prompt_tokens"],
         max_response_tokens=settings["max_response_tokens"],
         responses_per_prompt=settings["eval_responses_per_prompt"],
+        sampler="transformers",  # as in the runs
         seed=seed,
     )
     tokenizer = load_tokenizer(model)

@@ -27,7 +27,7 @@ from fastp3o.stages.sft import SFTConfig
 
 REPOSITORY = Path(__file__).parents[3]
 
-# Settings of every run of a task, whatever its algorithm.
+# Settings of every run of a task, whatever its algorithm. The recorded runs were sampled by transformers.
 TASK_SETTINGS: dict[str, dict[str, Any]] = {
     LANGUAGES: {
         "updates": 30,
@@ -38,6 +38,7 @@ TASK_SETTINGS: dict[str, dict[str, Any]] = {
         "eval_at": "1,2,3,5,7,10,14,20",
         "eval_responses_per_prompt": 4,
         "eval_batch_size": 128,
+        "sampler": "transformers",
     },
     DOCSTRINGS: {
         "updates": 10,
@@ -50,6 +51,7 @@ TASK_SETTINGS: dict[str, dict[str, Any]] = {
         "eval_responses_per_prompt": 1,
         "eval_batch_size": 128,
         "eval_limit": 128,
+        "sampler": "transformers",
     },
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import option, required
+from fastp3o.config import SamplerConfig, option, required
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
@@ -21,12 +21,13 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
 from fastp3o.rewards.reward import load_reward
+from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from fastp3o.rollouts.sampling_settings import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinRateConfig:
+class WinRateConfig(SamplerConfig):
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
     first: str = required(
@@ -59,7 +60,10 @@ class WinRateConfig:
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
     max_response_tokens: int = option(128, "Longest response, in tokens.")
     responses_per_prompt: int = option(1, "Responses to each prompt; response k of one against k of the other.")
-    rollout_batch_size: int = option(64, "Prompts responded to at once.")
+    temperature: float = option(1.0, "Divides the logits; the lower, the more likely the likely tokens.")
+    top_k: int = option(0, "Sample from the k most likely tokens only; 0 from all.")
+    top_p: float = option(1.0, "Sample from the most likely tokens that together have this probability only.")
+    min_p: float = option(0.0, "Sample from tokens with at least this share of the most likely one's probability only.")
     seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
 
     def __post_init__(self) -> None:
@@ -67,11 +71,12 @@ class WinRateConfig:
             "max_prompt_tokens",
             "max_response_tokens",
             "responses_per_prompt",
-            "rollout_batch_size",
             "judge_requests",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        self.check_sampler()
+        self.sampling_settings()
         if not (self.reward or self.judge or self.judge_url):
             raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
         if self.judge and self.judge_url:
@@ -80,6 +85,10 @@ class WinRateConfig:
             raise ValueError("--judge_url and --judge_model go together")
         if self.verdicts and not self.judge_url:
             raise ValueError("--verdicts keeps the verdicts of --judge_url, which is not given")
+
+    def sampling_settings(self) -> SamplingSettings:
+        """Raises ValueError for one out of range."""
+        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 # Of the reward model's packed rows.
@@ -141,8 +150,14 @@ def respond(
     reward = load_reward(config.reward, tokenizer, packing=packing, **loading) if config.reward else None
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
-    sampler = TransformersSampler(
-        policy, tokenizer, max_response_tokens=config.max_response_tokens, batch_size=config.rollout_batch_size
+    sampler = named_sampler(
+        config.sampler,
+        policy,
+        tokenizer,
+        max_response_tokens=config.max_response_tokens,
+        batch_size=config.rollout_batch_size,
+        memory_gb=config.rollout_memory,
+        settings=config.sampling_settings(),
     )
     rollouts = sampler(
         prompts["prompt"],

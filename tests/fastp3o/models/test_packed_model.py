@@ -31,6 +31,7 @@ from tests.fastp3o.models.model_families import (
     packed,
     random_model,
 )
+from tests.fastp3o.on_meta import META, on_meta_alone
 
 shared_or_not = pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
 
@@ -295,3 +296,11 @@ def test_positions_that_depend_on_the_longest_sequence_of_a_row_end_at_their_ori
     (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], Packing(100))
     with pytest.raises(ValueError, match="up to 17 tokens together, and the positions of LlamaForCausalLM end at 16"):
         scored_logprobs(packed, row)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_in_a_forward_pass_waits_for_the_device(family, monkeypatch):
+    model, row = PackedModel(random_model(family)).to(META), PAIRS.row().to(META)
+    with on_meta_alone(monkeypatch):
+        hidden = model(row, row.scored_at, lambda hidden, head: hidden)
+    assert hidden.shape == (len(row.labels), 32)

@@ -14,7 +14,11 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.precision import precision_of
-from fastp3o.training.memory import Lengths, Model, frozen_memory, update_memory
+from fastp3o.rollouts.engine import Engine
+from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.room import Room
+from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
+from fastp3o_kernels.decoding import response_keys
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision the CPU widens the
@@ -115,6 +119,21 @@ def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = frozen_memory(sizes, lengths, precision)
     assert predicted.peak - predicted.weights == pytest.approx(measured.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [DEEP, LARGE_HEAD])
+def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
+    model_sizes, (P, prompt, response) = sizes
+    precision = precision_of("fp32", "fp32")
+    model = random_model(*model_sizes, precision).eval()
+    room = Room(8 * P, prompt - 1, 2, 16 * P, response)
+    prompts, keys = [[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2)
+    shapes = layer_shapes(model, 3)
+    with PeakMemory() as measured:
+        Engine(model, shapes, room, {0}, tokens_per_row=256).run(prompts, keys)
+    predicted = rollout_memory(Model.from_config(model.model.config, model.model.num_parameters(), 0), room, precision)
+    assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in shapes.values())
+    assert predicted.cache + predicted.head == pytest.approx(measured.peak, rel=0.1)
 
 
 def test_lengths_of_a_full_row():

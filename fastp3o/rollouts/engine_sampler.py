@@ -1,0 +1,149 @@
+"""Responses from the engine: batches of prompts, as many at once as memory holds."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import get_logger
+
+from fastp3o.models.packable import within_vocabulary
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.layout import Ids
+from fastp3o.rollouts.end_of_sequence import end_of_sequence_ids
+from fastp3o.rollouts.engine import Engine
+from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.rollouts import Rollouts, decode_rollouts
+from fastp3o.rollouts.room import LayerShape, Room, available_memory, fitting_room
+from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from fastp3o.rollouts.trial import reason_against
+from fastp3o_kernels.decoding import response_keys
+
+logger = get_logger(__name__)
+
+# On a GPU the room for prompts is in steps of so many tokens: batches with longest prompts of similar length share it.
+PROMPT_STEP = 256
+
+
+class EngineSampler:
+    """A Sampler. Responses do not depend on the batch or the process that a prompt is in.
+
+    A policy that the engine cannot decode is sampled by transformers, which is said once.
+
+    max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
+    for keys and values of prompts and responses, by default a part of what is free; where it is little, fewer prompts
+    are sampled at once.
+    """
+
+    def __init__(
+        self,
+        policy: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_response_tokens: int,
+        batch_size: int,
+        memory: int | None = None,
+        settings: SamplingSettings = POLICY_ITSELF,
+    ):
+        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
+        self.shapes: dict[int, LayerShape] = {}  # empty before the policy was tried
+        self.engine: Engine | None = None
+        self.in_its_place: TransformersSampler | None = None
+
+    def __call__(
+        self,
+        prompts: list[str],
+        prompt_ids: list[list[int]],
+        numbers: Sequence[int] | None = None,
+        *,
+        responses_per_prompt: int,
+        seed: int,
+    ) -> Rollouts:
+        with evaluation_mode(self.policy):
+            if not self.shapes and self.in_its_place is None:
+                self.try_policy()
+            if self.in_its_place is not None:
+                return self.in_its_place(
+                    prompts, prompt_ids, numbers, responses_per_prompt=responses_per_prompt, seed=seed
+                )
+            end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
+            numbers = range(len(prompts)) if numbers is None else numbers
+            keys = response_keys(seed, torch.tensor(numbers), responses_per_prompt)
+            response_ids, logprobs = self.sample(prompt_ids, keys, end_ids)
+        return decode_rollouts(self.tokenizer, end_ids, prompts, prompt_ids, response_ids, logprobs)
+
+    def try_policy(self) -> None:
+        """Finds out whether the engine decodes the policy, and shapes of its keys."""
+        reason = None
+        try:
+            self.shapes = layer_shapes(self.policy, *within_vocabulary(self.policy.model, [3]))
+        except Exception as error:  # from anywhere in a model that does not hand the cache on
+            reason = f"a trial failed with: {error}"
+        reason = reason or reason_against(self.policy, self.shapes)
+        if reason is not None:
+            name = type(self.policy.model).__name__
+            logger.warning_once(f"{name} is sampled by transformers' generate, several times slower: {reason}")
+            self.in_its_place = TransformersSampler(
+                self.policy,
+                self.tokenizer,
+                max_response_tokens=self.max_response_tokens,
+                batch_size=self.batch_size,
+                settings=self.settings,
+            )
+
+    def sample(
+        self, prompt_ids: list[Ids], keys: Tensor, end_ids: set[int]
+    ) -> tuple[list[list[Ids]], list[list[list[float]]]]:
+        """Token ids and log-probabilities, [P][K]. keys: [P, K], of the random numbers."""
+        room = self.room_for(prompt_ids, keys.shape[1])
+        response_ids: list[list[Ids]] = []
+        logprobs: list[list[list[float]]] = []
+        batches = range(0, len(prompt_ids), room.prompts)
+        for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
+            batch = slice(first, first + room.prompts)
+            ids, ids_logprobs = self.engine_with(room, end_ids).run(prompt_ids[batch], keys[batch])
+            response_ids += ids
+            logprobs += ids_logprobs
+        self.release_memory()
+        return response_ids, logprobs
+
+    def release_memory(self) -> None:
+        """An engine whose shapes stay, and its graph, are of use again."""
+        if self.engine is not None and self.engine.static:
+            self.engine.release_memory()
+        else:
+            self.engine = None
+
+    def room_for(self, prompt_ids: list[Ids], responses_per_prompt: int) -> Room:
+        device = self.policy.model.device
+        longest = max(map(len, prompt_ids)) - 1
+        return fitting_room(
+            longest if device.type == "cpu" else -(-longest // PROMPT_STEP) * PROMPT_STEP,
+            self.max_response_tokens,
+            responses_per_prompt,
+            prompts=min(self.batch_size, len(prompt_ids)),
+            bytes_per_token=sum(shape.bytes_per_token for shape in self.shapes.values()),
+            memory=available_memory(device) if self.memory is None else self.memory,
+        )
+
+    def engine_with(self, room: Room, end_ids: set[int]) -> Engine:
+        """The last one where it has the room and its shapes stay, so that its graph serves again."""
+        if self.engine is None or not self.engine.static or not self.engine.room.holds(room):
+            self.engine = None  # gives its memory back before the next one takes any
+            self.engine = Engine(self.policy, self.shapes, room, end_ids, self.settings)
+        return self.engine
+
+
+@contextmanager
+def evaluation_mode(policy: PackedModel) -> Iterator[None]:
+    """Out of training mode, in which gradient checkpointing keeps what is computed again."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(was_training)

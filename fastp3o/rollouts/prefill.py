@@ -1,0 +1,69 @@
+"""Prompts without their last tokens through the policy, once for all responses, for their keys and values."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.layout import Ids
+from fastp3o.packing.pack import first_fit_decreasing
+from fastp3o.packing.packed_row import Segments, offsets
+from fastp3o.rollouts.cache import Cache, LayerShapes
+from fastp3o.rollouts.room import LayerShape
+
+# Of a packed row of prompts: enough for large matrix products.
+TOKENS_PER_ROW = 2048
+
+
+class PromptRow(NamedTuple):
+    """A packed row of T tokens, the first n of them of prompts and the others padding."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    segments: Segments
+    prompt_of_token: Tensor  # [n]
+    position_of_token: Tensor  # [n]
+
+
+def prefill(
+    policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
+) -> None:
+    """Keys and values of the prompts into the cache.
+
+    pad: rows of equal length, since libraries on a GPU round otherwise at other shapes.
+    """
+    for row in prompt_rows(prompts, tokens_per_row, pad, policy.model.device):
+        cache.prompt_of_token, cache.position_of_token = row.prompt_of_token, row.position_of_token
+        policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
+
+
+def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: torch.device) -> Iterator[PromptRow]:
+    cached = {p: ids[:-1] for p, ids in enumerate(prompts) if len(ids) > 1}
+    numbers = list(cached)
+    for members in first_fit_decreasing([len(ids) for ids in cached.values()], tokens_per_row):
+        members = [numbers[m] for m in members]
+        lengths = [len(cached[p]) for p in members]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        padding = -sum(lengths) % tokens_per_row if pad else 0
+        # A segment of its own, all at position 0, which every model has.
+        lengths += [padding] if padding else []
+        input_ids = torch.tensor([token for p in members for token in cached[p]] + [0] * padding)
+        prompt_of_token = torch.tensor(members).repeat_interleave(torch.tensor(lengths[: len(members)]))
+        bounds = offsets(lengths).to(device)
+        yield PromptRow(
+            input_ids[None].to(device),
+            torch.nn.functional.pad(positions, (0, padding))[None].to(device),
+            Segments(bounds, bounds, tuple(lengths), tuple(lengths), None),
+            prompt_of_token.to(device),
+            positions.to(device),
+        )
+
+
+def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
+    """By the layer's index. `token`: any one of the vocabulary."""
+    shapes = LayerShapes()
+    (row,) = prompt_rows([[token, token]], 1, False, policy.model.device)
+    policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=shapes)
+    return shapes.found

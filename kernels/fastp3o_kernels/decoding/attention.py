@@ -1,0 +1,79 @@
+"""Attention of one new token per slot, over the keys of its prompt, which responses share, and over its own.
+
+R slots, P prompts, K responses to each, H heads (Hkv of keys), D the size of a head.
+"""
+
+from torch import Tensor
+
+from fastp3o_kernels.decoding import in_torch
+from fastp3o_kernels.decoding.cache import LayerCache, Slots
+from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from fastp3o_kernels.decoding.attention_kernel import launch_decode_attention
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: LayerCache,
+    slots: Slots,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Stores the new keys and values at own_keys[slot, :, step], and attends over all keys that a token sees.
+
+    Nothing in it makes the host wait for a GPU. A slot's result does not depend on what other slots hold. Idle slots
+    get finite numbers of no meaning, and what their own part of the cache holds is undefined.
+
+    Args:
+        query: [R, H, D] fp32, fp16 or bf16, any strides. key, value: [R, Hkv, D]. All of the cache's dtype.
+        cache: of this layer. slots: of this step.
+        scale: of the products, usually 1/√D.
+        window: how many keys a token sees at most, itself included.
+        softcap: s: products x become s tanh(x / s) (Gemma 2, arXiv 2408.00118).
+        impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
+            "eager" force.
+
+    Returns:
+        [R, H, D].
+
+    Raises:
+        ValueError: for shapes and dtypes that disagree, and for a window below 1.
+    """
+    check_step(query, key, value, cache, slots, window)
+    if use_triton(impl, query, cache.own_keys) and len(query):
+        return launch_decode_attention(query, key, value, cache, slots, scale, window, softcap)
+    return in_torch.decode_attention(query, key, value, cache, slots, scale, window, softcap)
+
+
+def check_step(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, slots: Slots, window: int | None) -> None:
+    R, H, D = query.shape
+    Hkv = key.shape[1]
+    own, prompts = cache.own_keys.shape, cache.prompt_keys.shape
+    if key.shape != (R, Hkv, D) or value.shape != key.shape or H % Hkv:
+        raise ValueError(
+            f"query [R, H, D] is {list(query.shape)}; key {list(key.shape)} and value {list(value.shape)} must be "
+            "[R, Hkv, D], with H a multiple of Hkv"
+        )
+    if (own[0], own[1], own[3]) != key.shape or (prompts[1], prompts[3]) != (Hkv, D):
+        raise ValueError(
+            f"the cache's prompt_keys {list(prompts)} and own_keys {list(own)} are not [P, Hkv, Lp, D] and "
+            f"[R, Hkv, Lr, D] for keys [R, Hkv, D] of {list(key.shape)}"
+        )
+    if not query.dtype == key.dtype == value.dtype == cache.own_keys.dtype == cache.prompt_keys.dtype:
+        raise ValueError(
+            f"query, key, value and cache must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype} and "
+            f"{cache.own_keys.dtype}"
+        )
+    if len(slots.response) != R or len(slots.steps) != R or len(slots.cached_lengths) != prompts[0] + 1:
+        raise ValueError(
+            f"slots must have {R} responses and steps and cached_lengths of {prompts[0]} + 1 prompts, got "
+            f"{len(slots.response)}, {len(slots.steps)} and {len(slots.cached_lengths)}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, got {window}")

@@ -1,0 +1,92 @@
+"""A token of each slot from its logits in one launch, which reads them once. In PyTorch it is about 40.
+
+R slots, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# A program samples for one slot. There are no more programs than a GPU has processors, so each has much in flight: 32
+# KiB, four 16-byte loads of each of 512 threads.
+TILE = 8192
+WARPS = 16
+
+
+@triton.jit
+def exponentials(key, number):
+    """As `noise.exponentials`, in fp64."""
+    bits = key.to(tl.uint64) + (number + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
+    bits = bits ^ (bits >> 31)
+    uniform = ((bits >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16
+    return -tl.log(uniform)
+
+
+@triton.jit
+def race_kernel(
+    logits_ptr,  # [R, V] fp32, rows at any stride
+    keys_ptr,  # [R] int64
+    steps_ptr,  # [R] int64
+    tokens_ptr,  # [R] int64, out
+    logprobs_ptr,  # [R] fp32, out
+    row_stride,
+    V: tl.constexpr,
+    B: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_AT_ONCE: tl.constexpr,
+):
+    """As `sampling.race`: first among blocks of B tokens, by their logsumexp, then in the block."""
+    slot = tl.program_id(0).to(tl.int64)
+    logits_ptr += slot * row_stride
+    key = tl.load(keys_ptr + slot)
+    number = tl.load(steps_ptr + slot) * (B + BLOCKS)
+    in_block = tl.arange(0, B)
+    t = tl.arange(0, BLOCKS_AT_ONCE)
+    best = tl.full([BLOCKS_AT_ONCE], -float("inf"), tl.float64)
+    winners = tl.zeros([BLOCKS_AT_ONCE], tl.int32)
+    running_max = tl.full([BLOCKS_AT_ONCE], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCKS_AT_ONCE], tl.float32)
+    for first in range(0, BLOCKS, BLOCKS_AT_ONCE):
+        block = first + t
+        tokens = block[:, None] * B + in_block[None, :]
+        x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
+        block_max = tl.max(x, axis=1)
+        # Where every logit is -inf there is no maximum to subtract.
+        base = tl.where(block_max == -float("inf"), 0.0, block_max)
+        block_sum = tl.sum(tl.exp(x - base[:, None]), axis=1)
+        score = (base + tl.log(block_sum)).to(tl.float64) - tl.log(exponentials(key, number + B + block))
+        better = score > best
+        best = tl.where(better, score, best)
+        winners = tl.where(better, block, winners)
+        new_max = tl.maximum(running_max, block_max)
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        total = total * tl.exp(running_max - base) + block_sum * tl.exp(block_max - base)
+        running_max = new_max
+    winner = tl.max(tl.where(t == tl.argmax(best, axis=0), winners, 0), axis=0)
+    tokens = winner * B + in_block
+    x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
+    chosen = tl.argmax(x.to(tl.float64) - tl.log(exponentials(key, number + in_block)), axis=0)
+    logit = tl.max(tl.where(in_block == chosen, x, -float("inf")), axis=0)
+    row_max = tl.max(running_max, axis=0)
+    log_sum = tl.log(tl.sum(total * tl.exp(running_max - row_max), axis=0))
+    tl.store(tokens_ptr + slot, (winner * B + chosen).to(tl.int64))
+    tl.store(logprobs_ptr + slot, (logit - row_max) - log_sum)
+
+
+def tile(V: int, B: int) -> dict[str, int]:
+    return {"BLOCKS": triton.cdiv(V, B), "BLOCKS_AT_ONCE": max(min(TILE, triton.next_power_of_2(V)) // B, 1)}
+
+
+def launch_race(logits: Tensor, keys: Tensor, steps: Tensor, B: int) -> tuple[Tensor, Tensor]:
+    """Tokens [R] int64 and their log-probabilities [R] fp32. B: tokens of a block, a power of two; one launch."""
+    R, V = logits.shape
+    tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(R, dtype=torch.float32, device=logits.device)
+    with torch.cuda.device_of(logits):
+        race_kernel[(R,)](
+            logits, keys, steps, tokens, logprobs, logits.stride(0), V=V, B=B, **tile(V, B), num_warps=WARPS
+        )
+    return tokens, logprobs

@@ -1,0 +1,38 @@
+import pytest
+
+from benchmarks import test_rollouts
+from benchmarks.test_rollouts import Rollouts, counts
+from benchmarks.training_shapes import llama
+
+
+@pytest.fixture
+def policy(monkeypatch):
+    monkeypatch.setattr(test_rollouts, "PROMPTS", 3)
+    policy = test_rollouts.random_policy(llama(32, 48, 2, 4, 2, 61))
+    policy.model.generation_config.eos_token_id = list(range(6))
+    return policy
+
+
+@pytest.mark.parametrize("way", ["generate", "fastp3o engine", "generate, static cache"])
+def test_every_way_samples_responses_that_end_where_they_should(policy, way):
+    case = Rollouts("tiny", 9, 7, 10, 2)
+    prompts = test_rollouts.random_prompts(case, 61)
+    sampled = test_rollouts.WAYS[way](policy, prompts, case, 0)
+    assert [len(group) for group in sampled] == [2, 2, 2]
+    for ids in (ids for group in sampled for ids in group):
+        assert len(ids) == 7 or ids[-1] < 6
+        assert min(ids[:-1], default=6) >= 6
+
+
+def test_tokens_that_are_computed_and_read():
+    prompts = [[1] * 5, [1] * 3]
+    responses = [[[1] * 4, [1]], [[1] * 2, [1] * 2]]
+    case = Rollouts("tiny", 4, 10, None, 2)
+    engine = counts("fastp3o engine", prompts, responses, case, 6 + 9)
+    assert (engine["tokens"], engine["steps"], engine["computed_per_token"]) == (9, 4, 15 / 9)
+    assert engine["read_per_token"] == ((4 * 4 + 2 * 2) + (10 + 1 + 3 + 3)) / 9
+    generate = counts("generate", prompts, responses, case, 0)
+    assert generate["computed_per_token"] == 4 * (5 + 3) / 9
+    assert generate["read_per_token"] == 4 * (6 + 7 + 8) / 9
+    static = counts("generate, static cache", prompts, responses, case, 0)
+    assert static["read_per_token"] == 4 * 3 * 15 / 9

@@ -1,0 +1,151 @@
+import pytest
+import torch
+from torch import nn
+
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.trainable import add_lora
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.engine import Engine
+from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.room import Room
+from fastp3o.rollouts.trial import reason_against
+from fastp3o_kernels.decoding import response_keys
+from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, enlarge, random_model
+from tests.fastp3o.on_meta import META, on_meta_alone
+
+K, RESPONSE_TOKENS = 3, 14
+END_IDS = {2, 5, 11}
+# Of one token, longer than the window, and of lengths between.
+PROMPTS = [
+    torch.randint(12, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (1, 7, 3, 12, 2, 9)
+]
+LONGEST = max(map(len, PROMPTS)) - 1
+
+
+def make_engine(policy: PackedModel, *, slots: int = 18, room_beyond: int = 0, **options) -> Engine:
+    room = Room(len(PROMPTS) + room_beyond, LONGEST + room_beyond, K, slots, RESPONSE_TOKENS)
+    options = {"graph": False} | options
+    return Engine(policy, layer_shapes(policy, 3), room, END_IDS, **options)
+
+
+def sample(policy: PackedModel, seed: int = 3, **options):
+    return make_engine(policy, **options).run(PROMPTS, response_keys(seed, torch.arange(len(PROMPTS)), K))
+
+
+def largest_difference(policy: PackedModel, ids, logprobs) -> float:
+    """Of the log-probabilities from those in a packed row."""
+    (row,) = pack(PROMPTS, ids, Packing(10_000))
+    with torch.no_grad():
+        expected = scored_logprobs(policy, row)
+    got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
+    return (got - expected).abs().max().item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(family):
+    policy = PackedModel(random_model(family))
+    ids, logprobs = sample(policy)
+    assert largest_difference(policy, ids, logprobs) < 2e-5
+    lengths = {len(response) for group in ids for response in group}
+    assert len(lengths) > 1
+    assert max(lengths) <= RESPONSE_TOKENS
+    for group in ids:
+        for response in group:
+            assert not END_IDS & set(response[:-1])
+            assert response[-1] in END_IDS or len(response) == RESPONSE_TOKENS
+    for options in (
+        {"slots": 5},
+        {"slots": 1},
+        {"static": True},
+        {"static": True, "slots": 4, "tokens_per_row": 16, "room_beyond": 2},
+    ):
+        again, logprobs = sample(policy, **options)
+        assert again == ids, options
+        assert largest_difference(policy, ids, logprobs) < 2e-5
+    assert sample(policy, seed=4)[0] != ids
+    assert reason_against(policy, layer_shapes(policy, 3)) is None
+
+
+def test_lora_adapters_count():
+    policy = PackedModel(random_model("llama"))
+    plain, _ = sample(policy)
+    add_lora(policy, rank=3, alpha=6.0, targets="all-linear")
+    enlarge(nn.ParameterList(p for p in policy.parameters() if p.requires_grad))
+    ids, logprobs = sample(policy)
+    assert ids != plain
+    assert largest_difference(policy, ids, logprobs) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_half_precision(family):
+    policy = PackedModel(random_model(family).to(torch.bfloat16))
+    ids, logprobs = sample(policy)
+    assert 1e-4 < largest_difference(policy, ids, logprobs) < 0.3
+    assert sample(policy, slots=5, static=True)[0] == ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nothing_in_a_step_waits_for_the_device(family, monkeypatch):
+    policy = PackedModel(random_model(family)).to(META)
+    shapes = layer_shapes(PackedModel(random_model(family)), 3)
+    engine = Engine(policy, shapes, Room(6, LONGEST, K, 5, RESPONSE_TOKENS), END_IDS)
+    assert engine.static
+    engine.queue.fill(PROMPTS, response_keys(0, torch.arange(6), K))
+    with on_meta_alone(monkeypatch):
+        engine.step()
+        engine.step()
+
+
+def test_one_engine_serves_batches_smaller_than_its_room_and_follows_the_weights():
+    policy = PackedModel(random_model("llama"))
+    engine = make_engine(policy, slots=5, static=True)
+    keys = response_keys(3, torch.arange(len(PROMPTS)), K)
+    expected, _ = engine.run(PROMPTS, keys)
+    addresses = [tensor.data_ptr() for tensor in engine.tensors()]
+    assert engine.run(PROMPTS[2:4], keys[2:4])[0] == expected[2:4]
+    assert [tensor.data_ptr() for tensor in engine.tensors()] == addresses
+    engine.release_memory()
+    assert engine.cache.memory.untyped_storage().nbytes() == 0
+    assert engine.run(PROMPTS, keys)[0] == expected
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    ids, logprobs = engine.run(PROMPTS, keys)
+    assert ids != expected
+    assert largest_difference(policy, ids, logprobs) < 2e-5
+
+
+def test_steps_look_no_further_than_slots_that_work():
+    policy = PackedModel(random_model("llama"))
+    engine = make_engine(policy)
+    widths = []
+    step = engine.step
+    engine.step = lambda: (widths.append(len(engine.queue.response)), step())
+    ids, _ = engine.run(PROMPTS, response_keys(3, torch.arange(len(PROMPTS)), K))
+    lengths = [len(response) for group in ids for response in group]
+    assert len(widths) == max(lengths)
+    assert sum(lengths) <= sum(widths) < 0.9 * len(lengths) * max(lengths)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_a_graph_gives_what_single_steps_give(family):
+    policy = PackedModel(random_model(family).to("cuda"))
+    expected, _ = sample(policy)
+    engine = make_engine(policy, graph=True)
+    keys = response_keys(3, torch.arange(len(PROMPTS)), K)
+    assert engine.run(PROMPTS, keys)[0] == expected
+    graph = engine.graph.graph
+    assert graph is not None
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.1)
+    moved, _ = sample(policy)
+    assert moved != expected
+    assert engine.run(PROMPTS, keys)[0] == moved
+    assert engine.graph.graph is graph
+    policy.model.to("cpu")
+    policy.model.to("cuda")
+    engine.release_memory()
+    assert engine.run(PROMPTS, keys)[0] == moved

@@ -1,0 +1,157 @@
+import pytest
+import torch
+import transformers as hf
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.rollouts import engine_sampler
+from fastp3o.rollouts.engine import Engine
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from tests.fastp3o.models.model_families import random_model
+
+P, K, RESPONSE_TOKENS = 24, 2, 24
+NUMBERS = range(P)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer) -> list[str]:
+    words = torch.randint(97, 123, (P, 60), generator=torch.Generator().manual_seed(0))
+    return ["".join(map(chr, word[: 1 + 5 * p % 60])) for p, word in enumerate(words)]
+
+
+@pytest.fixture
+def policy(tokenizer) -> PackedModel:
+    """Of a peaked distribution, in which a tenth of the tokens end a response."""
+    model = random_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
+    model.generation_config.eos_token_id = list(range(26))
+    return PackedModel(model)
+
+
+def sample(policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options) -> dict[tuple[int, int], list[int]]:
+    """Token ids by prompt and response."""
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, **({"batch_size": P} | options))
+    texts = [prompts[n] for n in numbers]
+    rollouts = sampler(texts, tokenizer(texts).input_ids, list(numbers), responses_per_prompt=K, seed=seed)
+    assert rollouts.responses == [tokenizer.batch_decode(g, skip_special_tokens=True) for g in rollouts.response_ids]
+    assert [[len(r) for r in group] for group in rollouts.logprobs] == rollouts.response_lengths
+    return {(n, k): rollouts.response_ids[i][k] for i, n in enumerate(numbers) for k in range(K)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer, prompts, dtype, monkeypatch):
+    policy = policy.to(dtype)
+    expected = sample(policy, tokenizer, prompts)
+    assert len({len(ids) for ids in expected.values()}) > 5
+    assert sample(policy, tokenizer, prompts, batch_size=7) == expected
+    assert sample(policy, tokenizer, prompts, memory=20_000) == expected
+    two_processes = [sample(policy, tokenizer, prompts, NUMBERS[process::2]) for process in range(2)]
+    assert two_processes[0] | two_processes[1] == expected
+    backwards = sample(policy, tokenizer, prompts, NUMBERS[::-1])
+    assert backwards == expected
+    # As on a GPU: slots that stay, rows of prompts of equal length.
+    for tokens_per_row in (64, 2048):
+
+        def static(*arguments, rows=tokens_per_row):
+            return Engine(*arguments, static=True, tokens_per_row=rows)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(engine_sampler, "Engine", static)
+            for options in ({}, {"batch_size": 5}, {"memory": 20_000}):
+                assert sample(policy, tokenizer, prompts, **options) == expected
+    assert sample(policy, tokenizer, prompts, seed=6) != expected
+
+
+def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy, tokenizer):
+    """As many pairs begin alike as two samples of the distribution would."""
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=1, batch_size=2000)
+    prompts = ["same"] * 1500
+    rollouts = sampler(prompts, tokenizer(prompts).input_ids, responses_per_prompt=2, seed=0)
+    first = torch.tensor(rollouts.response_ids)[:, :, 0]
+    logprobs = torch.tensor(rollouts.logprobs)
+    by_chance = logprobs.exp().mean().item()  # Σ p², as tokens come with probability p
+    equal = (first[:, 0] == first[:, 1]).double().mean().item()
+    assert abs(equal - by_chance) < 5 * (by_chance / 1500) ** 0.5
+
+
+def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts, monkeypatch):
+    rooms = []
+
+    def recorded(policy, shapes, room, *rest):
+        rooms.append(room)
+        return Engine(policy, shapes, room, *rest, static=True)
+
+    monkeypatch.setattr(engine_sampler, "Engine", recorded)
+    bytes_per_token = 2 * 2 * 16 * 4  # layers, keys and values of one head of 16
+    sampler = EngineSampler(
+        policy,
+        tokenizer,
+        max_response_tokens=RESPONSE_TOKENS,
+        batch_size=P,
+        memory=5 * bytes_per_token * (55 + K * RESPONSE_TOKENS),
+    )
+    ids = tokenizer(prompts).input_ids
+    assert max(map(len, ids)) == 56
+    for _ in range(2):
+        sampler(prompts, ids, responses_per_prompt=K, seed=0)
+    # One engine for all batches and calls.
+    assert [(room.prompts, room.slots) for room in rooms] == [(5, 10)]
+    assert sampler.engine.cache.memory.untyped_storage().nbytes() == 0
+
+
+def test_training_mode_and_checkpointing_come_back(policy, tokenizer, prompts):
+    expected = sample(policy, tokenizer, prompts)
+    model = random_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
+    model.generation_config.eos_token_id = list(range(26))
+    checkpointed = PackedModel(model)
+    checkpointed.recompute_activations()
+    checkpointed.train()
+    assert sample(checkpointed, tokenizer, prompts) == expected
+    assert checkpointed.training
+    assert all(module.training for module in checkpointed.modules())
+
+
+def test_what_the_engine_cannot_decode_is_sampled_by_transformers_which_is_said_once(
+    policy, tokenizer, prompts, monkeypatch
+):
+    said = []
+    monkeypatch.setattr(engine_sampler.logger, "warning_once", said.append)
+    broken = PackedModel(random_model("qwen2", vocab_size=len(tokenizer)))
+    # Hands its positions on, but not what decoding needs.
+    forward = broken.model.base_model.forward
+    broken.model.base_model.forward = lambda *args, cache=None, **kwargs: forward(*args, **kwargs)
+    limits = {"max_response_tokens": 3, "batch_size": 2}
+    sampler = EngineSampler(broken, tokenizer, **limits)
+    texts = prompts[:3]
+    ids = tokenizer(texts).input_ids
+    rollouts = [sampler(texts, ids, responses_per_prompt=2, seed=0) for _ in range(2)]
+    expected = TransformersSampler(broken, tokenizer, **limits)(texts, ids, responses_per_prompt=2, seed=0)
+    assert rollouts == [expected, expected]
+    assert rollouts[0].logprobs is None
+    (message,) = said
+    assert "Qwen2ForCausalLM is sampled by transformers' generate" in message
+
+
+def test_neither_is_one_whose_positions_it_cannot_know(tokenizer, prompts, monkeypatch):
+    said = []
+    monkeypatch.setattr(engine_sampler.logger, "warning_once", said.append)
+    shifted = PackedModel(random_model("llama", vocab_size=len(tokenizer)))
+    layer = shifted.model.base_model.layers[0]
+    forward = layer.self_attn.forward
+
+    def forgets_old_keys(*args, cache=None, **kwargs):
+        if cache is not None and "segments" not in kwargs:
+            for tensor in cache.tensors():
+                tensor.zero_()
+        return forward(*args, cache=cache, **kwargs)
+
+    layer.self_attn.forward = forgets_old_keys
+    sampler = EngineSampler(shifted, tokenizer, max_response_tokens=3, batch_size=2)
+    sampler(prompts[:1], tokenizer(prompts[:1]).input_ids, responses_per_prompt=2, seed=0)
+    assert "other log-probabilities than in a packed row" in said[0]
+
+
+def test_rotary_positions_that_look_at_values_are_no_obstacle(tokenizer, prompts):
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    model = random_model("llama", vocab_size=len(tokenizer), rope_parameters=rope, max_position_embeddings=128)
+    assert isinstance(model, hf.LlamaForCausalLM)
+    assert sample(PackedModel(model), tokenizer, prompts)

@@ -1,0 +1,209 @@
+"""Decode attention in Triton against fp64, its error bounded by that of the PyTorch path in the same dtype."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
+from fastp3o_kernels.decoding.attention_kernel import CHUNK
+from fastp3o_kernels.dispatch import INTERPRET
+from tests.kernels.decoding.steps import oracle, random_step
+from tests.kernels.interpreted import counted_launches, counted_traffic
+from tests.kernels.problems import DEVICE, EXAMPLES
+
+
+def check(step) -> None:
+    expected = oracle(step)
+    dtype = step.query.dtype
+    eager, triton = step.to(dtype).run("eager"), step.to(dtype).run("triton")
+    assert triton.dtype == dtype
+    assert (triton[~step.busy] == 0).all()
+    if not step.busy.any():
+        return
+
+    def error(result):
+        return (result.double() - expected)[step.busy].abs().max().item()
+
+    # A few roundings at the size of the values; the interpreter cuts off where hardware rounds to 16 bits.
+    floor = 4 * torch.finfo(torch.float32).eps + (2 * torch.finfo(dtype).eps if INTERPRET else 0.0)
+    assert error(triton) <= 2 * error(eager) + floor * expected.abs().max().item()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    P=st.integers(1, 3),
+    K=st.integers(1, 8),
+    idle=st.integers(0, 2),
+    Hkv=st.integers(1, 2),
+    G=st.integers(1, 7),
+    D=st.sampled_from([16, 20, 32]),
+    Lp=st.sampled_from([0, 1, 5, 30, 64, 65, CHUNK, 2 * CHUNK + 20]),
+    Lr=st.sampled_from([1, 2, 20, CHUNK + 1]),
+    window=st.sampled_from([None, None, 1, 5, 70, CHUNK, 3 * CHUNK]),
+    softcap=st.sampled_from([None, None, 1.5]),
+    left_out=st.integers(0, 4),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 10**6),
+)
+def test_random_steps(P, K, idle, Hkv, G, D, Lp, Lr, window, softcap, left_out, dtype, seed):
+    shape = {"P": P, "K": K, "idle": idle, "Hkv": Hkv, "G": G, "D": D, "Lp": Lp, "Lr": Lr, "left_out": left_out}
+    assume(left_out < P * K or idle)
+    check(random_step(**shape, seed=seed, window=window, softcap=softcap, dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
+def test_head_sizes(D):
+    check(random_step(P=2, K=2, G=4, Hkv=1, D=D, Lp=70, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_more_queries_than_a_tile_holds(dtype):
+    """Heads of a response in more than one tile, too."""
+    check(random_step(P=1, K=3, G=71, Hkv=1, Lp=20, Lr=3, window=7, dtype=dtype, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("Lp", "Lr"), [(0, 1), (1, 1), (63, 64), (64, 65), (CHUNK, CHUNK), (CHUNK + 1, CHUNK + 2)], ids=str
+)
+def test_around_blocks_and_chunks(Lp, Lr):
+    step = random_step(P=1, K=2, idle=0, left_out=0, Lp=Lp, Lr=Lr, device=DEVICE)
+    for steps in {0, Lr // 2, Lr - 1}:
+        step.slots = replace(step.slots, steps=torch.full_like(step.slots.steps, steps), masks={})
+        for own in (step.cache.own_keys, step.cache.own_values):
+            own[:, :, :steps] = torch.randn_like(own[:, :, :steps])
+        check(step)
+
+
+def test_many_chunks():
+    """More than `merge` reads at once."""
+    check(random_step(P=1, K=1, idle=0, left_out=0, Hkv=1, Lp=12 * CHUNK + 3, device=DEVICE))
+
+
+def test_maxima_far_apart():
+    step = random_step(P=1, K=2, idle=0, left_out=0, Lp=3 * CHUNK, Lr=CHUNK + 40, size=60.0, device=DEVICE)
+    step.cache.prompt_keys[:, :, CHUNK : 2 * CHUNK] *= 30
+    check(step)
+    step.cache.own_keys[:, :, -3:] *= 1000
+    check(step)
+
+
+def test_nothing_unwritten_is_read():
+    """Cache memory that was never written, and what other slots left in buffers, may be NaN to the kernel."""
+    step = random_step(P=3, K=2, idle=2, Lp=30, Lr=20, device=DEVICE)
+    expected = step.to(torch.float32).run("triton")
+    for tensor in vars(step.cache).values():
+        tensor[tensor == 1e4] = float("nan")
+    assert torch.equal(step.run("triton"), expected)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.contiguous(), lambda x: torch.stack([x, x], 3)[..., 0], lambda x: torch.stack([x, x], 2)[:, :, 0]],
+    ids=["contiguous", "strided", "heads apart"],
+)
+def test_layouts(view):
+    step = random_step(device=DEVICE)
+    expected = step.to(torch.float32).run("triton")
+    views = {name: view(getattr(step, name)) for name in ("query", "key", "value")}
+    assert torch.equal(replace(step, **views).run("triton"), expected)
+
+
+def test_a_cache_that_is_not_contiguous_is_refused():
+    step = random_step(device=DEVICE)
+    step.cache.own_keys = step.cache.own_keys.transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        step.run("triton")
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_result_does_not_depend_on_its_neighbours(impl, window):
+    """Not on their queries, steps or prompts, nor on whether a sibling is still there."""
+    step = random_step(P=3, K=3, idle=1, left_out=0, Hkv=1, Lp=300, Lr=280, window=window, device=DEVICE)
+    mine = int((step.slots.response == 7).nonzero())
+    expected = step.to(torch.float32).run(impl)[mine]
+    for seed in range(2):
+        other = random_step(
+            P=3, K=3, idle=1, left_out=0, Hkv=1, Lp=300, Lr=280, window=window, seed=seed + 1, device=DEVICE
+        )
+        generator = torch.Generator().manual_seed(seed)
+        gone = (torch.rand(len(step.slots.response), generator=generator) < 0.4).to(DEVICE)
+        slots = step.slots
+        response, steps = torch.where(gone, 9, slots.response), torch.where(gone, 0, other.slots.steps)
+        response[mine], steps[mine] = slots.response[mine], slots.steps[mine]
+        lengths = other.slots.cached_lengths
+        lengths[2] = slots.cached_lengths[2]
+        for name, tensor in vars(other.cache).items():
+            kept = 2 if name.startswith("prompt") else mine
+            tensor[kept] = getattr(step.cache, name)[kept]
+        for name in ("query", "key", "value"):
+            getattr(other, name)[mine] = getattr(step, name)[mine]
+        other.slots = Slots(response, lengths, steps, 3)
+        assert torch.equal(other.run(impl)[mine], expected)
+
+
+def test_offsets_beyond_2_to_the_31():
+    """Of the last prompt; memory that nothing touches is not taken. Slots' offsets are computed in the same way."""
+    D, Lp = 16, 256
+    P = 2**31 // (D * Lp) + 1
+    keys = torch.empty(P, 1, Lp, D, dtype=torch.float16, device=DEVICE)
+    keys[-1] = torch.randn(Lp, D)
+    lengths = torch.zeros(P + 1, dtype=torch.long, device=DEVICE)
+    lengths[P - 1] = Lp
+    own = torch.zeros(1, 1, 4, D, dtype=torch.float16, device=DEVICE)
+    query = torch.randn(1, 1, D, device=DEVICE).half()
+    zero = torch.zeros(1, dtype=torch.long, device=DEVICE)
+
+    def run(keys, P, lengths, impl):
+        slots = Slots(torch.full_like(zero, P - 1), lengths, zero, 1)
+        cache = LayerCache(keys, keys, own.clone(), own.clone())
+        return decode_attention(query, query, query, cache, slots, scale=0.25, impl=impl)
+
+    expected = run(keys[-1:].clone(), 1, lengths[-2:], "eager")
+    torch.testing.assert_close(run(keys, P, lengths, "triton"), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
+class TestTraffic:
+    def test_a_prompts_keys_are_read_once_for_all_responses(self, monkeypatch):
+        step = random_step(
+            P=3, K=4, G=2, Hkv=2, D=64, idle=1, left_out=0, Lp=2 * CHUNK + 50, Lr=40, dtype=torch.float16
+        )
+        with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
+            step.run("triton")
+        assert launches == {"partial_attention_kernel": 1, "merge_kernel": 1}
+        token = 2 * 64 * 2  # bytes of the heads' keys
+        busy = step.busy
+        lengths, steps = step.slots.cached_lengths.sum().item(), step.slots.steps[busy].sum().item()
+        expected = {
+            "prompt_keys": lengths * token,
+            "prompt_values": lengths * token,
+            "own_keys": steps * token,
+            "own_values": steps * token,
+        }
+        assert {name: bytes_inside(traffic, "loaded", getattr(step.cache, name)) for name in expected} == expected
+        stored = {
+            "prompt_keys": 0,
+            "prompt_values": 0,
+            "own_keys": busy.sum() * token,
+            "own_values": busy.sum() * token,
+        }
+        assert {name: bytes_inside(traffic, "stored", getattr(step.cache, name)) for name in stored} == stored
+        # Beside them: queries, new keys, the chunks' results, lengths.
+        assert traffic.loaded < 1.2 * sum(expected.values())
+
+    def test_a_window_leaves_blocks_out(self, monkeypatch):
+        step = random_step(P=1, K=2, D=64, idle=0, left_out=0, Lp=2 * CHUNK, Lr=CHUNK, window=70, dtype=torch.float16)
+        with counted_traffic(monkeypatch) as traffic:
+            step.run("triton")
+        loaded = sum(bytes_inside(traffic, "loaded", tensor) for tensor in vars(step.cache).values())
+        # At step 0 the last 69 tokens of the prompt in blocks of 64; at the last step as many of the response's.
+        assert loaded <= 2 * (128 + 128) * 2 * 64 * 2
+
+
+def bytes_inside(traffic, kind: str, tensor: torch.Tensor) -> int:
+    begin = tensor.data_ptr()
+    accesses = [part for part in traffic.addresses[kind] if part.size]
+    return sum(int(part[1][(part[0] >= begin) & (part[0] < begin + tensor.nbytes)].sum()) for part in accesses)

@@ -1,0 +1,142 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastp3o_kernels.decoding import response_keys, sample_tokens
+
+
+def draws(logits: Tensor, n: int, **settings) -> Tensor:
+    """[n] tokens from logits [V]."""
+    keys = response_keys(0, torch.arange(n), 1)[:, 0]
+    return sample_tokens(logits.expand(n, -1), keys, torch.arange(n) % 11, **settings).tokens
+
+
+def chi_squared(tokens: Tensor, probs: Tensor) -> float:
+    """In standard deviations from its mean; tokens expected fewer than 5 times are one."""
+    expected = probs.double() * len(tokens)
+    rare = expected < 5
+    counts = torch.bincount(tokens, minlength=len(probs)).double()
+    counts, expected = (torch.cat([x[~rare], x[rare].sum(0, keepdim=True)]) for x in (counts, expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    degrees = len(expected) - 1
+    return (((counts - expected) ** 2 / expected).sum().item() - degrees) / (2 * degrees) ** 0.5
+
+
+@pytest.mark.parametrize("V", [2, 7, 64, 1000, 1024])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_tokens_follow_the_distribution(V, temperature):
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(V)
+    tokens = draws(logits, 20_000, temperature=temperature)
+    assert abs(chi_squared(tokens, (logits / temperature).softmax(0))) < 4
+
+
+def test_a_token_depends_on_logits_key_and_step_of_its_slot_alone():
+    torch.manual_seed(0)
+    logits, keys, steps = torch.randn(9, 300), response_keys(5, torch.arange(9), 1)[:, 0], torch.arange(9)
+    tokens = sample_tokens(logits, keys, steps).tokens
+    order = torch.tensor([4, 1, 7])
+    assert torch.equal(sample_tokens(logits[order], keys[order], steps[order]).tokens, tokens[order])
+    shared = torch.randn(300).expand(2000, -1)
+    same = sample_tokens(shared, keys[:1].expand(2000), steps[:1].expand(2000)).tokens
+    assert (same == same[0]).all()
+    # Over steps of one response, and over responses at one step: as many equal neighbours as by chance.
+    by_chance = (shared[0].softmax(0) ** 2).sum().item()
+    for other in (draws(shared[0], 2000), sample_tokens(shared, keys[:1].expand(2000), torch.arange(2000)).tokens):
+        equal = (other[1:] == other[:-1]).double().mean().item()
+        assert abs(equal - by_chance) < 5 * (by_chance / 2000) ** 0.5
+
+
+def test_logits_stay_as_they_are():
+    logits = torch.randn(3, 50)
+    before = logits.clone()
+    sample_tokens(logits, torch.arange(3), torch.arange(3), temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
+    assert torch.equal(logits, before)
+
+
+def test_small_changes_of_logits_change_few_tokens():
+    """A race keeps almost all tokens; the inversion of one uniform would change 6 to 18% here."""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(4000, 2000)
+    keys, steps = response_keys(0, torch.arange(4000), 1)[:, 0], torch.zeros(4000, dtype=torch.long)
+    changed = (
+        sample_tokens(logits, keys, steps).tokens
+        != sample_tokens(logits + 1e-3 * torch.randn(4000, 2000), keys, steps).tokens
+    )
+    assert changed.double().mean() < 0.005
+
+
+def allowed(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """Which tokens may be sampled, by the definitions, for logits [V] that all differ."""
+    probs = (logits.double() / temperature).softmax(0)
+    order = sorted(range(len(logits)), key=lambda token: -logits[token].item())
+    kept = order[: top_k or len(order)]
+    total = sum(probs[token].item() for token in kept)
+    nucleus, reached = [], 0.0
+    for token in kept:
+        if reached >= top_p * total and top_p < 1:
+            break
+        nucleus.append(token)
+        reached += probs[token].item()
+    return {token for token in nucleus if probs[token] >= min_p * probs.max()}
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    V=st.integers(1, 40),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    top_k=st.integers(0, 50),
+    top_p=st.sampled_from([0.01, 0.3, 0.8, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_only_allowed_tokens_are_sampled_and_all_of_them(V, temperature, top_k, top_p, min_p, seed):
+    torch.manual_seed(seed)
+    logits = torch.randn(V)
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    kept = allowed(logits, **options)
+    probs = (logits / temperature).softmax(0)
+    probs = torch.where(torch.isin(torch.arange(V), torch.tensor(sorted(kept))), probs, 0.0)
+    tokens = draws(logits, 3000, **options)
+    assert set(tokens.tolist()) <= kept
+    assert len(kept) == 1 or abs(chi_squared(tokens, probs / probs.sum())) < 6
+
+
+def test_ties_are_kept():
+    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0])
+    assert set(draws(logits, 500, top_k=2).tolist()) == {1, 2, 3, 4}
+
+
+def test_impossible_tokens_are_not_sampled():
+    logits = torch.full((200,), -float("inf"))
+    logits[[3, 199]] = torch.tensor([0.0, 1.0])
+    assert set(draws(logits, 200).tolist()) == {3, 199}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}])
+@pytest.mark.parametrize("V", [64, 100])
+def test_on_the_meta_device(options, V):
+    """So nothing in it looks at values, and the host waits for none."""
+    logits = torch.empty(4, V, device="meta")
+    numbers = torch.empty(4, dtype=torch.long, device="meta")
+    assert sample_tokens(logits, numbers, numbers, **options).tokens.shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 0.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}]
+)
+def test_settings_out_of_range(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        sample_tokens(torch.zeros(1, 3), torch.zeros(1).long(), torch.zeros(1).long(), **wrong)
+
+
+def test_log_probabilities_are_those_of_the_logits_whatever_the_settings():
+    torch.manual_seed(0)
+    logits, numbers = 3 * torch.randn(50, 300), torch.arange(50)
+    expected = logits.log_softmax(1)
+    for options in ({}, {"temperature": 0.5}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.7}):
+        tokens, logprobs = sample_tokens(logits, numbers, numbers, **options)
+        torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=1e-6)

@@ -1,0 +1,82 @@
+"""Sampling in Triton: the tokens that PyTorch samples, in one launch that reads the logits once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels.decoding import response_keys, sample_tokens
+from fastp3o_kernels.dispatch import INTERPRET
+from tests.kernels.interpreted import counted_launches, counted_traffic
+from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
+
+# Of a block without a possible token; the interpreter warns where hardware gives -inf.
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
+
+
+def check(logits) -> None:
+    R = len(logits)
+    keys = response_keys(0, torch.arange(R, device=DEVICE), 1)[:, 0]
+    steps = torch.arange(R, device=DEVICE) % 13
+    expected = sample_tokens(logits, keys, steps, impl="eager")
+    got = sample_tokens(logits, keys, steps, impl="triton")
+    # Another token only where two were equal to the last digits.
+    assert (got.tokens != expected.tokens).sum() <= R // 100
+    exact = logits.double().log_softmax(1).gather(1, got.tokens[:, None])[:, 0]
+    torch.testing.assert_close(got.logprobs.double(), exact, atol=1e-5, rtol=1e-6)
+    assert (got.logprobs <= 0).all()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    R=st.integers(1, 8),
+    V=vocabularies(1, 400),
+    scale=st.sampled_from([0.1, 3.0, 30.0]),
+    impossible=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_random_logits(R, V, scale, impossible, seed):
+    torch.manual_seed(seed)
+    logits = scale * torch.randn(R, V, device=DEVICE)
+    if impossible:
+        logits[:, torch.rand(V) < 0.6] = -float("inf")
+        logits[:, seed % V] = 0.0
+    check(logits)
+
+
+@pytest.mark.parametrize("V", [8191, 8192, 8193, 40_000])
+def test_vocabularies_around_a_tile(V):
+    torch.manual_seed(0)
+    check(torch.randn(4, V, device=DEVICE))
+
+
+def test_many_draws():
+    torch.manual_seed(0)
+    check(2 * torch.randn(300, 100, device=DEVICE))
+
+
+def test_maxima_far_apart():
+    logits = torch.randn(3, 20_000, device=DEVICE)
+    logits[0, :9000] -= 1e4
+    logits[1, 9000:] = -float("inf")
+    logits[2, 19_999] = 1e4
+    check(logits)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[::2], lambda x: x[:, 3:40], lambda x: x.T, lambda x: x[:1].expand(5, -1)],
+    ids=["rows", "columns", "transposed", "expanded"],
+)
+def test_layouts(view):
+    check(view(torch.randn(12, 45, device=DEVICE)))
+
+
+@pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
+def test_one_launch_reads_the_logits_once(monkeypatch):
+    R, V = 3, 20_000
+    logits, numbers = torch.randn(R, V), torch.arange(R)
+    with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
+        sample_tokens(logits, numbers, numbers, impl="triton")
+    assert launches == {"race_kernel": 1}
+    assert traffic.loaded == pytest.approx(4 * R * V, rel=0.01)
