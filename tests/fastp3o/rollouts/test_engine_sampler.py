@@ -73,6 +73,39 @@ def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy,
     assert abs(equal - by_chance) < 5 * (by_chance / 1500) ** 0.5
 
 
+def test_tokens_follow_the_policys_distribution(policy, tokenizer):
+    """χ² over the whole vocabulary, of the first tokens and of those behind the most frequent one."""
+    count, prompt = 3000, tokenizer("same").input_ids
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=2, batch_size=1500)
+    rollouts = sampler(["same"] * count, [prompt] * count, responses_per_prompt=2, seed=0)
+    responses = [ids for group in rollouts.response_ids for ids in group]
+    first = torch.tensor([ids[0] for ids in responses])
+    assert abs(chi_squared(first, next_token_probs(policy, prompt))) < 4
+    top = first.bincount().argmax().item()
+    second = torch.tensor([ids[1] for ids in responses if ids[0] == top and len(ids) > 1])
+    assert abs(chi_squared(second, next_token_probs(policy, [*prompt, top]))) < 4
+    assert chi_squared(second, next_token_probs(policy, prompt)) > 10  # what it would notice
+
+
+@torch.no_grad()
+def next_token_probs(policy, ids: list[int]) -> torch.Tensor:
+    with policy.with_own_attention() as model:
+        return model(torch.tensor([ids])).logits[0, -1].double().softmax(0)
+
+
+def chi_squared(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    """χ² in standard deviations from its mean; rare tokens, of which fewer than five are expected, are one cell."""
+    counts = tokens.bincount(minlength=len(probs)).double()
+    expected = len(tokens) * probs
+    rare = expected < 5
+    if rare.any():
+        counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    freedom = len(expected) - 1
+    statistic = ((counts - expected).square() / expected).sum().item()
+    return 0.0 if freedom == 0 else (statistic - freedom) / (2 * freedom) ** 0.5
+
+
 def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts, monkeypatch):
     rooms = []
 
