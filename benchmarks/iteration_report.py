@@ -15,8 +15,8 @@ PHASES = {
 
 
 def iterations(results: Results) -> list[list[str]]:
-    """Seconds of each trainer at each shape, in all and by phase. Header first."""
-    lines = [["model", "P × K", "trainer", *PHASES, "seconds", "speed of fastp3o", "peak GB"]]
+    """Seconds of each trainer at each shape, by phase, in all and as multiples of fastp3o's. Header first."""
+    lines = [["model", "P × K", "trainer", *PHASES, "in all", "×", "peak GB"]]
     for result in select(results, level="iteration"):
         shape = [described(result), f"{result['P']} × {result['K']}"]
         for name, figures in result["trainers"].items():
@@ -24,7 +24,7 @@ def iterations(results: Results) -> list[list[str]]:
                 lines.append([*shape, name, *[""] * len(PHASES), f"absent: {figures['absent']}", "", ""])
                 continue
             seconds = [f"{figures[f'{phase}_s']:.2f}" for phase in PHASES]
-            in_all = [f"{figures['seconds']:.2f}", f"{figures['ratio']:.1f} ×", f"{figures['peak_gb']:.2f}"]
+            in_all = [f"{figures['seconds']:.2f}", f"{figures['ratio']:.1f}", f"{figures['peak_gb']:.2f}"]
             lines.append([*shape, name, *seconds, *in_all])
     return lines
 
@@ -35,13 +35,19 @@ def described(result: dict) -> str:
     )
 
 
+def unit(results: Results) -> str:
+    """What the clock measured in."""
+    clocks = {result["clock"] for result in select(results, level="iteration")}
+    return "seconds of processor time" if clocks == {"processor"} else "seconds"
+
+
 def plot_iterations(record: dict, path: Path) -> None:
     """A panel for each shape, a bar for each trainer, stacked by phase."""
     # Tables need no matplotlib.
     from matplotlib.figure import Figure
 
     results = select(record["benchmarks"], level="iteration")
-    figure = Figure(figsize=(4.2 * len(results), 4.4))
+    figure = Figure(figsize=(3.4 * len(results), 4.4))
     for axis, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
         measured = {name: figures for name, figures in result["trainers"].items() if "absent" not in figures}
         bottoms = [0.0] * len(measured)
@@ -57,8 +63,8 @@ def plot_iterations(record: dict, path: Path) -> None:
         axis.tick_params("x", labelsize=9)
         axis.grid(axis="y", alpha=0.3)
         axis.set_axisbelow(True)
-    figure.axes[0].set_ylabel("seconds" if results[0]["clock"] == "wall" else "seconds of one processor")
-    figure.suptitle(f"Where the time of an iteration goes ({record['environment']['device']})", fontsize=11)
+    figure.axes[0].set_ylabel(unit(results))
+    figure.suptitle(f"Where the time of an iteration goes: {record['environment']['device']}", fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(PHASES), fontsize=9)
     figure.savefig(path, dpi=130)

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
-from benchmarks.iteration_report import iterations, plot_iterations
+from benchmarks.iteration_report import iterations, plot_iterations, unit
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -173,8 +173,11 @@ def benchmarks_section(record: dict, on_gpu: bool) -> str:
 
 
 def iteration_section(record: dict) -> str:
-    plot = "![where the time goes](results/iteration.png)"
-    return "\n\n".join([measured_on(record), markdown(iterations(record["benchmarks"])), plot])
+    results = record["benchmarks"]
+    first = f"{measured_on(record)} In {unit(results)}; `×`: of fastp3o's, the median of turns."
+    if not record["environment"]["cuda"]:
+        first += " No GPU figure has been measured yet."
+    return "\n\n".join([first, markdown(iterations(results)), "![where the time goes](results/iteration.png)"])
 
 
 def policy_description(update: dict) -> str:
