@@ -4,8 +4,8 @@ from pathlib import Path
 
 from benchmarks.goals import Results, select
 
-# In the order of an iteration.
-PHASES = {
+# Of the phases, in the order of an iteration.
+LABELS = {
     "rollout": "rollout",
     "reward": "reward",
     "logprobs": "log-probs before the update",
@@ -16,14 +16,14 @@ PHASES = {
 
 def iterations(results: Results) -> list[list[str]]:
     """Seconds of each trainer at each shape, by phase, in all and as multiples of fastp3o's. Header first."""
-    lines = [["model", "P × K", "trainer", *PHASES, "in all", "×", "peak GB"]]
+    lines = [["model", "P × K", "trainer", *LABELS, "in all", "×", "peak GB"]]
     for result in select(results, level="iteration"):
         shape = [described(result), f"{result['P']} × {result['K']}"]
         for name, figures in result["trainers"].items():
             if "absent" in figures:
-                lines.append([*shape, name, *[""] * len(PHASES), f"absent: {figures['absent']}", "", ""])
+                lines.append([*shape, name, *[""] * len(LABELS), f"absent: {figures['absent']}", "", ""])
                 continue
-            seconds = [f"{figures[f'{phase}_s']:.2f}" for phase in PHASES]
+            seconds = [f"{figures[f'{phase}_s']:.2f}" for phase in LABELS]
             in_all = [f"{figures['seconds']:.2f}", f"{figures['ratio']:.1f}", f"{figures['peak_gb']:.2f}"]
             lines.append([*shape, name, *seconds, *in_all])
     return lines
@@ -51,7 +51,7 @@ def plot_iterations(record: dict, path: Path) -> None:
     for axis, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
         measured = {name: figures for name, figures in result["trainers"].items() if "absent" not in figures}
         bottoms = [0.0] * len(measured)
-        for phase, label in PHASES.items():
+        for phase, label in LABELS.items():
             heights = [figures[f"{phase}_s"] for figures in measured.values()]
             axis.bar(list(measured), heights, 0.6, bottoms, label=label)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
@@ -66,5 +66,5 @@ def plot_iterations(record: dict, path: Path) -> None:
     figure.axes[0].set_ylabel(unit(results))
     figure.suptitle(f"Where the time of an iteration goes: {record['environment']['device']}", fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(PHASES), fontsize=9)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(LABELS), fontsize=9)
     figure.savefig(path, dpi=130)
