@@ -1,12 +1,12 @@
 """Iterations of fastp3o's P3O and of TRL's GRPO and online DPO: the same model, prompts and lengths, seconds by phase.
 
 All train in fp32 with AdamW at one learning rate, a reference model for the KL and one minibatch an epoch: as many
-optimizer steps as epochs. Nothing is logged or saved within an iteration. No response ends early, for the tokenizer's
+optimizer steps as epochs. Nobody saves within an iteration. No response ends early, for the tokenizer's
 end-of-sequence is no token of the model, and prompts are of one length, so nobody pads.
 
-What differs: fastp3o forms packed rows of its default size and writes its metrics; GRPO clips ratios of tokens, and
-takes a minibatch as one batch; online DPO has no old log-probs, for TRL samples anew for every optimizer step, two
-responses to a prompt. It has one step for each of the others'.
+What differs: fastp3o forms packed rows of its default size, checks its rounding and writes its metrics, TRL logs
+nothing; GRPO clips ratios of tokens; online DPO takes no old log-probs, for TRL samples anew for every forward and
+backward pass, two responses to a prompt only. An iteration of it has as many optimizer steps as the others'.
 """
 
 import json
@@ -46,12 +46,15 @@ Seconds = dict[str, float]  # of each of PHASES, and "other"
 
 
 class Task(NamedTuple):
-    """model: folder with model and tokenizer. prompts: texts. response: tokens of each of the K responses."""
+    """model: folder with model and tokenizer. prompts: texts. response: tokens of each of the K responses. passes: of a
+    minibatch through TRL's models; fastp3o's rows say by themselves how many.
+    """
 
     model: Path
     prompts: list[str]
     response: int
     K: int
+    passes: int = 1
 
 
 wall_clock = reporting.now
@@ -163,10 +166,10 @@ def trl_grpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) ->
     from trl import GRPOConfig, GRPOTrainer
 
     settings = GRPOConfig(
-        **of_trainer(iterations, folder),
+        **of_trainer(task, iterations, folder),
         model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=len(task.prompts) * task.K,
-        steps_per_generation=1,
+        per_device_train_batch_size=len(task.prompts) * task.K // task.passes,
+        steps_per_generation=task.passes,
         num_iterations=EPOCHS,
         num_generations=task.K,
         max_completion_length=task.response,
@@ -192,8 +195,8 @@ def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwat
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     settings = OnlineDPOConfig(
-        **of_trainer(iterations, folder),
-        per_device_train_batch_size=len(task.prompts),
+        **of_trainer(task, iterations, folder),
+        per_device_train_batch_size=len(task.prompts) // task.passes,
         max_new_tokens=task.response,
         max_length=2048,
         temperature=1.0,
@@ -213,12 +216,12 @@ def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwat
     )
 
 
-def of_trainer(iterations: int, folder: Path) -> dict[str, object]:
+def of_trainer(task: Task, iterations: int, folder: Path) -> dict[str, object]:
     """Settings of transformers' Trainer."""
     return {
         "output_dir": str(folder),
         "max_steps": iterations * EPOCHS,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": task.passes,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",

@@ -40,12 +40,13 @@ def test_the_first_iteration_is_told_from_the_others():
     assert calls == [1]
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_every_trainer_trains(name, tmp_path):
+def test_every_trainer_trains(name, passes, tmp_path):
     if "TRL" in name:
         pytest.importorskip("trl")
     config = llama(32, 48, 2, 4, 2, 61)
-    task = Task(tmp_path / "model", random_prompts(Iteration("tiny", 4, 9, 5, 2), 61), 5, 2)
+    task = Task(tmp_path / "model", random_prompts(Iteration("tiny", 4, 9, 5, 2), 61), 5, 2, passes)
     save_model(config, task.model)
     measured = TRAINERS[name](task, 2, tmp_path, Stopwatch())
     assert len(measured) == 2
