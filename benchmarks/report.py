@@ -1,7 +1,7 @@
-"""Results of the suite -> tables and a plot.
+"""Results of the suite -> tables and plots.
 
     python -m benchmarks.report RESULTS.json           # a short table
-    python -m benchmarks.report --write                # tables of both READMEs, goals.md and the plot, from results/
+    python -m benchmarks.report --write                # tables of both READMEs, goals.md and the plots, from results/
 
 Every figure comes from the JSON; what it lacks is written "not measured".
 """
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
+from benchmarks.iteration_report import iterations, plot_iterations, unit
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -28,6 +29,10 @@ def load(path: Path) -> dict:
 def described(environment: dict) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
     return f"{environment['device']}; {packages}; {environment['date']}"
+
+
+def measured_on(record: dict) -> str:
+    return f"Measured on: {described(record['environment'])}."
 
 
 def comparison(results: Results, level: str) -> list[list[str]]:
@@ -148,7 +153,7 @@ def plot(record: dict, path: Path) -> None:
 
 
 def benchmarks_section(record: dict, on_gpu: bool) -> str:
-    parts = [f"Measured on: {described(record['environment'])}."]
+    parts = [measured_on(record)]
     if not on_gpu:
         parts.append("No GPU figure has been measured yet; [`goals.md`](goals.md) has the open cells.")
     results = record["benchmarks"]
@@ -165,6 +170,14 @@ def benchmarks_section(record: dict, on_gpu: bool) -> str:
         parts += ["What each pass needs, in MB (prompts shared, 350, 40, K 2; head: what it adds to the peak):"]
         parts += [markdown(memory(results))]
     return "\n\n".join(parts)
+
+
+def iteration_section(record: dict) -> str:
+    results = record["benchmarks"]
+    first = f"{measured_on(record)} In {unit(results)}; `×`: of fastp3o's, the median of turns."
+    if not record["environment"]["cuda"]:
+        first += " No GPU figure has been measured yet."
+    return "\n\n".join([first, markdown(iterations(results)), "![where the time goes](results/iteration.png)"])
 
 
 def policy_description(update: dict) -> str:
@@ -200,7 +213,7 @@ def judged(record: dict) -> Results:
 
 
 def write() -> None:
-    """Tables and plot from the GPU's results where there are some, else from the CPU's."""
+    """Tables and plots from the GPU's results where there are some, else from the CPU's."""
     gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
     on_gpu = gpu.exists()
     record = load(gpu if on_gpu else cpu)
@@ -214,12 +227,21 @@ def write() -> None:
     goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
     (FOLDER / "goals.md").write_text(goals)
     plot(record, RESULTS / "kernels.png")
+    record = iteration_record()
+    write_between(README, "iteration", iteration_section(record))
+    plot_iterations(record, RESULTS / "iteration.png")
+
+
+def iteration_record() -> dict:
+    """The GPU's where there is one."""
+    gpu = RESULTS / "iteration.gpu.json"
+    return load(gpu if gpu.exists() else RESULTS / "iteration.cpu.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", help="JSON of one run, for a short table.")
-    parser.add_argument("--write", action="store_true", help="Rewrite both READMEs' tables, goals.md and the plot.")
+    parser.add_argument("--write", action="store_true", help="Rewrite both READMEs' tables, goals.md and the plots.")
     arguments = parser.parse_args()
     if not arguments.results and not arguments.write:
         parser.error("give a JSON for a table, or --write")
@@ -231,7 +253,7 @@ def main() -> None:
             measured = select(results, level=level)
             first = select(measured, **{key: measured[0][key] for key in "NDV"}) if measured else []
             print("", plain(comparison(first, level)), sep="\n")
-        print("", plain(packing(results)), "", plain(memory(results)), sep="\n")
+        print("", plain(packing(results)), "", plain(memory(results)), "", plain(iterations(results)), sep="\n")
     if arguments.write:
         write()
 

@@ -1,0 +1,123 @@
+"""Whole iterations of fastp3o's trainer and of TRL's: rollouts, rewards, log-probs and four epochs of updates.
+
+    python -m pytest benchmarks/test_iteration.py
+
+What is the same for all and what differs stands in `iteration_trainers.py`. They train in turns in one process.
+On a busy CPU, give it one thread (OMP_NUM_THREADS=1): then it is the processor's time that is measured.
+"""
+
+import random
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from benchmarks.iteration_trainers import CLOCK, EPOCHS, PHASES, TRAINERS, Seconds, Stopwatch, Task, save_model
+from benchmarks.measure import release
+from benchmarks.peak_memory import PeakMemory
+from benchmarks.peers import AbsentError
+from benchmarks.shapes import CUDA
+from benchmarks.test_rollouts import MODELS
+
+TURNS = 2
+# Of a turn; the first one is left out.
+ITERATIONS = 2
+# Of a minibatch through TRL's models, as activations fit.
+PASSES = 8 if CUDA else 1
+
+
+class Iteration(NamedTuple):
+    """P prompts of so many tokens, and the tokens of each of their K responses."""
+
+    model: str
+    P: int
+    prompt: int
+    response: int
+    K: int
+
+
+# The quickstart's; TL;DR's lengths; and on a CPU, fewer and shorter prompts for the model that would train for minutes.
+SHAPES = [
+    ("quickstart", 32, 100, 32),
+    ("quickstart", 64 if CUDA else 8, 350, 40),
+    ("policy", 64, 350, 40) if CUDA else ("policy", 8, 48, 16),
+]
+CASES = [Iteration(*shape, K) for shape in SHAPES for K in (2, 4)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_iteration_of_fastp3o(benchmark, case, tmp_path):
+    """`trainers`: of each, the iteration of median length. ratio: the median of its length to fastp3o's in a turn."""
+    config = MODELS[case.model]
+    task = Task(tmp_path / "model", random_prompts(case, config.vocab_size), case.response, case.K, PASSES)
+    save_model(config, task.model)
+    iterations: dict[str, list[Seconds]] = {name: [] for name in TRAINERS}
+    peaks: dict[str, list[int]] = {}
+    absent: dict[str, str] = {}
+
+    def turn(number: int) -> None:
+        for name in [name for name in TRAINERS if name not in absent]:
+            folder = tmp_path / f"{name}-{number}"
+            folder.mkdir()
+            try:
+                with ExitStack() as first_iteration:
+                    # Counting slows down what is left out anyhow.
+                    peaks.setdefault(name, first_iteration.enter_context(peak_memory()) if number == 0 else [])
+                    stopwatch = Stopwatch(first_iteration.close)
+                    iterations[name] += TRAINERS[name](task, ITERATIONS, folder, stopwatch)[1:]
+            except (ImportError, AbsentError) as error:
+                absent[name] = str(error)
+            except torch.OutOfMemoryError:
+                absent[name] = "out of memory"
+            release()
+
+    numbers = iter(range(TURNS))
+    benchmark.pedantic(lambda: turn(next(numbers)), rounds=TURNS)
+    benchmark.extra_info |= case._asdict() | {
+        "level": "iteration",
+        "implementation": "fastp3o",
+        "D": config.hidden_size,
+        "V": config.vocab_size,
+        "layers": config.num_hidden_layers,
+        "epochs": EPOCHS,
+        "clock": CLOCK,
+        "dtype": "float32",
+        "trainers": {
+            name: {"absent": absent[name]}
+            if name in absent
+            else figures(iterations, name) | {"peak_gb": peaks[name][0] / 1e9}
+            for name in TRAINERS
+        },
+    }
+
+
+def figures(iterations: dict[str, list[Seconds]], name: str) -> dict[str, float]:
+    totals = {trainer: [sum(seconds.values()) for seconds in measured] for trainer, measured in iterations.items()}
+    median = sorted(iterations[name], key=lambda seconds: sum(seconds.values()))[(len(iterations[name]) - 1) // 2]
+    ratios = [total / ours for total, ours in zip(totals[name], totals["fastp3o P3O"], strict=True)]
+    phases = {f"{phase}_s": median[phase] for phase in (*PHASES, "other")}
+    return phases | {"seconds": sum(median.values()), "ratio": statistics.median(ratios), "iterations": len(ratios)}
+
+
+def random_prompts(case: Iteration, vocabulary: int) -> list[str]:
+    generator = random.Random(1)
+    # Word 0 pads.
+    prompts = [generator.choices(range(1, vocabulary), k=case.prompt) for _ in range(case.P)]
+    return [" ".join(f"w{index}" for index in prompt) for prompt in prompts]
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """Bytes, once left: of all tensors that operations returned within on a CPU, of the allocator on a GPU."""
+    peak: list[int] = []
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        yield peak
+        peak.append(torch.cuda.max_memory_allocated())
+    else:
+        with PeakMemory() as memory:
+            yield peak
+        peak.append(memory.peak)

@@ -1,0 +1,104 @@
+import pytest
+from transformers import AutoTokenizer
+
+from benchmarks import iteration_trainers, report, test_iteration
+from benchmarks.iteration_report import iterations, plot_iterations, unit
+from benchmarks.iteration_trainers import PHASES, TRAINERS, Stopwatch, Task, save_model
+from benchmarks.test_iteration import Iteration, figures, random_prompts
+from benchmarks.training_shapes import llama
+
+
+def seconds(update):
+    return dict.fromkeys((*PHASES, "other"), 0.25) | {"update": update}
+
+
+@pytest.fixture
+def record():
+    measured = {"fastp3o P3O": [seconds(1.0), seconds(2.0), seconds(3.0)], "TRL GRPO": [seconds(9.0)] * 3}
+    trainers = {name: figures(measured, name) | {"peak_gb": 1.5} for name in measured}
+    shape = {"model": "tiny", "P": 32, "prompt": 100, "response": 16, "K": 2, "D": 128, "V": 4096, "layers": 4}
+    trainers["TRL online DPO"] = {"absent": "No module named 'trl'"}
+    result = shape | {"clock": "wall", "level": "iteration", "implementation": "fastp3o", "trainers": trainers}
+    return {"environment": {"device": "a CPU"}, "benchmarks": [result], "not_measured": []}
+
+
+def test_an_interrupted_phase_is_not_counted_twice(monkeypatch):
+    times = iter([0, 1, 3, 6, 10, 15, 15])
+    monkeypatch.setattr(iteration_trainers, "clock", lambda: next(times))
+    watch = Stopwatch()
+    with watch("update"), watch("rollout"):
+        pass
+    watch.end_iteration()
+    assert watch.iterations == [{"rollout": 3, "reward": 0, "logprobs": 0, "update": 2 + 4, "other": 1 + 5}]
+
+
+def test_the_first_iteration_is_told_from_the_others():
+    calls = []
+    watch = Stopwatch(lambda: calls.append(len(watch.iterations)))
+    watch.end_iteration()
+    watch.end_iteration()
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_trains(name, passes, tmp_path):
+    if "TRL" in name:
+        pytest.importorskip("trl")
+    config = llama(32, 48, 2, 4, 2, 61)
+    task = Task(tmp_path / "model", random_prompts(Iteration("tiny", 4, 9, 5, 2), 61), 5, 2, passes)
+    save_model(config, task.model)
+    measured = TRAINERS[name](task, 2, tmp_path, Stopwatch())
+    assert len(measured) == 2
+    for iteration in measured:
+        assert list(iteration) == [*PHASES, "other"]
+        assert all(iteration[phase] > 0 for phase in PHASES)
+
+
+def test_the_tokenizer_gives_back_the_tokens_and_its_end_is_never_sampled(tmp_path):
+    save_model(llama(32, 48, 2, 4, 2, 61), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("w3 w60 w1")["input_ids"] == [3, 60, 1]
+    assert tokenizer.eos_token_id == 61
+
+
+def test_online_dpo_is_absent_with_four_responses(tmp_path):
+    task = Task(tmp_path, [], 5, 4)
+    with pytest.raises(iteration_trainers.AbsentError):
+        TRAINERS["TRL online DPO"](task, 1, tmp_path, Stopwatch())
+
+
+def test_the_median_iteration_and_the_median_ratio(record):
+    ours, grpo, _ = record["benchmarks"][0]["trainers"].values()
+    assert (ours["seconds"], ours["ratio"], ours["update_s"]) == (3.0, 1.0, 2.0)
+    assert (grpo["seconds"], grpo["ratio"]) == (10.0, 10 / 3)
+
+
+def test_the_table_has_every_trainer(record):
+    lines = iterations(record["benchmarks"])
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert lines[2][1:] == ["32 × 2", "TRL GRPO", "0.25", "0.25", "0.25", "9.00", "0.25", "10.00", "3.3", "1.50"]
+    assert "absent: No module named 'trl'" in lines[3]
+
+
+def test_the_unit_says_whose_time_it_is(record):
+    assert unit(record["benchmarks"]) == "seconds"
+    record["benchmarks"][0]["clock"] = "processor"
+    assert unit(record["benchmarks"]) == "seconds of processor time"
+
+
+def test_plot(record, tmp_path):
+    plot_iterations(record, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_what_is_committed_is_what_the_results_give():
+    written = report.README.read_text()
+    record = report.iteration_record()
+    assert report.between_markers(written, "iteration", report.iteration_section(record)) == written
+
+
+def test_memory_is_counted_until_the_block_is_left():
+    with test_iteration.peak_memory() as peak:
+        assert peak == []
+    assert len(peak) == 1
