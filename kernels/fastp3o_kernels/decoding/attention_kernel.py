@@ -158,9 +158,8 @@ def partial_attention_kernel(
         # Blocks before any row's window are left out. That some are read for other rows changes no bit of a row's.
         least_of_all = tl.min(tl.where(live, least, last), axis=0)
         start = tl.maximum(start, least_of_all // BLOCK_N * BLOCK_N)
-    # The interpreter of triton 3.6 takes no bounds from run time.
-    blocks = CHUNK // BLOCK_N if INTERPRETED else tl.cdiv(last - start, BLOCK_N)
-    for block in range(0, blocks):
+    # The interpreter of triton 3.6 takes no bounds from run time, which is what it makes of every variable.
+    for block in range(0, CHUNK // BLOCK_N if INTERPRETED else tl.cdiv(last - start, BLOCK_N)):
         n = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
         stored = (n < last)[:, None] & inside[None, :]
         k = tl.load(keys_ptr + n[:, None] * D + d[None, :], mask=stored, other=0.0)
