@@ -98,6 +98,7 @@ def test_it_needs_torch_and_triton_alone_and_the_trainer_is_an_extra(distributio
         "accelerate",
         "datasets",
         "matplotlib",
+        "psutil",
         "pyyaml",
         "rich",
         "safetensors",
