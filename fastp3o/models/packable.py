@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, scored_logprobs, scores
 from fastp3o.packing.pack import Packing, pack
 
 ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
@@ -51,18 +51,15 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
 @torch.no_grad()
 def packed_and_alone(model: PackedModel) -> tuple[Tensor, Tensor]:
     """Log-probabilities, or a reward model's scores, of a few responses, in one row and from transformers alone."""
-    inner, was_training = model.model, model.training
-    model.eval()
+    inner = model.model
     run_packed, run_alone = (scores, score_alone) if hasattr(inner, "score") else (scored_logprobs, logprobs_alone)
     prompts = [within_vocabulary(inner, ids) for ids in PROMPTS]
     responses = [[within_vocabulary(inner, ids) for ids in group] for group in RESPONSES]
     (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
-    try:
+    with evaluation_mode(model):
         packed = run_packed(model, row.to(inner.device))
         with model.with_own_attention():
             alone = [run_alone(inner, prompts[g], response) for g in row.groups for response in responses[g]]
-    finally:
-        model.train(was_training)
     return packed, torch.cat(alone)
 
 

@@ -106,6 +106,17 @@ def unwrap(model: nn.Module) -> PackedModel:
     return cast(PackedModel, getattr(model, "module", model))
 
 
+@contextmanager
+def evaluation_mode(model: PackedModel) -> Iterator[None]:
+    """Out of training mode, in which there is dropout and gradient checkpointing keeps no keys and values."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """Tokens that prompt and response may take together, None for no limit.
 

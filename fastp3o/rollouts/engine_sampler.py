@@ -1,7 +1,6 @@
 """Responses from the engine: batches of prompts, as many at once as memory holds."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import get_logger
 
 from fastp3o.models.packable import within_vocabulary
-from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.packed_model import PackedModel, evaluation_mode
 from fastp3o.packing.layout import Ids
 from fastp3o.rollouts.end_of_sequence import end_of_sequence_ids
 from fastp3o.rollouts.engine import Engine
@@ -136,14 +135,3 @@ class EngineSampler:
             self.engine = None  # gives its memory back before the next one takes any
             self.engine = Engine(self.policy, self.shapes, room, end_ids, self.settings)
         return self.engine
-
-
-@contextmanager
-def evaluation_mode(policy: PackedModel) -> Iterator[None]:
-    """Out of training mode, in which gradient checkpointing keeps what is computed again."""
-    was_training = policy.training
-    policy.eval()
-    try:
-        yield
-    finally:
-        policy.train(was_training)

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.packed_model import PackedModel, evaluation_mode
 from fastp3o.rollouts.end_of_sequence import cut_after_end, end_of_sequence_ids
 from fastp3o.rollouts.rollouts import Rollouts, decode_rollouts
 from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
@@ -104,12 +104,10 @@ def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
     came with the checkpoint: transformers merges them into those it is given.
     """
     model = policy.model
-    own_config, was_training = model.generation_config, policy.training
+    own_config = model.generation_config
     model.generation_config = GenerationConfig()
-    policy.eval()
     try:
-        with policy.with_own_attention():
+        with evaluation_mode(policy), policy.with_own_attention():
             yield model
     finally:
         model.generation_config = own_config
-        policy.train(was_training)
