@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
@@ -172,7 +171,7 @@ class SamplerConfig(Flags):
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
     """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
 
-    Exits with a usage message on an unknown flag or key, on one that comes twice, and with the field's name on a bad
+    Exits with a usage message on an unknown flag or key, on a key that comes twice, and with the field's name on a bad
     value.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -184,9 +183,6 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     given: list[str] = []
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         given = yaml_as_flags(parser, config_class, Path(arguments.pop(0)))
-    twice = repeated(argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
-    if twice:
-        parser.error(f"given more than once: {', '.join(twice)}")
     try:
         (config,) = parser.parse_args_into_dataclasses(given + arguments, look_for_args_file=False)
     except ValueError as error:
@@ -217,14 +213,10 @@ def yaml_as_flags(parser: HfArgumentParser, config_class: type, path: Path) -> l
     unknown = set(names) - {f.name for f in fields(config_class)}
     if unknown:
         refuse(f"has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")
-    if twice := repeated(names):
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         refuse(f"gives more than one value for {', '.join(twice)}")
     if nested := [name for name, value in entries if not isinstance(value, yaml.ScalarNode)]:
         refuse(f"must give one value for {', '.join(nested)}, not a list or fields of its own")
     if empty := [name for name, value in entries if value.tag == "tag:yaml.org,2002:null"]:
         refuse(f"gives no value for {', '.join(empty)}")
     return [f"--{name}={value.value}" for name, value in entries]
-
-
-def repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]

@@ -76,11 +76,10 @@ def test_every_schedule_warms_up_from_the_flags_alone():
         assert schedule.get_last_lr() == [0.0]
 
 
-def test_a_flag_is_not_abbreviated_nor_given_twice(capsys):
-    for flags, message in ((["--update", "3"], "--update"), (["--seed", "1", "--seed=2"], "more than once: --seed")):
-        with pytest.raises(SystemExit):
-            parse(P3OConfig, [*P3O, *flags])
-        assert message in capsys.readouterr().err
+def test_a_flag_is_not_abbreviated(capsys):
+    with pytest.raises(SystemExit):
+        parse(P3OConfig, [*P3O, "--update", "3"])
+    assert "--update" in capsys.readouterr().err
 
 
 def test_yaml_values_are_taken_as_they_are_written(tmp_path):
