@@ -1,4 +1,4 @@
-"""A user's Python function, given by name."""
+"""A user's Python function, given by name: finding it, and calling it."""
 
 import importlib
 import os
@@ -23,10 +23,31 @@ def import_function(name: str, role: str) -> Callable:
     sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot load the {role} {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise ValueError(f"cannot load the {role} {name!r}: {kind}{error}") from error
     finally:
         sys.path.remove(folder)
     if not callable(found):
         raise ValueError(f"cannot load the {role} {name!r}: it is a {type(found).__name__}, not a function")
     return found
+
+
+def call_for_list(function: Callable, name: str, *arguments: list[str]) -> list:
+    """What the function returns, one entry for each of its last argument's: a list, a tuple, an array or a tensor.
+
+    Raises ValueError, with the function's name, where it returns another thing or another number of entries, and where
+    it ends the program, which would look like the end of a run. What else it raises goes through.
+    """
+    try:
+        result = function(*arguments)
+    except SystemExit as error:
+        raise ValueError(f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning") from error
+    if hasattr(result, "tolist"):
+        result = result.tolist()
+    expected = len(arguments[-1])
+    if not isinstance(result, list | tuple):
+        raise ValueError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
+    if len(result) != expected:
+        raise ValueError(f"{name} must return {expected} entries, one a response, got {len(result)}")
+    return list(result)

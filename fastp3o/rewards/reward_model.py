@@ -46,7 +46,9 @@ class ModelReward:
     def translate(self, rollouts: Rollouts) -> tuple[list[list[int]], list[list[list[int]]]]:
         """The texts in the reward model's tokens; a response keeps its end where it had one."""
         prompt_ids = self.tokenizer(rollouts.prompts).input_ids
-        response_ids = [self.tokenizer(group, add_special_tokens=False).input_ids for group in rollouts.responses]
+        # What looks like a special token in a response is text, as the policy wrote it.
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        response_ids = [self.tokenizer(group, **options).input_ids for group in rollouts.responses]
         for group, group_finished in zip(response_ids, rollouts.finished, strict=True):
             for ids, finished in zip(group, group_finished, strict=True):
                 if finished or not ids:

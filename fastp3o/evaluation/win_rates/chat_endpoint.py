@@ -3,15 +3,19 @@
 import json
 import os
 import random
+import socket
 import threading
-import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPResponse, IncompleteRead
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import NamedTuple
-from urllib.parse import urlsplit
-from urllib.request import HTTPErrorProcessor, Request, build_opener
+from urllib.parse import unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
+SHORTEST_SECRET = 8  # characters; what servers without keys take for one ("EMPTY", "x") may stand in answers
 LONGEST_BODY = 2**24  # bytes; no answer to a question comes near it
 EXCERPT = 300  # characters
 
@@ -39,28 +43,21 @@ class AttemptError(Exception):
         self.wait = wait
 
 
-class EveryStatus(HTTPErrorProcessor):
-    """Returns responses of every status instead of raising, and follows no redirects, which would pass the key on."""
-
-    def http_response(self, request: Request, response: HTTPResponse) -> HTTPResponse:
-        return response
-
-    https_response = http_response
-
-
 class ChatEndpoint:
     """One model behind an endpoint, with the time limits and retries of requests to it.
 
     Args:
         url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1.
         model: its name at the endpoint.
-        timeout: seconds that one attempt may take.
+        timeout: seconds that one attempt may take, from its connection to its last byte.
         retries: attempts after the first, where the endpoint is busy (408, 429), broken (5xx, no chat completion),
             too slow or unreachable. Any other status but 200 stops at once.
         backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
         longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
 
-    The key in the environment variable OPENAI_API_KEY, if set, is sent in the Authorization header and nowhere else.
+    The key in the environment variable OPENAI_API_KEY, if set, is sent in the Authorization header and nowhere else: no
+    redirect is followed, only https goes through a proxy of the environment, which cannot read it then, and where an
+    answer repeats it, stars stand in its place.
 
     Raises ValueError on a URL or a key that cannot be used.
     """
@@ -82,7 +79,6 @@ class ChatEndpoint:
         if not (self.key.isascii() and self.key.isprintable()):
             # http.client would complain too, but quote the key.
             raise ValueError("the environment variable OPENAI_API_KEY holds characters that no HTTP header can")
-        self.opener = build_opener(EveryStatus)
 
     def ask(self, question: str, stopped: threading.Event) -> Answer:
         """The model's answer at temperature 0.
@@ -105,9 +101,12 @@ class ChatEndpoint:
 
     def attempt(self, question: str) -> Answer:
         try:
-            with self.opener.open(self.request(question), timeout=self.timeout) as response:
+            connection = connect(self.url, self.timeout)
+            with cut_off_after(self.timeout, connection):
+                connection.request("POST", urlsplit(self.url).path, *self.request(question))
+                response = connection.getresponse()
                 status, retry_after = response.status, response.headers.get("Retry-After")
-                body = read_within(response, self.timeout)
+                body = read(response)
         except (OSError, HTTPException) as error:
             raise AttemptError(f"does not answer: {type(error).__name__}: {error}") from error
         what = f"answered with status {status}: {self.excerpt(body)}"
@@ -120,18 +119,20 @@ class ChatEndpoint:
             text, finished = choice["message"].get("content"), choice.get("finish_reason") != "length"
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise AttemptError(f"{what} — which is not a chat completion") from error
-        return Answer(text if isinstance(text, str) else "", finished)
+        return Answer(self.without_key(text) if isinstance(text, str) else "", finished)
 
-    def request(self, question: str) -> Request:
+    def request(self, question: str) -> tuple[bytes, dict[str, str]]:
+        """Body and headers."""
         body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": question}]}
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        headers = {"Content-Type": "application/json", **authorization}
-        return Request(self.url, data=json.dumps(body).encode(), headers=headers, method="POST")
+        return json.dumps(body).encode(), {"Content-Type": "application/json", "Connection": "close", **authorization}
+
+    def without_key(self, text: str) -> str:
+        return text.replace(self.key, "***") if len(self.key) >= SHORTEST_SECRET else text
 
     def excerpt(self, body: bytearray) -> str:
         """The beginning of an answer on one line, without control characters and without the key."""
-        text = body.decode(errors="replace")
-        text = text.replace(self.key, "***") if self.key else text
+        text = self.without_key(body.decode(errors="replace"))
         text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * EXCERPT]).split())
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
@@ -150,14 +151,57 @@ def check_url(url: str) -> str:
     return url
 
 
-def read_within(response: HTTPResponse, limit: float) -> bytearray:
-    """The whole body. Raises TimeoutError after `limit` seconds: a socket's timeout does not end a slow trickle."""
-    end = time.monotonic() + limit
+def connect(url: str, timeout: float) -> HTTPConnection:
+    """A connection that is not open yet. https goes through the environment's proxy for it."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme == "http":
+        return HTTPConnection(host, parts.port or 80, timeout=timeout)
+    proxy = getproxies().get("https")
+    if not proxy or proxy_bypass(host):
+        return HTTPSConnection(host, parts.port or 443, timeout=timeout)
+    through = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    connection = HTTPSConnection(through.hostname or "", through.port or 80, timeout=timeout)
+    user = f"{unquote(through.username or '')}:{unquote(through.password or '')}".encode()
+    authorization = {"Proxy-Authorization": f"Basic {b64encode(user).decode()}"} if through.username else {}
+    connection.set_tunnel(host, parts.port or 443, authorization)
+    return connection
+
+
+@contextmanager
+def cut_off_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
+    """Closes the connection at the end, and after so many seconds at the latest, with a TimeoutError: a socket's own
+    time-out begins anew with every byte.
+    """
+    expired = threading.Event()
+
+    def cut_off() -> None:
+        expired.set()
+        with suppress(OSError, AttributeError):  # it may not be open yet, or not any more
+            socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut_off)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, HTTPException, ValueError) as error:
+        if not expired.is_set():
+            raise
+        raise TimeoutError(f"timed out, no end of the answer within {seconds:g} s") from error
+    else:
+        if expired.is_set():
+            raise TimeoutError(f"timed out, no end of the answer within {seconds:g} s")
+    finally:
+        timer.cancel()
+        connection.close()
+
+
+def read(response: HTTPResponse) -> bytearray:
+    """The whole body."""
     body = bytearray()
     while part := response.read1(2**16):
         body += part
-        if time.monotonic() > end:
-            raise TimeoutError(f"no end of the answer within {limit:g} s")
         if len(body) > LONGEST_BODY:
             raise HTTPException(f"the answer is longer than {LONGEST_BODY} bytes")
     if response.length:

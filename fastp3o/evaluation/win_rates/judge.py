@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
 from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
-from fastp3o.named_function import import_function
+from fastp3o.named_function import call_for_list, import_function
 
 # Called with texts: prompts, first responses, second responses. Returns one verdict for each prompt.
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Verdict]]
@@ -57,12 +57,10 @@ class FunctionJudge:
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
         """Raises ValueError where the function returns another number of verdicts or another word."""
-        words = list(self.function(list(prompts), list(firsts), list(seconds)))
-        if len(words) != len(prompts):
-            raise ValueError(f"{self.name} returned {len(words)} verdicts for {len(prompts)} comparisons")
+        words = call_for_list(self.function, self.name, list(prompts), list(firsts), list(seconds))
         expected = [verdict.value for verdict in Verdict]
         for number, word in enumerate(words):
-            if word not in expected:
+            if not isinstance(word, str) or word not in expected:
                 raise ValueError(
                     f"{self.name}: verdict {number} must be one of {', '.join(expected)}, got {word!r:.80}"
                 )

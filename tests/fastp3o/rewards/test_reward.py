@@ -1,8 +1,12 @@
+import sys
+
+import numpy as np
 import pytest
 import torch
 
 from fastp3o.models.loading import load_reward_model
 from fastp3o.packing.pack import Packing
+from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.reward import load_reward, penalize_missing_eos
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.rollouts import Rollouts
@@ -39,8 +43,55 @@ def test_a_function_sees_texts_and_a_missing_end_costs_the_penalty(workplace, to
 
 
 def test_a_function_must_reward_every_response(workplace, tokenizer, rollouts):
-    with pytest.raises(ValueError, match="one_too_few returned 3 rewards for 4 responses"):
+    with pytest.raises(ValueError, match="one_too_few must return 4 entries, one a response, got 3"):
         load("rewards_for_tests:one_too_few", tokenizer)(rollouts)
+
+
+def returning(result: object) -> FunctionReward:
+    reward = FunctionReward("builtins:len")
+    reward.function = lambda prompts, responses: result
+    return reward
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [1, True, 0.5, 2],
+        (1.0, 1, 0.5, 2),
+        np.array([1, 1, 0.5, 2]),
+        [np.float32(1), np.int64(1), torch.tensor(0.5), 2.0],
+        torch.tensor([1, 1, 0.5, 2]),
+    ],
+)
+def test_numbers_of_every_kind_are_rewards(rollouts, result):
+    assert returning(result)(rollouts).tolist() == [[1.0, 1.0], [0.5, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("1111", "builtins:len must return a list of 4 entries, got a str"),
+        (None, "must return a list of 4 entries, got a NoneType"),
+        (dict.fromkeys(range(4), 1.0), "must return a list of 4 entries, got a dict"),
+        (1.0, "must return a list of 4 entries, got a float"),
+        ([1.0, 1.0, "1.5", 1.0], r"builtins:len: reward 2 must be a number, got '1\.5'"),
+        ([None] * 4, "reward 0 must be a number, got None"),
+        ([1.0, [1.0], 1.0, 1.0], r"reward 1 must be a number, got \[1\.0\]"),
+        ([1.0, 10**400, 1.0, 1.0], "reward 1 must be a number of fp32, got a larger one"),
+        (np.ones((4, 1)), r"reward 0 must be a number, got \[1\.0\]"),
+        (torch.ones(2, 2), "must return 4 entries, one a response, got 2"),
+    ],
+)
+def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
+    with pytest.raises(ValueError, match=said):
+        returning(result)(rollouts)
+
+
+def test_a_function_that_ends_the_program_does_not_end_the_run_in_peace(rollouts):
+    reward = returning(None)
+    reward.function = lambda prompts, responses: sys.exit(0)
+    with pytest.raises(ValueError, match=r"builtins:len ended the program \(sys.exit, status 0\)"):
+        reward(rollouts)
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "rewards_for_tests:no_such_function"])

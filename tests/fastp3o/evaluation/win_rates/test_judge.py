@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint, EndpointError, retry_after_seconds
+from fastp3o.evaluation.win_rates.chat_endpoint import (
+    Answer,
+    ChatEndpoint,
+    EndpointError,
+    connect,
+    retry_after_seconds,
+)
 from fastp3o.evaluation.win_rates.judge import MARKS, EndpointJudge, FunctionJudge, combine_verdicts, parse_verdict
 from fastp3o.evaluation.win_rates.rates import win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
@@ -30,6 +37,7 @@ class Reply(NamedTuple):
     headers: dict[str, str] = {}  # noqa: RUF012
     delay: float = 0.0  # seconds before it is sent
     drop: float = 0.0  # seconds before each byte of the body
+    head_drop: float = 0.0  # seconds before each of a hundred headers
     lacks: int = 0  # bytes that are announced and not sent
 
 
@@ -84,6 +92,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(reply.body) + reply.lacks))
         for name, value in reply.headers.items():
             self.send_header(name, value)
+        for number in range(100 if reply.head_drop else 0):
+            time.sleep(reply.head_drop)
+            self.send_header(f"X-{number}", "slow")
+            self.flush_headers()
         self.end_headers()
         for part in [reply.body[i : i + 1] for i in range(len(reply.body))] if reply.drop else [reply.body]:
             time.sleep(reply.drop)
@@ -290,9 +302,10 @@ def test_retry_after_as_seconds_date_or_nonsense():
         (Reply(body=b"<html>Welcome</html>"), "Welcome</html> — which is not a chat completion"),
         (Reply(body=says("[[A]]"), delay=0.25), "does not answer: .*timed out"),
         (Reply(body=says("[[A]]"), drop=0.02), "no end of the answer within 0.2 s"),
+        (Reply(body=says("[[A]]"), head_drop=0.05), "no end of the answer within 0.2 s"),
         (Reply(body=b"x" * (2**24 + 1)), "longer than"),
     ],
-    ids=["broken", "another page", "slow", "in drops", "endless"],
+    ids=["broken", "another page", "slow", "in drops", "headers in drops", "endless"],
 )
 def test_trouble_that_stays_is_an_error_after_retries(server, trouble, message):
     server.reply = lambda question: trouble
@@ -330,6 +343,43 @@ def test_a_refusal_stops_at_once_and_never_shows_the_key(server, monkeypatch, st
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert KEY not in str(error.value)
     assert len(str(error.value)) < 500
+
+
+def test_headers_in_drops_take_no_longer_than_an_attempt_may(server):
+    server.reply = always(body=says("[[A]]"), head_drop=0.05)
+    start = time.monotonic()
+    with pytest.raises(EndpointError, match="no end of the answer"):
+        judge_at(server.url, requests=1, retries=0)(["p"], ["long"], ["b"])
+    assert time.monotonic() - start < 1
+
+
+def test_an_answer_that_repeats_the_key_is_kept_without_it(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    server.reply = always(body=says(f"Your key is {KEY}. [[C]]"))
+    assert judge_at(server.url, tmp_path / "v.jsonl")(["p"], ["long"], ["b"]) == [TIE]
+    assert "Your key is ***. [[C]]" in (tmp_path / "v.jsonl").read_text()
+
+
+def test_what_is_no_secret_may_stand_in_answers(server, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "A")
+    assert judge_at(server.url)(*COMPARISONS) == RIGHT
+
+
+def test_no_proxy_gets_what_is_not_encrypted(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy")
+    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [FIRST]
+
+
+def test_https_goes_through_the_proxy_that_is_set_for_it(monkeypatch):
+    monkeypatch.setenv("https_proxy", "http://me:pass%21@127.0.0.1:8080")
+    monkeypatch.delenv("no_proxy")
+    connection = connect("https://judge.example/v1", 1.0)
+    assert (connection.host, connection.port, connection._tunnel_host) == ("127.0.0.1", 8080, "judge.example")
+    assert connection._tunnel_headers["Proxy-Authorization"] == "Basic bWU6cGFzcyE="
+    monkeypatch.setenv("no_proxy", "judge.example")
+    assert connect("https://judge.example/v1", 1.0).host == "judge.example"
 
 
 def test_a_wrong_path_is_named(server):
@@ -472,6 +522,7 @@ def words_of_its_own(prompts, firsts, seconds):
 def functions(tmp_path, monkeypatch) -> None:
     (tmp_path / "judges_for_tests.py").write_text(FUNCTIONS)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "judges_for_tests", raising=False)
 
 
 @pytest.mark.usefixtures("functions")
@@ -483,7 +534,7 @@ def test_a_function_judges():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("one_too_few", "one_too_few returned 3 verdicts for 4 comparisons"),
+        ("one_too_few", "one_too_few must return 4 entries, one a response, got 3"),
         ("words_of_its_own", "words_of_its_own: verdict 1 must be one of first, second, tie, none, got 'A'"),
     ],
 )
