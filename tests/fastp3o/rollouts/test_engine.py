@@ -38,7 +38,7 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
     """Of the log-probabilities from those in a packed row."""
     (row,) = pack(PROMPTS, ids, Packing(10_000))
     with torch.no_grad():
-        expected = scored_logprobs(policy, row)
+        expected = scored_logprobs(policy, row.to(policy.model.device)).cpu()
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     return (got - expected).abs().max().item()
 
