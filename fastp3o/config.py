@@ -1,17 +1,24 @@
 """What all stages' configurations have in common. Every field is a flag of a script and a key of its YAML file."""
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field, fields
+from math import isfinite
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import yaml
 from transformers import HfArgumentParser
 
+from fastp3o.data.encoding import LONGEST_TEXT
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS
+from fastp3o.script import DEBUG_HELP
 
 Config = TypeVar("Config")
+
+# transformers' schedules that the learning rate, the warm-up and the number of steps define.
+SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
 
 def option(default: Any, help: str) -> Any:
@@ -23,7 +30,28 @@ def required(help: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageConfig:
+class Flags:
+    """Values that are checked when they are set. Errors name the flag."""
+
+    def check_values(self) -> None:
+        """What holds for every flag: numbers are finite."""
+        for flag in fields(self):
+            value = getattr(self, flag.name)
+            self.check(not isinstance(value, float) or isfinite(value), flag.name, "a finite number")
+
+    def check_at_least(self, least: int, *names: str) -> None:
+        """None passes: nothing is given."""
+        for name in names:
+            value = getattr(self, name)
+            self.check(value is None or value >= least, name, f"{least} or more" if least == 0 else f"at least {least}")
+
+    def check(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig(Flags):
     """What all stages have in common."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
@@ -33,6 +61,10 @@ class StageConfig:
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
     eval_split: str = option("train", "Split of the evaluation data.")
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
+    max_characters: int = option(
+        LONGEST_TEXT,
+        "Longest prompt or response of a record, in characters: much longer ones take minutes to tokenise.",
+    )
     skip_bad_records: bool = option(
         False, "Skip and count records that cannot be used. Off: the first one stops the run."
     )
@@ -40,8 +72,11 @@ class StageConfig:
     eval_limit: int | None = option(None, "Use only the first this many evaluation examples.")
 
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.")
-    lr_schedule: str = option("constant", "transformers' name of the schedule: constant, linear, cosine, ...")
-    warmup_steps: int = option(0, "Optimizer steps over which the learning rate rises from 0.")
+    lr_schedule: str = field(
+        default="constant",
+        metadata={"help": "transformers' name of the schedule after the warm-up.", "choices": list(SCHEDULES)},
+    )
+    warmup_steps: int = option(0, "Optimizer steps over which the learning rate rises from 0, in every schedule.")
     adam_beta1: float = option(0.9, "AdamW beta 1 (first author's setting).")
     adam_beta2: float = option(0.95, "AdamW beta 2 (first author's setting).")
     adam_eps: float = option(1e-8, "AdamW epsilon (first author's setting).")
@@ -70,12 +105,18 @@ class StageConfig:
     report_to: str = option("tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.")
 
     def __post_init__(self) -> None:
-        self.check(self.max_prompt_tokens >= 1, "max_prompt_tokens", "at least 1")
-        self.check(self.tokens_per_row >= 1, "tokens_per_row", "at least 1")
+        self.check_values()
+        self.check_at_least(1, "max_prompt_tokens", "max_characters", "limit", "eval_limit", "tokens_per_row")
+        self.check_at_least(0, "warmup_steps", "save_every", "eval_every")
+        self.check(self.lr_schedule in SCHEDULES, "lr_schedule", f"one of {', '.join(SCHEDULES)}")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
+        self.check(0 <= self.adam_beta1 < 1, "adam_beta1", "at least 0 and below 1")
+        self.check(0 <= self.adam_beta2 < 1, "adam_beta2", "at least 0 and below 1")
+        # A parameter without a gradient is moved by 0 / eps.
+        self.check(self.adam_eps > 0, "adam_eps", "above 0")
+        self.check(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.check(self.max_grad_norm > 0, "max_grad_norm", "above 0")
-        self.check(self.save_every >= 0, "save_every", "0 or more")
-        self.check(self.eval_every >= 0, "eval_every", "0 or more")
+        self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
@@ -84,13 +125,9 @@ class StageConfig:
     def packing(self) -> Packing:
         return Packing(self.tokens_per_row, self.share_prompts)
 
-    def check(self, holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise ValueError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainableConfig:
+class TrainableConfig(Flags):
     """Which parameters of a policy train."""
 
     trainable_layers: int = option(
@@ -101,15 +138,14 @@ class TrainableConfig:
     lora_targets: str = option("all-linear", "Modules with adapters, separated by commas; all-linear leaves the head.")
 
     def check_trainable(self) -> None:
-        for name in ("trainable_layers", "lora_rank"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must be 0 or more, got {getattr(self, name)}")
+        self.check_at_least(0, "trainable_layers", "lora_rank")
+        self.check(self.lora_alpha > 0, "lora_alpha", "above 0")
         if self.trainable_layers and self.lora_rank:
             raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplerConfig:
+class SamplerConfig(Flags):
     """What samples responses."""
 
     sampler: str = field(
@@ -132,46 +168,60 @@ class SamplerConfig:
     )
 
     def check_sampler(self) -> None:
-        if self.rollout_batch_size < 1:
-            raise ValueError(f"--rollout_batch_size must be at least 1, got {self.rollout_batch_size}")
-        if self.rollout_memory is not None and self.rollout_memory <= 0:
-            raise ValueError(f"--rollout_memory must be above 0, got {self.rollout_memory}")
-        if self.sampler not in ("engine", "transformers"):
-            raise ValueError(f"--sampler must be engine or transformers, got {self.sampler!r}")
+        self.check_at_least(1, "rollout_batch_size")
+        self.check(self.rollout_memory is None or self.rollout_memory > 0, "rollout_memory", "above 0")
+        self.check(self.sampler in ("engine", "transformers"), "sampler", "engine or transformers")
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
     """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
 
-    Exits with a usage message on an unknown flag or key, and with the field's name on a bad value.
+    Exits with a usage message on an unknown flag or key, on a key that comes twice, and with the field's name on a bad
+    value.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = HfArgumentParser(cast(Any, config_class), description=config_class.__doc__)
+    # Without abbreviations: --update would set --updates, until there is another flag of that beginning.
+    parser = HfArgumentParser(
+        cast(Any, config_class), description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False
+    )
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
+    given: list[str] = []
     if arguments and arguments[0].endswith((".yaml", ".yml")):
-        arguments = yaml_as_flags(parser, config_class, Path(arguments[0])) + arguments[1:]
+        given = yaml_as_flags(parser, config_class, Path(arguments.pop(0)))
     try:
-        (config,) = parser.parse_args_into_dataclasses(arguments)
+        (config,) = parser.parse_args_into_dataclasses(given + arguments, look_for_args_file=False)
     except ValueError as error:
         message = str(error)
         # Settings that are not ours to parse, such as a loss's, know nothing of flags.
         starts_with_field = message.partition(" ")[0] in {f.name for f in fields(cast(Any, config_class))}
         parser.error(f"--{message}" if starts_with_field else message)
+    for flag in fields(cast(Any, config_class)):
+        if getattr(config, flag.name) == "" != flag.default:
+            parser.error(f"--{flag.name} must not be empty")
     return config
 
 
 def yaml_as_flags(parser: HfArgumentParser, config_class: type, path: Path) -> list[str]:
+    """The values as they are written, so that types and choices are checked in one place: as those of flags."""
+
+    def refuse(problem: str) -> NoReturn:
+        parser.error(f"{path} {problem}")
+
     try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        parser.error(f"cannot read {path}: {error}")
-    if not isinstance(values, dict):
-        parser.error(f"{path} must hold one `field: value` a line, got {type(values).__name__}")
-    unknown = set(values) - {f.name for f in fields(config_class)}
+        document = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"cannot read {path}: {' '.join(str(error).split())}")
+    if not isinstance(document, yaml.MappingNode):
+        refuse("must hold one `field: value` a line")
+    entries = [(str(key.value), value) for key, value in document.value]
+    names = [name for name, _ in entries]
+    unknown = set(names) - {f.name for f in fields(config_class)}
     if unknown:
-        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(map(str, unknown)))}")
-    empty = [name for name, value in values.items() if value is None]
-    if empty:
-        parser.error(f"{path} gives no value for {', '.join(empty)}")
-    # As flags, so that types and choices are checked in one place.
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+        refuse(f"has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        refuse(f"gives more than one value for {', '.join(twice)}")
+    if nested := [name for name, value in entries if not isinstance(value, yaml.ScalarNode)]:
+        refuse(f"must give one value for {', '.join(nested)}, not a list or fields of its own")
+    if empty := [name for name, value in entries if value.tag == "tag:yaml.org,2002:null"]:
+        refuse(f"gives no value for {', '.join(empty)}")
+    return [f"--{name}={value.value}" for name, value in entries]

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from fastp3o.config import parse
+from fastp3o.script import run_script
 
 END, PAD = "<|end|>", "<|pad|>"
 
@@ -74,4 +77,4 @@ def texts(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(HfArgumentParser(TinyLlamaConfig).parse_args_into_dataclasses()[0])
+    run_script(lambda: main(parse(TinyLlamaConfig)))

@@ -9,19 +9,22 @@ from dataclasses import dataclass
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastp3o.config import TrainableConfig, option, required
+from fastp3o.config import TrainableConfig, option, parse, required
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS, precision_of
 from fastp3o.rollouts.room import Room, fitting_room
+from fastp3o.script import run_script
 from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(TrainableConfig):
+    """Predicts the GPU memory of P3O's passes for a model and mean lengths, from its configuration alone."""
+
     model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
     prompt_tokens: int = option(350, "Mean length of a prompt.")
     response_tokens: int = option(40, "Mean length of a response.")
@@ -35,9 +38,11 @@ class MemoryConfig(TrainableConfig):
     rollout_batch_size: int = option(64, "As in training.")
 
     def __post_init__(self) -> None:
+        self.check_values()
         self.check_trainable()
-        if self.precision not in PRECISIONS[1:]:
-            raise ValueError(f"--precision must be one of {', '.join(PRECISIONS[1:])}, got {self.precision!r}")
+        lengths = ("prompt_tokens", "response_tokens", "tokens_per_row", "max_prompt_tokens", "max_response_tokens")
+        self.check_at_least(1, *lengths, "responses_per_prompt", "rollout_batch_size")
+        self.check(self.precision in PRECISIONS[1:], "precision", f"one of {', '.join(PRECISIONS[1:])}")
 
 
 def main(config: MemoryConfig) -> None:
@@ -95,4 +100,4 @@ def sizes(config: MemoryConfig) -> Model:
 
 
 if __name__ == "__main__":
-    main(HfArgumentParser(MemoryConfig, description=__doc__).parse_args_into_dataclasses()[0])
+    run_script(lambda: main(parse(MemoryConfig)))

@@ -2,7 +2,8 @@
 
 from fastp3o.config import parse
 from fastp3o.objectives.online_dpo import OnlineDPOConfig
+from fastp3o.script import run_script
 from fastp3o.stages.online import train
 
 if __name__ == "__main__":
-    train(parse(OnlineDPOConfig))
+    run_script(lambda: train(parse(OnlineDPOConfig)))

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from fastp3o.evaluation.frontier import plot, print_table, read_run
+from fastp3o.script import run_script
 
 
 def main() -> None:
@@ -24,4 +25,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,7 +1,8 @@
 """Stage 2, reward modelling. `python scripts/reward_model.py --help` explains every option."""
 
 from fastp3o.config import parse
+from fastp3o.script import run_script
 from fastp3o.stages.reward_model import RewardModelConfig, train
 
 if __name__ == "__main__":
-    train(parse(RewardModelConfig))
+    run_script(lambda: train(parse(RewardModelConfig)))

@@ -15,6 +15,7 @@ from fastp3o.config import parse
 from fastp3o.evaluation.win_rates.chat_endpoint import EndpointError
 from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, head_to_head, load_judge, win_rates
 from fastp3o.evaluation.win_rates.rates import WinRate
+from fastp3o.script import run_script
 
 
 def main(config: WinRateConfig) -> None:
@@ -26,8 +27,8 @@ def main(config: WinRateConfig) -> None:
         for name, rate in win_rates(config, judge, *responses):
             rates[name] = rate
     except EndpointError as error:
-        raise SystemExit(
-            f"{error}\nNo win rate by the judge. With --verdicts FILE the next run continues from the verdicts so far."
+        raise EndpointError(
+            f"{error}; no win rate by the judge. With --verdicts FILE the next run continues from the verdicts so far"
         ) from error
     finally:
         if rates:
@@ -61,4 +62,4 @@ def write(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Res
 
 
 if __name__ == "__main__":
-    main(parse(WinRateConfig))
+    run_script(lambda: main(parse(WinRateConfig)))

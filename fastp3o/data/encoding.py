@@ -7,31 +7,40 @@ from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.data.chat_template import ChatTemplate, Piece, Pieces, special_tokens, written
 from fastp3o.data.errors import Found, RecordError
-from fastp3o.data.layouts import Message, Part
+from fastp3o.data.layouts import Part
+
+# Characters. A text of so many takes seconds to tokenise.
+LONGEST_TEXT = 1_000_000
 
 
 class Texts(NamedTuple):
-    """A prompt and its responses as strings.
+    """A prompt and its responses.
 
     fields: where the prompt and each response came from.
     templated: whether the chat template wrote them.
     """
 
-    prompt: str
-    responses: tuple[str, ...]
+    prompt: Pieces
+    responses: tuple[Pieces, ...]
     fields: tuple[str, ...]
     templated: bool
 
 
 class Encoded(NamedTuple):
-    """The token ids of a prompt and its responses. `prompt` is the text of what is left of it after truncation."""
+    """The token ids of a prompt and its responses.
+
+    prompt: the text of what is left of it after truncation. special_texts: how many of prompt and responses hold what
+    looks like a special token and is text.
+    """
 
     prompt: str
     prompt_ids: list[int]
     response_ids: list[list[int]]
     prompt_truncated: bool
     responses_truncated: int
+    special_texts: int
 
 
 class Encoder:
@@ -39,21 +48,29 @@ class Encoder:
 
     A long prompt loses its beginning, but keeps the beginning-of-sequence tokens that the tokenizer or the chat
     template put first. A long response loses its end, and with it the end-of-sequence token: the model must not learn
-    to stop there.
+    to stop there. The text of a special token is text, unless the chat template wrote it.
 
     Args:
         tokenizer: the model's, with a chat template where the data are messages.
         max_prompt_tokens: tokens kept of a prompt.
         max_response_tokens: tokens kept of a response; None where only prompts are encoded.
+        max_characters: of a prompt or a response; longer ones cannot be used.
 
     Raises:
         ValueError: a limit leaves no room, or responses need an end-of-sequence token that the tokenizer lacks.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, max_response_tokens: int | None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_tokens: int,
+        max_response_tokens: int | None,
+        max_characters: int = LONGEST_TEXT,
     ) -> None:
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer)
+        self.special_ids = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
+        self.max_characters = max_characters
         self.max_prompt_tokens = max_prompt_tokens
         self.max_response_tokens = max_response_tokens
         self.first_ids = ids_added_first(tokenizer)
@@ -67,29 +84,18 @@ class Encoder:
     def render(self, prompt: Part, responses: tuple[Part, ...]) -> Texts:
         """Applies the chat template to messages and leaves text as it is. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
-        if isinstance(prompt.value, str):
-            return Texts(prompt.value, tuple(cast(str, response.value) for response in responses), fields, False)
-        before = self.apply_template(prompt.value, prompt.field, add_generation_prompt=True)
-        replies = tuple(self.render_reply(prompt.value, before, response) for response in responses)
-        return Texts(before, replies, fields, True)
-
-    def render_reply(self, conversation: list[Message], before: str, response: Part) -> str:
-        """What the template writes for the last message: the difference of the texts with and without it."""
-        whole = self.apply_template([*conversation, *response.value], response.field, add_generation_prompt=False)
-        if not whole.startswith(before):
-            expected = "a chat template that writes the messages before a reply the same with and without the reply"
-            raise RecordError(response.field, expected, Found("one that changes them"))
-        return whole[len(before) :]
-
-    def apply_template(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            return cast(str, text)
-        except Exception as error:  # a template is a program of the model's author and may raise anything
-            found = Found(f"its refusal: {error}")
-            raise RecordError(field, "messages that the chat template accepts", found) from error
+        templated = not isinstance(prompt.value, str)
+        if templated:
+            before = self.template.prompt(prompt)
+            replies = tuple(self.template.reply(prompt, before, response) for response in responses)
+        else:
+            before, *rest = ((Piece(cast(str, part.value), False),) for part in (prompt, *responses))
+            replies = tuple(rest)
+        for field, pieces in zip(fields, (before, *replies), strict=True):
+            length = sum(len(piece.text) for piece in pieces)
+            if length > self.max_characters:
+                raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{length} of them"))
+        return Texts(before, replies, fields, templated)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each of the batch, in order; RecordError where the tokens cannot be used."""
@@ -100,21 +106,32 @@ class Encoder:
             for texts, ids in zip(batch, prompts, strict=True)
         ]
 
-    def tokenise(self, texts: list[str]) -> list[list[int]]:
-        if not texts:
-            return []
+    def tokenise(self, texts: list[Pieces]) -> list[list[int]]:
+        pieces = dict.fromkeys(piece for text in texts for piece in text)
+        ids: dict[Piece, list[int]] = {}
+        for control in (True, False):
+            chosen = [piece for piece in pieces if piece.control == control]
+            if chosen:
+                ids |= zip(chosen, self.plain_ids([piece.text for piece in chosen], control), strict=True)
+        return [[number for piece in text for number in ids[piece]] for text in texts]
+
+    def plain_ids(self, texts: list[str], control: bool) -> list[list[int]]:
         # Padding and truncation are spelt out, because a tokenizer file may switch them on.
         options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
-        return self.tokenizer(texts, add_special_tokens=False, **options).input_ids
+        return self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not control, **options).input_ids
 
     def encode_one(self, texts: Texts, prompt_ids: list[int], response_ids: list[list[int]]) -> Encoded | RecordError:
         try:
+            for field, ids in zip(texts.fields, (prompt_ids, *response_ids), strict=True):
+                if not texts.templated and not self.special_ids.isdisjoint(ids):
+                    raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
             prompt, ids, prompt_truncated = self.encode_prompt(texts, prompt_ids)
             whole = [self.end_with_eos(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
         except RecordError as problem:
             return problem
         kept = [response[: self.max_response_tokens] for response in whole]
-        return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)))
+        special_texts = sum(map(self.template.holds_special_text, (texts.prompt, *texts.responses)))
+        return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts)
 
     def encode_prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
         """(text as the model sees it, ids, whether the beginning was cut off)."""
@@ -126,7 +143,7 @@ class Encoder:
             first, rest = self.first_ids, ids
         room = self.max_prompt_tokens - len(first)
         if len(rest) <= room:
-            return texts.prompt, first + rest, False
+            return written(texts.prompt), first + rest, False
         kept = rest[len(rest) - room :]
         seen = first + kept if texts.templated else kept
         return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True

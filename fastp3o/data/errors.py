@@ -23,6 +23,10 @@ class RecordError(Exception):
         return DataError(f"{file} record {number}{' ' if self.field else ': '}{self.reason}, got {self.got}")
 
 
+class UnskippableError(RecordError):
+    """A record that stops the run even where others are skipped: the next ones would take as long to fail."""
+
+
 class Found(str):
     """A description of what was found, used in place of the one that `describe` makes of the value."""
 

@@ -121,8 +121,19 @@ def response_field(record: Fields, field: str) -> Part:
     return Part(field, reply)
 
 
+DEMONSTRATIONS = ("label", "completion", "response")
+
+
 def demonstration_layout(field: str) -> Layout:
-    return Layout(("prompt", field), 1, prompt_field, lambda record: (response_field(record, field),))
+    return Layout(("prompt", field), 1, prompt_field, lambda record: (the_response(record, field),))
+
+
+def the_response(record: Fields, field: str) -> Part:
+    """The response, where the record says in one way which it is."""
+    given = {name: record[name] for name in DEMONSTRATIONS if record.get(name) is not None}
+    if any(value != given.get(field, value) for value in given.values()):
+        raise RecordError(None, f"one response in the fields {', '.join(given)}", Found("different ones"))
+    return response_field(record, field)
 
 
 # --- conversations --------------------------------------------------------------------------------------------------
@@ -247,9 +258,7 @@ LAYOUTS = (
     Layout(("prompt", "chosen", "rejected"), 2, pair_prompt, pair_responses),
     Layout(("chosen", "rejected"), 2, implicit_prompt, implicit_responses),
     Layout(("info", "summaries", "choice"), 2, comparison_prompt, comparison_responses),
-    demonstration_layout("label"),
-    demonstration_layout("completion"),
-    demonstration_layout("response"),
+    *map(demonstration_layout, DEMONSTRATIONS),
     Layout(("messages",), 1, messages_prompt, messages_response),
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )

@@ -11,8 +11,8 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.encoding import Encoded, Encoder, Texts
-from fastp3o.data.errors import DataError, Found, RecordError
+from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
+from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Layout, find_layout
 from fastp3o.data.sources import Record, read_records
 
@@ -25,6 +25,7 @@ class DataReport:
 
     examples: entries of the data set, one a usable record.
     truncated_prompts, truncated_responses: texts cut at a limit; both responses of a pair may count.
+    special_texts: texts that hold what looks like a special token, such as a written end of sequence, and is text.
     skipped: records that cannot be used.
     reasons: how many of these for each reason.
     """
@@ -32,11 +33,14 @@ class DataReport:
     examples: int = 0
     truncated_prompts: int = 0
     truncated_responses: int = 0
+    special_texts: int = 0
     skipped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
+        if self.special_texts:
+            cut += f", {self.special_texts} texts with the name of a special token, which is text"
         why = "; ".join(f"{count} × {reason}" for reason, count in self.reasons.most_common())
         return f"{self.examples} examples, {cut}, {self.skipped} records skipped" + (f" ({why})" if why else "")
 
@@ -47,6 +51,7 @@ def load_prompts(
     *,
     split: str = "train",
     max_prompt_tokens: int,
+    max_characters: int = LONGEST_TEXT,
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
@@ -55,8 +60,9 @@ def load_prompts(
     Args:
         source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
             glob, or a folder. Of a folder with files named after splits, those of `split` are read.
-        split: the split of a hub data set or a folder; it has no meaning for a file or a glob.
+        split: the split of a hub data set or a folder; files have "train" alone.
         max_prompt_tokens: longer prompts lose their beginning and are counted.
+        max_characters: of a prompt or a response; a record with more cannot be used.
         skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
         limit: stop reading after this many usable records.
 
@@ -69,7 +75,7 @@ def load_prompts(
         DataError: the source cannot be read, a record cannot be used, or none can.
         ValueError: a limit leaves no room.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, None)
+    encoder = Encoder(tokenizer, max_prompt_tokens, None, max_characters)
     return Loading(encoder, (), skip_bad_records, limit).load(source, split)
 
 
@@ -80,6 +86,7 @@ def load_demonstrations(
     split: str = "train",
     max_prompt_tokens: int,
     max_response_tokens: int,
+    max_characters: int = LONGEST_TEXT,
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
@@ -93,7 +100,7 @@ def load_demonstrations(
     Raises:
         DataError, ValueError: as `load_prompts`; also where the tokenizer has no end-of-sequence token.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens)
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
     return Loading(encoder, ("response_ids",), skip_bad_records, limit).load(source, split)
 
 
@@ -104,6 +111,7 @@ def load_preferences(
     split: str = "train",
     max_prompt_tokens: int,
     max_response_tokens: int,
+    max_characters: int = LONGEST_TEXT,
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
@@ -116,7 +124,7 @@ def load_preferences(
     Raises:
         DataError, ValueError: as `load_demonstrations`.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens)
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
     return Loading(encoder, ("chosen_ids", "rejected_ids"), skip_bad_records, limit).load(source, split)
 
 
@@ -196,12 +204,13 @@ class Loading:
         self.report.examples += 1
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated
+        self.report.special_texts += result.special_texts
         responses = dict(zip(self.response_columns, result.response_ids, strict=True))
         return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses}
 
     def reject(self, record: Record, problem: RecordError) -> None:
         """Counts the record as skipped, or raises DataError where none may be."""
-        if not self.skip_bad_records:
+        if not self.skip_bad_records or isinstance(problem, UnskippableError):
             raise problem.at(record.file, record.number) from problem
         self.report.skipped += 1
         self.report.reasons[problem.reason] += 1

@@ -27,6 +27,7 @@ READABLE = JSON_LINES + JSON + PARQUET
 FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".zip")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
+WHOLE = "train"  # the split that files and folders without one have
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
@@ -73,6 +74,8 @@ def local_files(source: str, split: str) -> list[Path] | None:
         return None
     if "[" in split:
         raise DataError(f"{source}: the split '{split}' has a slice, which only the hub takes; use a limit for files")
+    if split != WHOLE and not path.is_dir():
+        raise DataError(f"{source}: there is no split '{split}': all that files hold is '{WHOLE}'")
     for file in files:
         if not file.name.endswith(READABLE):
             raise DataError(f"{file}: expected a file that ends with one of {', '.join(READABLE)}")
@@ -87,6 +90,8 @@ def split_files(folder: Path, split: str) -> list[Path]:
     words = {file: set(re.split(r"[^a-z]+", file.name.lower())) for file in files}
     assigned = [file for file in files if words[file] & (SPLIT_WORDS | {split})]
     if not assigned:
+        if split != WHOLE:
+            raise DataError(f"{folder}: there is no split '{split}': no file is named after one, so all is '{WHOLE}'")
         return files
     if len(assigned) < len(files):
         other = next(file for file in files if file not in assigned)

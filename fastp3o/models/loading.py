@@ -1,20 +1,24 @@
-"""Tokenizers and models from checkpoints, as the stages take them."""
-
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""Tokenizers and models as the stages take them; those that are not whole, or do not fit together, are refused."""
 
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import find_adapter_config_file
 
+from fastp3o.models.checkpoint import (
+    base_of,
+    errors_naming,
+    from_checkpoint,
+    has_tokenizer,
+    listed,
+    load_config,
+    require_whole,
+    with_adapters,
+)
 from fastp3o.models.packable import require_packable
 from fastp3o.models.packed_model import PackedModel
 
@@ -22,14 +26,50 @@ CPU = torch.device("cpu")
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Raises ValueError where it has no end-of-sequence token: responses could not end."""
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    """The tokenizer of a model.
+
+    Raises ValueError where there is none, where it has no end-of-sequence token, as responses could not end, and where
+    it has tokens that the model does not.
+    """
+    with errors_naming(name):
+        if not has_tokenizer(name):
+            raise ValueError("it has no tokenizer's files")
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokens = load_config(name, trust_remote_code).get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens)
+    if beyond:
+        raise ValueError(
+            f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: "
+            f"{listed([repr(token) for _, token in beyond])}; is it another model's, or was the model not resized?"
+        )
     if tokenizer.pad_token_id is None:
         # Padding is masked wherever it is used, so any id serves.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def require_same_vocabulary(
+    reference: str, policy: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> None:
+    """Raises ValueError where a reference gives log-probabilities of other tokens than those of the policy.
+
+    tokenizer: the policy's. Of a reference without a tokenizer the number of tokens alone is compared.
+    """
+    expected = f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
+    with errors_naming(reference):
+        there, here = (
+            load_config(name, trust_remote_code).get_text_config().vocab_size for name in (reference, policy)
+        )
+        others = None
+        if has_tokenizer(reference):
+            others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
+    if there != here:
+        raise ValueError(f"{expected}{there} tokens instead of {here}")
+    if others is not None and others != (own := tokenizer.get_vocab()):
+        differing = sorted(token for token in own.keys() | others.keys() if own.get(token) != others.get(token))
+        raise ValueError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
 
 
 def load_policy(
@@ -41,84 +81,51 @@ def load_policy(
 ) -> PackedModel:
     """A causal LM without dropout: a policy's log-probabilities must not be random. LoRA adapters are merged into it.
 
-    Raises ValueError where the model cannot be run on packed rows.
+    Raises ValueError where the checkpoint is not whole, or the model cannot be run on packed rows.
     """
-    base, adapter = name, find_adapter_config_file(name)
-    if adapter is not None:
-        from peft import PeftConfig, PeftModel
-
-        base = PeftConfig.from_pretrained(name).base_model_name_or_path
-    model = AutoModelForCausalLM.from_pretrained(
-        base, dtype=dtype, trust_remote_code=trust_remote_code, **dropout_off(base, trust_remote_code)
-    )
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, name).merge_and_unload()
+    base = base_of(name)
+    model, loading = from_checkpoint(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
+    require_whole(base, loading)
+    if base != name:
+        model = with_adapters(model, name).merge_and_unload()
     return require_packable(PackedModel(model).to(device), name)
 
 
 def load_reward_model(
     name: str,
     *,
+    new_head: bool = False,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PackedModel:
-    """A sequence classifier with one output. From a causal LM's checkpoint the scalar head starts at zero.
+    """A sequence classifier with one output.
 
-    Raises ValueError where the model has no linear `score` head over hidden states, or more than one output, or cannot
-    be run on packed rows.
+    new_head: also take a causal LM's checkpoint, to which a scalar head is added that starts at zero.
+
+    Raises ValueError where the checkpoint is not whole or its head was not trained, where the model has no linear
+    `score` head over hidden states, or more than one output, or cannot be run on packed rows.
     """
-    with load_report_held_back() as report:
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name,
-            num_labels=1,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **dropout_off(name, trust_remote_code),
-        )
-        missing = loading["missing_keys"]
-        body = model.base_model_prefix + "."
-        if missing and not any(key.startswith(body) for key in {*missing, *loading["unexpected_keys"]}):
-            report.clear()  # a causal LM's checkpoint, whole but for the head
+    model, loading = from_checkpoint(
+        AutoModelForSequenceClassification, name, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
+    )
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
-    if head.out_features != 1:
-        raise ValueError(f"{name} has {head.out_features} outputs; a reward model has one")
+    outputs = next((shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight"), 1)
+    if outputs != 1:
+        raise ValueError(f"{name} has {outputs} outputs; a reward model has one")
+    headless = "score.weight" in loading["missing_keys"]
+    require_whole(name, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
+    if headless:
+        nn.init.zeros_(head.weight)
+    if not new_head and not head.weight.any():
+        raise ValueError(
+            f"{name} is no trained reward model: "
+            + ("it is a language model without a head `score`" if headless else "its head `score` is zero")
+            + "; train one from it with scripts/reward_model.py"
+        )
     if model.config.pad_token_id is None:
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
-    packable = require_packable(PackedModel(model.to(device)), name)
-    if any(key.startswith("score.") for key in missing):
-        nn.init.zeros_(head.weight)
-    return packable
-
-
-@contextmanager
-def load_report_held_back() -> Iterator[list[logging.LogRecord]]:
-    """Collects what transformers reports of missing and unexpected weights; what is left of it at the end is logged."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    held: list[logging.LogRecord] = []
-
-    def hold(record: logging.LogRecord) -> bool:
-        held.append(record)
-        return False
-
-    logger.addFilter(hold)
-    try:
-        yield held
-    finally:
-        logger.removeFilter(hold)
-        for record in held:
-            logger.handle(record)
-
-
-def dropout_off(name: str, trust_remote_code: bool) -> dict[str, float]:
-    """Zero for every dropout probability that the model's configuration has."""
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return {
-        key: 0.0
-        for key, value in config.to_dict().items()
-        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop", "drop"))
-    }
+    return require_packable(PackedModel(model.to(device)), name)

@@ -24,6 +24,9 @@ class PackedModel(nn.Module):
 
     Everything happens within one forward call, so that a distributed wrapper sees it. There are no logits, unless that
     function computes them.
+
+    relative_positions: whether positions count by their differences alone. longest_sequence: tokens that prompt and
+    response may take together, None for no limit.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -32,6 +35,7 @@ class PackedModel(nn.Module):
         if model.config._attn_implementation == attention.NAME:
             raise ValueError("the model, or another with the same configuration object, is in a PackedModel already")
         self.model = model
+        self.relative_positions = end_of_positions(model.config) is None
         self.longest_sequence = longest_sequence(model.config)
         # transformers' SDPA forgets soft capping.
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
@@ -59,8 +63,8 @@ class PackedModel(nn.Module):
         if self.longest_sequence is not None and tokens > self.longest_sequence:
             raise ValueError(
                 f"prompt and response take up to {tokens} tokens together, and the positions of "
-                f"{type(self.model).__name__} end at {self.longest_sequence}: lower --max_prompt_tokens or the longest "
-                "response"
+                f"{type(self.model).__name__} end at {self.longest_sequence}: lower --max_prompt_tokens or "
+                "--max_response_tokens"
             )
 
     def recompute_activations(self) -> None:
@@ -118,17 +122,29 @@ def evaluation_mode(model: PackedModel) -> Iterator[None]:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Tokens that prompt and response may take together, None for no limit.
+    """Where positions end: those that the model can compute, or else those that its configuration declares.
+
+    Rotary positions go on behind those that the model was trained for, but what it says there is worth nothing.
+    """
+    end = end_of_positions(config)
+    config = config.get_text_config()
+    declared = getattr(config, "max_position_embeddings", None)
+    if end is not None or declared is None:
+        return end
+    scaled = [kind.get("factor", 1) * kind.get("original_max_position_embeddings", 0) for kind in rope_kinds(config)]
+    return int(max(declared, *scaled))
+
+
+def end_of_positions(config: PretrainedConfig) -> int | None:
+    """Tokens of a sequence with positions of its own, None for no end.
 
     Absolute position embeddings end somewhere. Dynamic and longrope rotary positions turn otherwise once a sequence is
     longer than the original length, and with it all its neighbours in a row.
     """
     config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
+    kinds = rope_kinds(config)
+    if not kinds:
         return getattr(config, "max_position_embeddings", None)
-    # Some have parameters for each kind of layer.
-    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
     return min(
         (
             kind.get("original_max_position_embeddings", config.max_position_embeddings)
@@ -137,6 +153,12 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
         ),
         default=None,
     )
+
+
+def rope_kinds(config: PretrainedConfig) -> list[dict]:
+    """Parameters of rotary positions; some models have them for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None)
+    return [kind for kind in rope.values() if isinstance(kind, dict)] or [rope] if rope else []
 
 
 def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:

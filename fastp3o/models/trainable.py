@@ -58,15 +58,20 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
         from peft import LoraConfig
     except ImportError as error:
         raise ValueError("--lora_rank needs peft: pip install 'fastp3o[lora]'") from error
-    model.model.add_adapter(
-        LoraConfig(
-            r=rank,
-            lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
-            target_modules=targets if targets == "all-linear" else targets.split(","),
-            base_model_name_or_path=model.model.name_or_path,
-            task_type="CAUSAL_LM",
-        )
+    largest = max(min(weight.shape) for weight in model.model.base_model.parameters() if weight.dim() == 2)
+    if rank > largest:
+        raise ValueError(f"--lora_rank is {rank}, and the model's matrices have a rank of {largest} at most")
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+        base_model_name_or_path=model.model.name_or_path,
+        task_type="CAUSAL_LM",
     )
+    try:
+        model.model.add_adapter(lora)
+    except ValueError as error:
+        raise ValueError(f"--lora_targets {targets}: {error}") from error
     model.head()
 
 

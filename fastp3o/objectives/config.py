@@ -49,11 +49,14 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
         self.check_trainable()
         self.check_sampler()
         positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
-        for name in (*positive, "eval_batch_size", "eval_responses_per_prompt"):
-            self.check(getattr(self, name) >= 1, name, "at least 1")
-        self.check(self.responses_per_prompt >= 2, "responses_per_prompt", "at least 2")
+        self.check_at_least(1, *positive, "eval_batch_size", "eval_responses_per_prompt")
+        self.check_at_least(2, "responses_per_prompt")
+        self.check_at_least(0, "samples_every")
         numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
         self.check(numbers, "eval_at", "whole numbers separated by commas")
+        self.check(
+            max(self.evaluated_at, default=0) <= self.updates, "eval_at", f"updates of the run, at most {self.updates}"
+        )
         if self.prompts_per_update % self.prompts_per_minibatch:
             raise ValueError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
@@ -65,8 +68,11 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
         return self.prompts_per_update // self.prompts_per_minibatch
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
-        at = {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
-        return step in at or super().evaluates_after(step, last=last)
+        return step in self.evaluated_at or super().evaluates_after(step, last=last)
+
+    @property
+    def evaluated_at(self) -> set[int]:
+        return {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
 
     def objective(self) -> Objective:
         """What this configuration trains with; each objective's own configuration says which."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.loading import load_policy, load_tokenizer, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel, unwrap
 from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
 from fastp3o.models.trainable import choose_trainable
@@ -65,6 +65,8 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     prepare_output_dir(accelerator, config)
 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    if config.reference:
+        require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
     examples, eval_examples = load_data(
         accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
     )

@@ -33,7 +33,7 @@ class RewardModelling:
         self.config = config
 
     def load_model(self) -> PackedModel:
-        return load_reward_model(self.config.model, trust_remote_code=self.config.trust_remote_code)
+        return load_reward_model(self.config.model, new_head=True, trust_remote_code=self.config.trust_remote_code)
 
     def pack(self, examples: Examples) -> list[PackedRow]:
         responses = list(zip(examples["chosen_ids"], examples["rejected_ids"], strict=True))

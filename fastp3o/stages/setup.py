@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import set_seed
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -20,9 +21,23 @@ def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
     quiet_libraries()
     return Accelerator(
         mixed_precision="no" if precision.autocast is None else "bf16",
-        log_with=None if config.report_to == "none" else config.report_to.split(","),
+        log_with=trackers(config.report_to),
         project_dir=config.output_dir,
     )
+
+
+def trackers(names: str) -> list[str] | None:
+    """accelerate's trackers. Raises ValueError for one that is not there: accelerate would leave it out."""
+    if names == "none":
+        return None
+    chosen = [name.strip() for name in names.split(",")]
+    available = [tracker.value for tracker in get_available_trackers()]
+    if missing := [name for name in chosen if name not in available]:
+        raise ValueError(
+            f"--report_to: {', '.join(missing)} is not installed or not a tracker of accelerate's; "
+            f"there are {', '.join([*available, 'none'])}"
+        )
+    return chosen
 
 
 def quiet_libraries() -> None:
@@ -65,6 +80,7 @@ def load_data(
             split=split,
             limit=limit,
             max_prompt_tokens=config.max_prompt_tokens,
+            max_characters=config.max_characters,
             skip_bad_records=config.skip_bad_records,
             **lengths,
         )

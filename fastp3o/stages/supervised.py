@@ -38,9 +38,7 @@ class SupervisedConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.max_response_tokens >= 1, "max_response_tokens", "at least 1")
-        self.check(self.epochs >= 1, "epochs", "at least 1")
-        self.check(self.batch_size >= 1, "batch_size", "at least 1")
+        self.check_at_least(1, "max_response_tokens", "epochs", "batch_size")
 
 
 class SupervisedTask(Protocol):

@@ -46,8 +46,10 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        # transformers' constant schedule leaves out the warm-up.
+        name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
-            config.lr_schedule, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
+            name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
         )
         # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
         fp16 = precision.weights == torch.float16

@@ -28,7 +28,7 @@ def ratio_noise(policy: nn.Module, rollouts: Rollouts, microbatch: Microbatch) -
     prompt_ids, responses = [prompt for prompt, _ in alone], [[ids] for _, ids in alone]
     tokens = sum(len(prompt) + len(ids) for prompt, ids in alone)
     (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=tokens))
-    if unwrap(policy).longest_sequence is None:
+    if unwrap(policy).relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(microbatch.old_logprobs.device)
     again = by_group([row], [sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)])

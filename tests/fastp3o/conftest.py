@@ -73,7 +73,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
             intermediate_size=64,
             num_hidden_layers=2,
             num_attention_heads=2,
-            max_position_embeddings=128,
+            max_position_embeddings=2048,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

@@ -1,6 +1,8 @@
 import pytest
+import torch
+from transformers import get_scheduler
 
-from fastp3o.config import parse
+from fastp3o.config import SCHEDULES, parse
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages.sft import SFTConfig
 
@@ -23,7 +25,9 @@ def test_a_yaml_file_sets_fields_and_flags_override_it(tmp_path):
     ("text", "message"),
     [
         ("modle: m\n", "modle"),
-        ("- model\n", "list"),
+        ("- model\n", "one `field: value` a line"),
+        ("model: a\nmodel: b\n", "more than one value for model"),
+        ("model: [a, b]\n", "one value for model"),
         ("model:\n", "no value for model"),
         ("model: [\n", "cannot read"),
     ],
@@ -62,3 +66,27 @@ def test_help_explains_every_field(capsys):
 def test_evaluations_come_regularly_at_given_updates_and_last():
     config = parse(P3OConfig, [*P3O, "--eval_at", "1, 3", "--eval_every", "4", "--updates", "10"])
     assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]
+
+
+def test_every_schedule_warms_up_from_the_flags_alone():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    for name in SCHEDULES:
+        name = "constant_with_warmup" if name == "constant" else name
+        schedule = get_scheduler(name, torch.optim.SGD([parameter], 1.0), num_warmup_steps=2, num_training_steps=4)
+        assert schedule.get_last_lr() == [0.0]
+
+
+def test_a_flag_is_not_abbreviated(capsys):
+    with pytest.raises(SystemExit):
+        parse(P3OConfig, [*P3O, "--update", "3"])
+    assert "--update" in capsys.readouterr().err
+
+
+def test_yaml_values_are_taken_as_they_are_written(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: 1e5\noutput_dir: 2026-01-01\nprompts: 12:30\nreward: -x\neval_at: ''\nresume: yes\nseed: 010\n"
+    )
+    config = parse(P3OConfig, [str(path)])
+    assert (config.model, config.output_dir, config.prompts, config.reward) == ("1e5", "2026-01-01", "12:30", "-x")
+    assert (config.eval_at, config.resume, config.seed) == ("", True, 10)

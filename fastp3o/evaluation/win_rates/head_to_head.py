@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import SamplerConfig, option, required
 from fastp3o.data import load_prompts
+from fastp3o.data.encoding import LONGEST_TEXT
 from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
 from fastp3o.evaluation.win_rates.rates import WinRate, verdicts_of_rewards, win_rate
@@ -58,6 +59,9 @@ class WinRateConfig(SamplerConfig):
         False, "Skip and count records that cannot be used. Off: the first one stops the run."
     )
     max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
+    max_characters: int = option(
+        LONGEST_TEXT, "Longest prompt, in characters: much longer ones take minutes to tokenise."
+    )
     max_response_tokens: int = option(128, "Longest response, in tokens.")
     responses_per_prompt: int = option(1, "Responses to each prompt; response k of one against k of the other.")
     temperature: float = option(1.0, "Divides the logits; the lower, the more likely the likely tokens.")
@@ -67,14 +71,10 @@ class WinRateConfig(SamplerConfig):
     seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_prompt_tokens",
-            "max_response_tokens",
-            "responses_per_prompt",
-            "judge_requests",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        self.check_values()
+        lengths = ("max_prompt_tokens", "max_response_tokens", "max_characters", "limit")
+        self.check_at_least(1, *lengths, "responses_per_prompt", "judge_requests")
+        self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
         self.check_sampler()
         self.sampling_settings()
         if not (self.reward or self.judge or self.judge_url):
@@ -133,6 +133,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> di
         split=config.split,
         limit=config.limit,
         max_prompt_tokens=config.max_prompt_tokens,
+        max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from fastp3o.data.chat_template import Piece, Pieces, written
 from fastp3o.data.encoding import Encoded, Encoder, Texts, ids_added_first
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
@@ -40,8 +41,17 @@ def token_ids(text: str) -> list[int]:
     return PLAIN(text, add_special_tokens=False).input_ids
 
 
-def texts(prompt: str, *responses: str, templated: bool = False) -> Texts:
-    return Texts(prompt, responses, ("prompt", "chosen", "rejected")[: 1 + len(responses)], templated)
+def spelt(text: str) -> list[int]:
+    """One token a byte, special tokens too."""
+    return PLAIN(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def raw(text: str) -> Pieces:
+    return (Piece(text, control=False),)
+
+
+def texts(prompt: str, *responses: str) -> Texts:
+    return Texts(raw(prompt), tuple(map(raw, responses)), ("prompt", "chosen", "rejected")[: 1 + len(responses)], False)
 
 
 def encode(encoder: Encoder, item: Texts) -> Encoded:
@@ -64,7 +74,7 @@ def test_a_prompt_gets_the_tokenizers_bos_and_never_its_eos(adds: str, first: li
     tokenizer = byte_tokenizer(adds)
     assert ids_added_first(tokenizer) == first
     encoded = encode(Encoder(tokenizer, 100, 100), texts("Hi", " you"))
-    assert encoded == ("Hi", first + token_ids("Hi"), [[*token_ids(" you"), EOS_ID]], False, 0)
+    assert encoded == ("Hi", first + token_ids("Hi"), [[*token_ids(" you"), EOS_ID]], False, 0, 0)
 
 
 def test_bos_is_found_with_a_vocabulary_of_other_letters():
@@ -115,11 +125,27 @@ def test_each_truncated_response_counts():
     assert encode(encoder, texts("Hi", "long one", "ok")).responses_truncated == 1
 
 
-def test_a_response_that_brings_its_own_eos_ends_once():
-    encoder = Encoder(PLAIN, 100, 100)
-    assert encode(encoder, texts("Hi", "you" + EOS)).response_ids == [[*token_ids("you"), EOS_ID]]
-    assert "field 'chosen': expected no end-of-sequence token inside" in problem(encoder, texts("Hi", f"a{EOS}b"))
-    assert "field 'rejected': expected text that the tokenizer knows" in problem(encoder, texts("Hi", "a", EOS))
+def test_the_text_of_a_special_token_is_text():
+    encoder = Encoder(byte_tokenizer(f"{BOS} $A"), 100, 100)
+    encoded = encode(encoder, texts(f"{BOS}Hi{EOS}", f"you{EOS}"))
+    assert encoded.prompt_ids == [BOS_ID, *spelt(f"{BOS}Hi{EOS}")]
+    assert encoded.response_ids == [[*spelt(f"you{EOS}"), EOS_ID]]
+    assert encoded.special_texts == 2
+
+
+def test_a_tokenizer_that_knows_no_other_way_to_write_it_is_refused():
+    vocabulary = {"a": 0, EOS: 1}
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.eos_token = EOS
+    expected = "field 'chosen': expected text that the tokenizer has text tokens for, got a special token"
+    assert expected in problem(Encoder(words, 9, 9), texts("a", f"a {EOS}"))
+
+
+def test_a_text_of_more_characters_than_are_tokenised_in_seconds():
+    encoder = Encoder(PLAIN, 9, 9, max_characters=5)
+    with pytest.raises(RecordError, match="at most 5 characters"):
+        encoder.render(Part("prompt", "Hello!"), ())
 
 
 def test_text_outside_the_vocabulary():
@@ -130,7 +156,7 @@ def test_text_outside_the_vocabulary():
 
 
 def test_one_bad_record_leaves_the_others_of_its_batch():
-    good, bad = texts("Hi", "a", "b"), texts("Hi", "a", EOS)
+    good, bad = texts("Hi", "a", "b"), texts("Hi", "a", "")
     results = Encoder(PLAIN, 9, 9).encode([good, bad, texts("Ho", "c", "d")])
     assert [type(result) for result in results] == [Encoded, RecordError, Encoded]
     assert results[2].response_ids == [[*token_ids("c"), EOS_ID], [*token_ids("d"), EOS_ID]]
@@ -159,7 +185,8 @@ def chat(template: str, *responses: dict, adds: str = "$A") -> tuple[Encoder, Te
 def test_the_response_is_what_the_template_adds():
     encoder, rendered = chat(CHATML, REPLY)
     prompt = f"<|user|>Hi{EOS}\n<|assistant|>"
-    assert rendered == (prompt, (f"Hello{EOS}\n",), ("prompt", "chosen"), True)
+    assert rendered.prompt == (Piece(prompt, control=True),)
+    assert rendered.responses == ((Piece(f"Hello{EOS}\n", control=True),),)
     encoded = encode(encoder, rendered)
     assert encoded.prompt_ids == token_ids(prompt)
     assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
@@ -174,7 +201,7 @@ def test_the_template_alone_decides_on_bos():
     encoder, rendered = chat(CHATML, adds=f"{BOS} $A")
     assert BOS_ID not in encode(encoder, rendered).prompt_ids
     encoder, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
-    assert encode(encoder, rendered).prompt_ids == token_ids(rendered.prompt)
+    assert encode(encoder, rendered).prompt_ids == token_ids(written(rendered.prompt))
     assert encode(encoder, rendered).prompt_ids.count(BOS_ID) == 1
 
 
@@ -187,7 +214,7 @@ def test_a_truncated_conversation_keeps_the_templates_bos():
 
 def test_a_template_that_rewrites_the_prompt_is_refused():
     with pytest.raises(RecordError, match="the same with and without the reply"):
-        chat("{{ messages | length }} messages", REPLY)
+        chat("{{ messages | length }} messages: {{ messages[0].content }} {{ messages[-1].content }}", REPLY)
 
 
 def test_a_template_that_raises_says_why():

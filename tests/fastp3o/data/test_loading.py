@@ -1,5 +1,6 @@
 """The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may come."""
 
+import copy
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data import DataError, DataReport, load_demonstrations, load_preferences, load_prompts
+from fastp3o.data import DataError, DataReport, chat_template, load_demonstrations, load_preferences, load_prompts
+from fastp3o.data.time_limit import TimeLimit
 
 EOS = "</s>"
-LENGTHS = {"max_prompt_tokens": 100, "max_response_tokens": 100}
+LENGTHS = {"max_prompt_tokens": 100, "max_response_tokens": 100, "max_characters": 1000}
 PAIR = {"prompt": "Hi", "chosen": " you", "rejected": " there"}
 
 
@@ -136,7 +138,7 @@ BAD_RECORDS = [
     ({"prompt": "Hi", "chosen": "a"}, "record 2 field 'rejected': expected text, got nothing: the field is missing"),
     ({**PAIR, "prompt": " "}, "record 2 field 'prompt': expected text, got only white space"),
     ({**PAIR, "rejected": " you"}, "record 2 field 'rejected': expected another response than 'chosen', got the same"),
-    ({**PAIR, "chosen": EOS}, "record 2 field 'chosen': expected text that the tokenizer knows, got no token"),
+    ({**PAIR, "chosen": "o" * 2000}, "record 2 field 'chosen': expected at most 1000 characters, got 2000 of them"),
     (Line("{"), "record 2: expected valid JSON, got text that is not"),
     ([PAIR], "record 2: expected an object, got a list of 1"),
     (3, "record 2: expected an object, got the number 3"),
@@ -305,3 +307,48 @@ def test_any_json_gives_usable_records_or_a_data_error(
     for example in data:
         assert all(example[column] for column in data.column_names)
         assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])
+
+
+def test_the_text_of_special_tokens_is_counted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    source = jsonl(tmp_path, [PAIR, {**PAIR, "chosen": f" you{EOS}"}])
+    _, report = load_preferences(source, tokenizer, **LENGTHS)
+    assert "truncated, 1 texts with the name of a special token, which is text, 0 records" in str(report)
+
+
+@pytest.mark.parametrize("others", [{"completion": " me"}, {"response": " me", "completion": " you"}])
+def test_two_readings_of_a_response_are_refused_by_name(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, others: dict[str, str]
+):
+    source = jsonl(tmp_path, [{"prompt": "Hi", "label": " you", **others}])
+    with pytest.raises(DataError, match=r"record 1: expected one response in the fields label, completion|response"):
+        load_demonstrations(source, tokenizer, **LENGTHS)
+    same = dict.fromkeys(others, " you")
+    data, _ = load_demonstrations(jsonl(tmp_path, [{"prompt": "Hi", "label": " you", **same}]), tokenizer, **LENGTHS)
+    assert len(data) == 1
+
+
+def test_a_message_that_the_template_drops_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    template = "{% for m in messages %}{% if m.role != 'critic' %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    roles = [("user", "Hi"), ("critic", "bad"), ("user", "Ho"), ("assistant", "you")]
+    conversation = [{"role": role, "content": content} for role, content in roles]
+    source = jsonl(tmp_path, [{"messages": conversation[2:]}, {"messages": conversation}])
+    with pytest.raises(DataError) as caught:
+        load_demonstrations(source, tokenizer, **LENGTHS)
+    assert str(caught.value) == (
+        f"{source} record 2 field 'messages[1]': expected a message that the chat template writes, "
+        "got one of 'critic' that it drops"
+    )
+
+
+def test_a_template_that_hangs_stops_the_run_whatever_is_skipped(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(chat_template, "LIMIT", TimeLimit(0.2))
+    tokenizer = copy.deepcopy(tokenizer)
+    loops = ["{% for a in range(99999) %}"] * 4 + ["{% endfor %}"] * 4
+    tokenizer.chat_template = "".join(loops)
+    source = jsonl(tmp_path, [{"messages": [{"role": "user", "content": "Hi"}]}])
+    with pytest.raises(DataError, match=r"record 1 field 'messages': .*no end of its work after 0.2 s"):
+        load_prompts(source, tokenizer, max_prompt_tokens=9, skip_bad_records=True)

@@ -185,3 +185,11 @@ def test_hub_errors_name_the_source(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(DataError, match="owner/name: the split 'train' cannot be loaded from the hub: no route"):
         contents("owner/name")
+
+
+@pytest.mark.parametrize("source", ["records.jsonl", "*.jsonl", "."])
+def test_files_without_splits_have_one(jsonl: Path, monkeypatch: pytest.MonkeyPatch, source: str):
+    monkeypatch.chdir(jsonl.parent)
+    assert contents(source) == RECORDS
+    with pytest.raises(DataError, match=r"there is no split 'nosuch': .*'train'"):
+        contents(source, "nosuch")

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -205,11 +206,11 @@ def test_the_head_has_the_models_own_scales():
 
 
 def test_a_reward_model_from_a_language_model_starts_at_zero(tiny_model):
-    assert scores(load_reward_model(tiny_model), PAIRS.row()).tolist() == [0] * 6
+    assert scores(load_reward_model(tiny_model, new_head=True), PAIRS.row()).tolist() == [0] * 6
 
 
 def test_a_saved_reward_model_is_what_transformers_loads(tiny_model, tmp_path):
-    model = load_reward_model(tiny_model)
+    model = load_reward_model(tiny_model, new_head=True)
     nn.init.normal_(model.model.score.weight)
     model.model.save_pretrained(tmp_path)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path)
@@ -245,7 +246,8 @@ def test_an_adapters_folder_gives_the_merged_policy(tiny_model, tmp_path):
     torch.testing.assert_close(scored_logprobs(loaded, row), scored_logprobs(model, row), atol=1e-5, rtol=1e-5)
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path, tokenizer):
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, tokenizer, tiny_model):
+    AutoConfig.from_pretrained(tiny_model).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     assert (loaded.eos_token, loaded.pad_token) == ("<end>", "<pad>")
@@ -263,7 +265,17 @@ def test_absolute_positions_have_an_end():
     model.check_reach(64)
     with pytest.raises(ValueError, match="up to 65 tokens together, and the positions of GPT2LMHeadModel end at 64"):
         model.check_reach(65)
-    PackedModel(random_model("llama")).check_reach(65)
+
+
+def test_rotary_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of_it():
+    with pytest.raises(ValueError, match="up to 65 tokens together, and the positions of LlamaForCausalLM end at 64"):
+        PackedModel(random_model("llama")).check_reach(65)
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    for rope, declared in ((yarn, 64), (yarn | {"rope_type": "linear"}, 256)):
+        model = PackedModel(random_model("llama", rope_parameters=rope, max_position_embeddings=declared))
+        model.check_reach(256)
+        with pytest.raises(ValueError, match="end at 256"):
+            model.check_reach(257)
 
 
 def test_a_head_that_is_not_linear_is_refused(tiny_model):

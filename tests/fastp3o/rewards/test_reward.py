@@ -50,7 +50,7 @@ def test_a_function_that_is_not_there_is_named(workplace, tokenizer, name):
 
 
 def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, rollouts):
-    model = load_reward_model(tiny_model)
+    model = load_reward_model(tiny_model, new_head=True)
     torch.nn.init.normal_(model.model.score.weight)
     same = ModelReward(model, tokenizer, tokenizer, **SETTINGS)
     other = ModelReward(model, tokenizer, tokenizer, **SETTINGS)

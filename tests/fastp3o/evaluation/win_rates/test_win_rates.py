@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.config import parse
 from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
-from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
+from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint, EndpointError
 from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward
 from fastp3o.evaluation.win_rates.rates import verdicts_of_rewards, win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict
@@ -199,7 +199,9 @@ def test_a_checkpoint_against_itself_is_all_ties(play, tiny_model, capsys):
 
 
 def test_a_reward_model_plays_too(play, tiny_model):
-    result = play(tiny_model, tiny_model, "--reward", tiny_model, "--limit", "3")
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("rewards")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("rewards")
+    result = play(tiny_model, tiny_model, "--reward", "rewards", "--limit", "3")
     assert result["win_rates"]["reward"]["ties"] == 3
 
 
@@ -226,7 +228,7 @@ def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_mode
         "fastp3o.evaluation.win_rates.head_to_head.ChatEndpoint", functools.partial(ChatEndpoint, **impatient)
     )
     judged = ["--judge_url", "http://127.0.0.1:1", "--judge_model", "m"]
-    with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
+    with pytest.raises(EndpointError, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
         play(tiny_model, other_model, *judged, "--reward", "rewards_for_tests:vowels")
     assert "│ reward │" in capsys.readouterr().out, "what was found before is not lost"
 

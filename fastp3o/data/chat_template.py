@@ -1,0 +1,151 @@
+"""Messages -> text, as a tokenizer's chat template writes them, in which only the template's own special tokens count.
+
+What the template wrote itself is told from what it was given by its outline: the same messages, with a mark in place of
+each content.
+"""
+
+import json
+import re
+from functools import lru_cache
+from typing import NamedTuple, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.data.errors import Found, RecordError, UnskippableError
+from fastp3o.data.layouts import Message, Part
+from fastp3o.data.time_limit import TimeLimit, TookTooLongError
+
+LIMIT = TimeLimit(10.0)
+# Characters of private use, which neither templates nor tokenizers know.
+MARK = re.compile("\ue000(\\d+)\ue001")
+
+
+class Piece(NamedTuple):
+    """A stretch of text. control: whether the text of a special token in it is that token, or only text."""
+
+    text: str
+    control: bool
+
+
+# One behind the other, with nothing between.
+Pieces = tuple[Piece, ...]
+
+
+def written(pieces: Pieces) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The tokens that steer a model, and are not text."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, and the special tokens that are its alone.
+
+    Methods raise RecordError where the template refuses messages, leaves one out, or changes a content that holds the
+    text of a special token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        longest_first = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        # Most conversations have the roles of an earlier one.
+        self.outline = lru_cache(maxsize=1024)(self.new_outline)
+
+    def holds_special_text(self, pieces: Pieces) -> bool:
+        """Whether something looks like a special token and is text."""
+        return any(not piece.control and self.special.search(piece.text) for piece in pieces)
+
+    def prompt(self, prompt: Part) -> Pieces:
+        """The messages and the beginning of the reply."""
+        conversation, field = cast(list[Message], prompt.value), prompt.field
+        text = self.apply(conversation, field, add_generation_prompt=True)
+        outline = self.outline_of(conversation, add_generation_prompt=True)
+        for number, message in enumerate(conversation):
+            self.check_message(message, number, f"{field}[{number}]", text, outline)
+        return self.pieces(text, outline, conversation, field)
+
+    def reply(self, prompt: Part, before: Pieces, reply: Part) -> Pieces:
+        """What the template writes for the last message: the difference of the texts with and without it."""
+        asked = cast(list[Message], prompt.value)
+        conversation = [*asked, *cast(list[Message], reply.value)]
+        text, start = self.apply(conversation, reply.field, add_generation_prompt=False), written(before)
+        if not text.startswith(start):
+            expected = "a chat template that writes the messages before a reply the same with and without the reply"
+            raise RecordError(reply.field, expected, Found("one that changes them"))
+        outline = self.outline_of(conversation, add_generation_prompt=False)
+        self.check_message(conversation[-1], len(asked), reply.field, text, outline)
+        outline_before = self.outline_of(asked, add_generation_prompt=True)
+        if outline is not None and outline_before is not None and outline.startswith(outline_before):
+            outline = outline[len(outline_before) :]
+        else:
+            outline = None
+        return self.pieces(text[len(start) :], outline, conversation, reply.field)
+
+    def check_message(self, message: Message, number: int, field: str, text: str, outline: str | None) -> None:
+        """The template must write the content, and nothing else of the message may hold a special token."""
+        content = message["content"].strip()
+        if content not in text and (outline is None or mark(number) not in outline):
+            role = message["role"][:40]
+            raise RecordError(field, "a message that the chat template writes", Found(f"one of '{role}' that it drops"))
+        others = json.dumps({k: v for k, v in message.items() if k != "content"}, ensure_ascii=False, default=str)
+        if self.special.search(others):
+            raise RecordError(field, "special tokens, if any, in the content alone", Found("one in another field"))
+
+    def pieces(self, text: str, outline: str | None, conversation: list[Message], field: str) -> Pieces:
+        """The text in one piece, or, where contents hold special tokens' text, cut at the ends of contents."""
+        own = 0 if outline is None else len(self.special.findall(outline))
+        if len(self.special.findall(text)) <= own:
+            return (Piece(text, True),)
+        if outline is None and not any(self.special.search(message["content"]) for message in conversation):
+            return (Piece(text, True),)
+        pieces, rest = [], text
+        for number, part in enumerate(MARK.split(outline or "")):
+            content = number % 2 == 1
+            # Templates write contents as they are or without white space around them.
+            given = conversation[int(part)]["content"] if content else part
+            version = next((version for version in (given, given.strip()) if rest.startswith(version)), None)
+            if version is None:
+                break
+            pieces.append(Piece(version, not content))
+            rest = rest[len(version) :]
+        if rest or written(tuple(pieces)) != text:
+            expected = "no special token's text in content, which this chat template changes so that they look alike"
+            raise RecordError(field, expected, Found("some"))
+        return tuple(piece for piece in pieces if piece.text)
+
+    def outline_of(self, conversation: list[Message], *, add_generation_prompt: bool) -> str | None:
+        """What the template writes around the contents; None where it does not take marks in their place."""
+        marked = [
+            {**message, "content": mark(number) if message["content"] else ""}
+            for number, message in enumerate(conversation)
+        ]
+        return self.outline(json.dumps(marked, default=str), add_generation_prompt)
+
+    def new_outline(self, conversation: str, add_generation_prompt: bool) -> str | None:
+        try:
+            return self.apply(json.loads(conversation), "", add_generation_prompt=add_generation_prompt)
+        except UnskippableError:
+            raise
+        except RecordError:
+            return None
+
+    def apply(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
+        accepted = "messages that the chat template accepts"
+        try:
+            with LIMIT:
+                text = self.tokenizer.apply_chat_template(
+                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            return cast(str, text)
+        except TookTooLongError as error:
+            raise UnskippableError(field, accepted, Found(f"no end of its work after {LIMIT.seconds:g} s")) from error
+        except Exception as error:  # a template is a program of the model's author and may raise anything
+            raise RecordError(field, accepted, Found(f"its refusal: {error}")) from error
+
+
+def mark(number: int) -> str:
+    return f"\ue000{number}\ue001"

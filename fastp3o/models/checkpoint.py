@@ -1,0 +1,121 @@
+"""Reading a checkpoint: errors name it and its broken file, and its weights must be all of its model's."""
+
+import logging
+import warnings
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import cached_file, find_adapter_config_file
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NAMED = 3  # weights or tokens in an error
+
+
+def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model without dropout, and what transformers says of weights that are missing, unexpected or mismatched."""
+    with errors_naming(name), without_load_report():
+        off = dropout_off(load_config(name, options["trust_remote_code"]))
+        return model_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
+        )
+
+
+def require_whole(
+    name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
+) -> None:
+    """Raises ValueError where weights of the checkpoint are not those of the model: random ones would stand in."""
+    mismatched = {key: f"{key} {list(found)} instead of {list(own)}" for key, found, own in loading["mismatched_keys"]}
+    problems = {
+        "lacks": sorted(set(loading["missing_keys"]) - may_lack),
+        "also has": sorted(set(loading["unexpected_keys"]) - may_exceed),
+        "has in another size": list(mismatched.values()),
+    }
+    if any(problems.values()):
+        said = "; it ".join(f"{what} {listed(keys)}" for what, keys in problems.items() if keys)
+        raise ValueError(f"the checkpoint {name} does not hold the weights of its model: it {said}")
+
+
+def with_adapters(model: Any, name: str) -> Any:
+    """The model with LoRA adapters. Raises ValueError where some are missing, of which peft only warns."""
+    from peft import PeftModel
+
+    with errors_naming(name), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return PeftModel.from_pretrained(model, name)
+
+
+def base_of(name: str) -> str:
+    """The model under LoRA adapters; where there are none, the model itself."""
+    with errors_naming(name):
+        if find_adapter_config_file(name) is None:
+            return name
+        from peft import PeftConfig
+
+        return PeftConfig.from_pretrained(name).base_model_name_or_path
+
+
+def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(base_of(name), trust_remote_code=trust_remote_code)
+
+
+def has_tokenizer(name: str) -> bool:
+    """transformers makes up an empty tokenizer for some models without one."""
+    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES)
+
+
+@contextmanager
+def errors_naming(name: str) -> Iterator[None]:
+    """Turns what transformers, safetensors and the hub raise, which share no base class, into a ValueError in one line
+    that names the model and, where one is broken, the file of weights.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = broken_weights(Path(name)) or str(error)
+        if Path(name).is_absolute() and not Path(name).exists():
+            reason = "there is no such folder"
+        raise ValueError(f"cannot load {name}: {reason}") from error
+
+
+def broken_weights(folder: Path) -> str | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file} is not whole: {error}"
+    return None
+
+
+def listed(names: list[str]) -> str:
+    """The first few names and the number of the others."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Leaves out transformers' table of missing and unexpected weights: what matters of it is an error."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_no_load_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_load_report)
+
+
+def is_no_load_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
+
+
+def dropout_off(config: PretrainedConfig) -> dict[str, float]:
+    """Zero for every dropout probability that the model's configuration has."""
+    return {
+        key: 0.0
+        for key, value in config.to_dict().items()
+        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop", "drop"))
+    }
