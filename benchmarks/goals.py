@@ -12,6 +12,9 @@ NOT_MEASURED = "not measured"
 # The updates that the goals of packing are about.
 TLDR = {"level": "training", "prompt": 350, "response": 40, "K": 2}
 
+# 128 responses of a 1 B model.
+ONE_B = {"D": 2048, "prompt": 350, "response": 40, "mean": None, "K": 2}
+
 
 class Finding(NamedTuple):
     measured: str
@@ -104,6 +107,24 @@ def over_padded(results: Results) -> list[float]:
     return [result["ratio_to_bare"] * speed for result in padded for speed in over_plain(results)]
 
 
+def over_generate(results: Results, cuda: bool, **shape: object) -> list[float]:
+    """How many times as many tokens a second as `generate` the engine samples."""
+    rollouts = select(results, level="rollouts", cuda=cuda, **shape)
+    return [result["ways"]["fastp3o engine"]["ratio"] for result in rollouts]
+
+
+def share_of_floor(results: Results) -> list[float]:
+    engines = [result["ways"]["fastp3o engine"] for result in select(results, level="rollouts", cuda=True, **ONE_B)]
+    return [engine["floor_ms"] / engine["ms"] for engine in engines]
+
+
+def over_trl(results: Results) -> list[float]:
+    """How many times as long an iteration of TRL's trainers takes as one of ours."""
+    iterations = select(results, level="iteration", cuda=False)
+    trainers = [figures for result in iterations for name, figures in result["trainers"].items() if "TRL" in name]
+    return [figures["ratio"] for figures in trainers if "absent" not in figures]
+
+
 GOALS = [
     Goal("logits → log-probs, forward", "≥ 92% of the copy bandwidth", bandwidth("forward", 0.92)),
     Goal("backward in place", "≥ 92% of it", bandwidth("backward", 0.92)),
@@ -172,5 +193,30 @@ GOALS = [
         "the same",
         "peak memory flat (within 5%)",
         lambda results: at_most(growth(results, lambda result: result["extra_gb"]), 1.05, "{:.2f} ×"),
+    ),
+    Goal(
+        "rollouts on a CPU, ragged (350, 40), K 2",
+        "≥ 3 × generate",
+        lambda results: at_least(over_generate(results, False, prompt=350, response=128, mean=40, K=2), 3, "{:.2f} ×"),
+    ),
+    Goal(
+        "the same, any shape",
+        "≥ 1 × generate",
+        lambda results: at_least(over_generate(results, False), 1, "{:.2f} ×"),
+    ),
+    Goal(
+        "rollouts on an H200, 128 responses of a 1 B model",
+        "≥ 60% of the floor",
+        lambda results: at_least(share_of_floor(results), 0.6, "{:.0%}"),
+    ),
+    Goal(
+        "the same",
+        "≥ 10 × generate",
+        lambda results: at_least(over_generate(results, True, **ONE_B), 10, "{:.1f} ×"),
+    ),
+    Goal(
+        "a whole iteration on a CPU",
+        "≥ 5 × TRL",
+        lambda results: at_least(over_trl(results), 5, "{:.2f} ×"),
     ),
 ]

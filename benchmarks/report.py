@@ -12,12 +12,15 @@ from pathlib import Path
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
 from benchmarks.iteration_report import iterations, plot_iterations, unit
+from benchmarks.rollouts_report import plot_rollouts, rollouts
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"  # of the benchmarks
 PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
 BOTH = "forward and backward"
+# Levels whose results on a CPU come from runs of their own, which take long there.
+OF_ITS_OWN = ("iteration", "rollouts")
 # What a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
 
@@ -180,6 +183,13 @@ def iteration_section(record: dict) -> str:
     return "\n\n".join([first, markdown(iterations(results)), "![where the time goes](results/iteration.png)"])
 
 
+def rollouts_section(record: dict) -> str:
+    first = f"{measured_on(record)} `×`: of the tokens a second of `generate`, the median of rounds."
+    if not record["environment"]["cuda"]:
+        first += " No GPU figure has been measured yet."
+    return "\n\n".join([first, markdown(rollouts(record["benchmarks"])), "![tokens a second](results/rollouts.png)"])
+
+
 def policy_description(update: dict) -> str:
     return (
         "forward and backward of one update of a random Llama with "
@@ -206,10 +216,16 @@ def write_between(path: Path, name: str, section: str) -> None:
     path.write_text(between_markers(path.read_text(), name, section))
 
 
-def judged(record: dict) -> Results:
-    """What goals are about: everything on a GPU. Rounding does not depend on the device; bandwidth and time do."""
-    results = record["benchmarks"]
-    return results if record["environment"]["cuda"] else select(results, level="precision")
+def judged(*records: dict) -> Results:
+    """What goals are about: everything on a GPU. Rounding does not depend on the device, bandwidth and time do; goals
+    of rollouts and iterations name theirs.
+    """
+    results = []
+    for record in records:
+        cuda = bool(record["environment"]["cuda"])
+        levels = ("precision", "rollouts", "iteration")
+        results += [result | {"cuda": cuda} for result in record["benchmarks"] if cuda or result["level"] in levels]
+    return results
 
 
 def write() -> None:
@@ -219,23 +235,34 @@ def write() -> None:
     record = load(gpu if on_gpu else cpu)
     write_between(README, "benchmarks", benchmarks_section(record, on_gpu))
     write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
-    device = described(record["environment"]) if on_gpu else "no GPU has been measured; precision on a CPU"
+    device = (
+        described(record["environment"])
+        if on_gpu
+        else "no GPU has been measured; precision, rollouts and iterations on a CPU"
+    )
+    records = [record, *(load(path) for level in OF_ITS_OWN for path in sorted(RESULTS.glob(f"{level}.?pu.json")))]
     goals = f"# Goals\n\nThe worst of all heads and numbers of tokens. Results of: {device}.\n\n"
-    goals += markdown(goals_table(judged(record))) + "\n"
+    goals += markdown(goals_table(judged(*records))) + "\n"
     if on_gpu:
         goals += f"\nAll passes of fastp3o:\n\n{markdown(other_passes(record['benchmarks']))}\n"
     goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
     (FOLDER / "goals.md").write_text(goals)
     plot(record, RESULTS / "kernels.png")
-    record = iteration_record()
+    record = record_of("iteration")
     write_between(README, "iteration", iteration_section(record))
     plot_iterations(record, RESULTS / "iteration.png")
+    record = record_of("rollouts")
+    write_between(README, "rollouts", rollouts_section(record))
+    plot_rollouts(record, RESULTS / "rollouts.png")
 
 
-def iteration_record() -> dict:
-    """The GPU's where there is one."""
-    gpu = RESULTS / "iteration.gpu.json"
-    return load(gpu if gpu.exists() else RESULTS / "iteration.cpu.json")
+def record_of(level: str) -> dict:
+    """The GPU's results where there are some, from the whole suite's run or one of the level's own."""
+    for name in ("kernels.gpu", f"{level}.gpu", f"{level}.cpu"):
+        path = RESULTS / f"{name}.json"
+        if path.exists() and select((record := load(path))["benchmarks"], level=level):
+            return record
+    raise FileNotFoundError(f"{RESULTS} has no results of {level}")
 
 
 def main() -> None:
@@ -254,6 +281,7 @@ def main() -> None:
             first = select(measured, **{key: measured[0][key] for key in "NDV"}) if measured else []
             print("", plain(comparison(first, level)), sep="\n")
         print("", plain(packing(results)), "", plain(memory(results)), "", plain(iterations(results)), sep="\n")
+        print("", plain(rollouts(results)), sep="\n")
     if arguments.write:
         write()
 

@@ -44,8 +44,11 @@ for file in "${files[@]}"; do
 done
 # Of the trainer: the attention's backends, and whole runs in every precision.
 run 150 tests/test_trainer.log "$PYTHON" -m pytest tests/fastp3o/models/test_attention.py tests/fastp3o/models/test_reference.py \
-    tests/fastp3o/models/test_packed_model.py tests/fastp3o/rollouts/test_engine.py tests/fastp3o/stages/test_online.py -k "gpu or flash or varlen or first_ratio or half_precision" \
+    tests/fastp3o/models/test_packed_model.py tests/fastp3o/stages/test_online.py -k "gpu or flash or varlen or first_ratio or half_precision" \
     -q -p no:cacheprovider --durations=3 &
+processes+=($!)
+# Of the engine: CUDA graphs, compiled steps.
+run 150 tests/test_engine.log "$PYTHON" -m pytest tests/fastp3o/rollouts/test_engine_on_gpu.py -q -p no:cacheprovider --durations=3 &
 processes+=($!)
 tests=0
 for process in "${processes[@]}"; do

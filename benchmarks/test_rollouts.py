@@ -1,4 +1,4 @@
-"""Rollouts by fastp3o's engine and by transformers: `generate` with its growing and its static cache, `generate_batch`.
+"""Rollouts by fastp3o's engine and by transformers and TRL (`rollout_ways.py`).
 
     python -m pytest benchmarks/test_rollouts.py
 
@@ -6,68 +6,52 @@ All sample K responses to each of P prompts, in turns in one process. Where leng
 from half to one and a half times their mean long, and each token ends its response with probability 1 / mean.
 """
 
+import heapq
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.bare_operations import copy
+from benchmarks.host_work import host_work
 from benchmarks.measure import milliseconds
+from benchmarks.peers import AbsentError
+from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
-from fastp3o.rollouts.end_of_sequence import cut_after_end
-from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.rollouts.transformers_sampler import generate, sampling_mode
+from fastp3o.packing.pack import first_fit_decreasing
+from fastp3o.rollouts.engine import STEPS_PER_LOOK
+from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
+from fastp3o.rollouts.room import MOST_SLOTS
 
 PROMPTS = 64 if CUDA else 32
 ROUNDS = 3
+# Seconds of a round that only one more follows.
+LONG_ROUND = 60
 # A way that takes so many times as long as `generate` has one turn only.
 HOPELESS = 3
+# What counts operations on a CPU sees neither into a thread of the way's own nor into compiled code.
+UNSEEN_ON_CPUS = ("generate_batch", "fastp3o engine, compiled")
 # Llama 3.2 1B; on a CPU 20 M parameters, and what the quickstart trains.
 MODELS = {
     "policy": llama(2048, 8192, 16, 32, 8, 128256) if CUDA else llama(512, 1408, 4, 8, 4, 16384),
     "quickstart": llama(128, 384, 4, 4, 4, 4096),
 }
-
-
-class Rollouts(NamedTuple):
-    """Mean tokens of a prompt, most tokens of a response and their mean: None where all have the same lengths."""
-
-    model: str
-    prompt: int
-    response: int
-    mean: int | None
-    K: int
-
-
 SHAPES = [("policy", 350, 40, None), ("policy", 128, 128, None), ("policy", 350, 128, 40), ("policy", 128, 128, 64)]
 CASES = [
     *(Rollouts(*shape, K) for K in (2, 4) for shape in SHAPES),
+    Rollouts(*SHAPES[0], K=8),
     *(Rollouts("quickstart", *lengths, K) for K in (2, 8) for lengths in ((100, 32, None), (100, 32, 20))),
 ]
-
-Sampled = list[list[Ids]]  # [P][K]
-
-
-class Tokenizer:
-    """Responses are only counted."""
-
-    eos_token_id, pad_token_id = 0, 0
-
-    def batch_decode(self, ids: list[Ids], **_: object) -> list[str]:
-        return [""] * len(ids)
 
 
 @pytest.fixture(scope="module")
@@ -90,84 +74,39 @@ def random_prompts(case: Rollouts, vocabulary: int) -> list[Ids]:
 
 
 def end_ids(case: Rollouts, vocabulary: int) -> set[int]:
-    return {0} if case.mean is None else set(range(round(vocabulary / case.mean)))
+    return {END} if case.mean is None else set(range(round(vocabulary / case.mean)))
 
 
-def by_engine(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
-    sampler = ENGINES.setdefault(
-        (case.model, case.response),
-        EngineSampler(policy, Tokenizer(), max_response_tokens=case.response, batch_size=PROMPTS),
-    )
-    return sampler([""] * PROMPTS, prompts, responses_per_prompt=case.K, seed=seed).response_ids
+def ways_of(case: Rollouts) -> list[str]:
+    compiles = case.K == 2 and case.mean is None and (case.prompt == 350 if CUDA else case.model == "quickstart")
+    # The slowest of all by far where it has no GPU.
+    left_out = () if CUDA or (case.K == 2 and case.prompt < 128) else ("generate_batch",)
+    return [way for way in WAYS if way not in left_out and (compiles or way not in SLOW_TO_START)]
 
 
-# Kept as in a run, whose later rollouts find what the first one prepared.
-ENGINES: dict[tuple[str, int], EngineSampler] = {}
-
-
-def by_generate(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, **settings: object) -> Sampled:
-    torch.manual_seed(seed)
-    ends = set(policy.model.generation_config.eos_token_id)
-    with sampling_mode(policy) as model, patch(f"{generate.__module__}.GenerationConfig", settings_with(settings)):
-        ids = generate(
-            model,
-            prompts,
-            responses_per_prompt=case.K,
-            max_response_tokens=case.response,
-            end_ids=ends,
-            pad_token_id=Tokenizer.pad_token_id,
-        )
-    return [ids[p * case.K : (p + 1) * case.K] for p in range(len(prompts))]
-
-
-def settings_with(more: dict[str, object]) -> Callable[..., GenerationConfig]:
-    return lambda **settings: GenerationConfig(**settings, **more)
-
-
-def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
-    ends = policy.model.generation_config.eos_token_id
-    with sampling_mode(policy) as model:
-        settings = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.response, eos_token_id=ends, pad_token_id=0
-        )
-        repeated = [prompt for prompt in prompts for _ in range(case.K)]
-        results = model.generate_batch(repeated, generation_config=settings, continuous_batching_config=pages(case))
-    ids = [cut_after_end(result.generated_tokens, set(ends)) for result in results.values()]
-    if len(ids) < len(repeated):
-        raise RuntimeError(f"generate_batch gave {len(ids)} of {len(repeated)} responses")
-    return [ids[p * case.K : (p + 1) * case.K] for p in range(len(prompts))]
-
-
-def pages(case: Rollouts) -> object:
-    """By itself it takes most of the memory, which on a CPU is everybody's."""
-    from transformers import ContinuousBatchingConfig
-
-    if CUDA:
-        return ContinuousBatchingConfig()
-    page = ContinuousBatchingConfig.page_size
-    of_sequence = -(-(3 * case.prompt // 2 + case.response) // page)
-    return ContinuousBatchingConfig(num_blocks=PROMPTS * case.K * of_sequence, max_batch_tokens=2048)
-
-
-WAYS = {
-    "generate": by_generate,
-    "fastp3o engine": by_engine,
-    "generate, static cache": partial(by_generate, cache_implementation="static"),
-    "generate_batch": by_generate_batch,
-}
-
-
-def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts, computed: int) -> dict[str, float]:
+def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts, computed: int | None) -> dict[str, float]:
     """Tokens computed, and cached tokens whose keys and values attention needs, by token of the responses.
 
-    computed: what the model was given, as counted in the engine.
+    computed: what the engine gave the model; None where its shapes stay, so that it follows from the lengths.
     """
     lengths = [[len(ids) for ids in group] for group in responses]
     tokens, longest = sum(map(sum, lengths)), max(map(max, lengths))
-    if way == "fastp3o engine":
+    if "fastp3o" in way:
+        slots = min(len(prompts) * case.K, MOST_SLOTS)
+        longest = steps_of_slots(list(chain.from_iterable(lengths)), slots)
+        if computed is None:
+            rows = first_fit_decreasing([len(ids) - 1 for ids in prompts], TOKENS_PER_ROW)
+            steps = -(-longest // STEPS_PER_LOOK) * STEPS_PER_LOOK
+            computed = len(list(rows)) * TOKENS_PER_ROW + steps * slots
         # A prompt for as long as one of its responses goes on; own tokens up to the newest.
         read = sum((len(ids) - 1) * max(group) for ids, group in zip(prompts, lengths, strict=True))
         read += sum(length * (length + 1) // 2 for length in chain.from_iterable(lengths))
+    elif way == "generate_batch":
+        computed = sum(case.K * len(ids) for ids in prompts) + tokens - len(prompts) * case.K
+        read = sum(
+            sum(length * len(ids) + length * (length - 1) // 2 for length in group)
+            for ids, group in zip(prompts, lengths, strict=True)
+        )
     else:
         # A rectangle, up to the longest prompt and, with a static cache, to the longest response that is possible.
         width, sequences = max(map(len, prompts)), len(prompts) * case.K
@@ -182,61 +121,97 @@ def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts, com
     }
 
 
+def steps_of_slots(lengths: list[int], slots: int) -> int:
+    """Until all responses, which slots take in this order, have ended."""
+    busy_until = [0] * slots
+    for length in lengths:
+        heapq.heapreplace(busy_until, busy_until[0] + length)
+    return max(busy_until)
+
+
+class Figures:
+    """Of each way: times of its turns, tokens a second, what was counted in its last turn, or why there is nothing."""
+
+    def __init__(self, ways: list[str]):
+        self.ms: dict[str, list[float]] = {way: [] for way in ways}
+        self.rates: dict[str, list[float]] = {way: [] for way in ways}
+        self.counts: dict[str, dict[str, float]] = {}
+        self.reasons: dict[str, str] = {}
+
+    def forget(self, way: str) -> None:
+        self.ms[way].clear()
+        self.rates[way].clear()
+
+    def of(self, way: str, bytes_per_token: int) -> dict[str, object]:
+        """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token: of a cached one."""
+        if not self.rates[way]:
+            return {"absent": self.reasons[way]}
+        ratios = [mine / base for mine, base in zip(self.rates[way], self.rates["generate"], strict=False)]
+        counts, ms = self.counts[way], statistics.median(self.ms[way])
+        return counts | {
+            "tokens_per_s": statistics.median(self.rates[way]),
+            "ratio": statistics.median(ratios),
+            "ms": ms,
+            "ms_per_step": ms / counts["steps"],
+            "bytes_read_per_token": bytes_per_token * counts["read_per_token"],
+            "rounds": len(ratios),
+        }
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_rollouts_of_fastp3o(benchmark, policies, case):
-    """`ways`: medians of rounds in which every way has its turn. ratio: of tokens a second to those of `generate`."""
+    """`ways`: figures of rounds in which every way has its turn, and of one beside them that counts what the host does
+    a step.
+    """
     policy = policies[case.model]
     vocabulary = policy.model.config.vocab_size
     prompts = random_prompts(case, vocabulary)
     policy.model.generation_config.eos_token_id = sorted(end_ids(case, vocabulary))
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
-    figures: dict[str, dict[str, object]] = {}
-    hopeless: set[str] = set()
+    figures = Figures(ways_of(case))
+    waiting = list(figures.ms)
+
+    def turn(way: str, seed: int) -> None:
+        result: list[Sampled] = []
+        with counted_tokens(policy) if way == "fastp3o engine" and not CUDA else nullcontext() as rows:
+            ms = milliseconds(lambda: result.append(WAYS[way](policy, prompts, case, seed)))
+        figures.counts[way] = counts(way, prompts, result[0], case, None if rows is None else sum(rows))
+        figures.ms[way].append(ms)
+        figures.rates[way].append(1e3 * figures.counts[way]["tokens"] / ms)
 
     def one_round(seed: int) -> None:
-        for way, sample in WAYS.items():
-            if way in hopeless:
-                continue
-            result: list[Sampled] = []
+        for way in list(waiting):
             try:
-                with counted_tokens(policy) as computed:
-                    ms = milliseconds(lambda: result.append(sample(policy, prompts, case, seed)))  # noqa: B023
+                turn(way, seed)
             except Exception as error:
                 if "fastp3o" in way:
                     raise
+                absent = isinstance(error, ImportError | AbsentError)
                 reason = str(error).partition("\n")[0][:200]
-                figures[way] = {"failed": f"{type(error).__name__}: {reason}"}
-                hopeless.add(way)
-                continue
-            figures[way] = counts(way, prompts, result[0], case, sum(computed))
-            times[way].append(ms)
-            rates[way].append(1e3 * figures[way]["tokens"] / ms)
-            if ms > HOPELESS * times["generate"][-1]:
-                hopeless.add(way)
+                figures.reasons[way] = reason if absent else f"{type(error).__name__}: {reason}"
+                waiting.remove(way)
 
     seeds = iter(range(ROUNDS + 1))
-    one_round(next(seeds))  # compiles and captures
-    for way in WAYS.keys() - hopeless:
-        del times[way][:], rates[way][:]
-    benchmark.pedantic(lambda: one_round(next(seeds)), rounds=ROUNDS)
+    one_round(next(seeds))  # compiles and captures, and finds caches cold
+    (of_generate,) = figures.ms["generate"]
+    long = sum(map(sum, figures.ms.values())) > 1e3 * LONG_ROUND
+    for way in list(waiting):
+        if way in SLOW_TO_START or figures.ms[way][0] < HOPELESS * of_generate:
+            figures.forget(way)
+        else:
+            waiting.remove(way)
+    benchmark.pedantic(lambda: one_round(next(seeds)), rounds=1 if long else ROUNDS)
+    for way in waiting if CUDA else [way for way in waiting if way not in UNSEEN_ON_CPUS]:
+        work = host_work(lambda: WAYS[way](policy, prompts, case, 1 if long else ROUNDS))  # noqa: B023
+        steps = figures.counts[way]["steps"]
+        figures.counts[way] |= {f"{name}_per_step": value / steps for name, value in work.items()}
     bytes_per_token = sum(shape.bytes_per_token for shape in shapes_of(policy).values())
-    for way, figure in figures.items():
-        if "failed" in figure:
-            continue
-        of_generate = zip(rates[way], rates["generate"], strict=way not in hopeless)
-        figure |= {
-            "tokens_per_s": statistics.median(rates[way]),
-            "ratio": statistics.median(rate / base for rate, base in of_generate),
-            "ms": statistics.median(times[way]),
-            "ms_per_step": statistics.median(times[way]) / figure["steps"],
-            "bytes_read_per_token": bytes_per_token * figure["read_per_token"],
-        }
-    engine = figures["fastp3o engine"]
+    ways = {way: figures.of(way, bytes_per_token) for way in figures.ms}
     if CUDA:
+        engine = ways["fastp3o engine"]
         engine["floor_ms"] = floor_ms(policy, engine)
-    shape = {"D": policy.model.config.hidden_size, "V": vocabulary, "dtype": str(DTYPE).removeprefix("torch.")}
-    benchmark.extra_info |= case._asdict() | shape | {"level": "rollouts", "implementation": "fastp3o", "ways": figures}
+    shape = {"P": PROMPTS, "D": policy.model.config.hidden_size, "layers": policy.model.config.num_hidden_layers}
+    shape |= {"V": vocabulary, "dtype": str(DTYPE).removeprefix("torch.")}
+    benchmark.extra_info |= case._asdict() | shape | {"level": "rollouts", "implementation": "fastp3o", "ways": ways}
 
 
 @torch.no_grad()

@@ -161,6 +161,11 @@ class SamplerConfig(Flags):
         "GB for the engine's keys and values on one device, given back before the update; with less, fewer prompts are "
         "sampled at once. By default a part of what is free.",
     )
+    compile_rollouts: bool = option(
+        False,
+        "Compile the engine's steps with torch, which fuses small kernels. Takes a minute or more at first; a CPU "
+        "gains nothing, a GPU has not been measured.",
+    )
 
     def check_sampler(self) -> None:
         self.check_at_least(1, "rollout_batch_size")

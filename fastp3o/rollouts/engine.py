@@ -13,6 +13,7 @@ from torch import Tensor
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
 from fastp3o.rollouts.cache import Cache
+from fastp3o.rollouts.compiled import CompiledBody
 from fastp3o.rollouts.graph import StepGraph
 from fastp3o.rollouts.logits import head_logits
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
@@ -31,7 +32,8 @@ class Engine:
     """One batch of prompts after the other through the same memory, as long as it has room for them.
 
     static: shapes stay for the whole of a batch, as a CUDA graph needs it; by default on all devices but CPUs.
-    graph: whether steps are captured, by default on GPUs.
+    graph: whether steps are captured, by default on GPUs. compiles: whether torch compiles the body, for which shapes
+    must stay.
     """
 
     def __init__(
@@ -44,14 +46,16 @@ class Engine:
         *,
         static: bool | None = None,
         graph: bool | None = None,
+        compiles: bool = False,
         impl: str | None = None,
         tokens_per_row: int = TOKENS_PER_ROW,
     ):
         self.policy, self.settings, self.tokens_per_row = policy, vars(settings), tokens_per_row
         device = policy.model.device
-        self.static = device.type != "cpu" if static is None else static
+        self.static = device.type != "cpu" or compiles if static is None else static
         self.room, self.cache = room, Cache(shapes, room, device, impl=impl)
         self.queue = Queue(room, end_ids, device)
+        self.body = CompiledBody(policy) if compiles else policy.hidden_states
         self.head = policy.head()
         self.captures = device.type == "cuda" if graph is None else graph
         self.graph = StepGraph()
@@ -78,7 +82,7 @@ class Engine:
         queue = self.queue
         self.cache.slots = slots = queue.slots(bounds=not self.static)
         positions = slots.prompt_lengths + slots.steps
-        hidden = self.policy.hidden_states(queue.tokens[None], positions[None], cache=self.cache)
+        hidden = self.body(queue.tokens[None], positions[None], cache=self.cache)
         logits = head_logits(hidden, self.head)
         tokens, logprobs = sample_tokens(logits, queue.keys[queue.response], queue.steps, **self.settings)
         queue.take(tokens, logprobs)

@@ -17,6 +17,7 @@ def named_sampler(
     max_response_tokens: int,
     batch_size: int,
     memory_gb: float | None = None,
+    compiles: bool = False,
     settings: SamplingSettings = POLICY_ITSELF,
 ) -> Sampler:
     """Arguments as in `fastp3o.config.SamplerConfig`; batch_size: prompts sampled at once."""
@@ -24,4 +25,4 @@ def named_sampler(
     if name == "transformers":
         return TransformersSampler(policy, tokenizer, **limits, settings=settings)
     memory = None if memory_gb is None else round(1e9 * memory_gb)
-    return EngineSampler(policy, tokenizer, **limits, memory=memory, settings=settings)
+    return EngineSampler(policy, tokenizer, **limits, memory=memory, compiles=compiles, settings=settings)

@@ -91,6 +91,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
             max_response_tokens=config.max_response_tokens,
             batch_size=batch_size,
             memory_gb=config.rollout_memory,
+            compiles=config.compile_rollouts,
         )
 
     evaluation = None

@@ -16,6 +16,7 @@ def test_a_run_that_ends_early_has_measured_the_most_telling():
         SimpleNamespace(name="test_log_ratio_of_fastp3o"),
         item("test_forward_and_backward_of_peers", tokens=first),
         item("test_frozen_head_of_peers"),
+        item("test_rollouts_of_fastp3o"),
         item("test_forward_and_backward", tokens=second),
         item("test_forward_and_backward_of_peers", tokens=second),
         item("test_forward_without_gradients", tokens=first),

@@ -58,3 +58,23 @@ def test_memory_is_flat_where_more_tokens_take_no_more():
 def test_precision():
     results = [{"level": "precision", "implementation": "fastp3o", "log_ratio_error": 2e-5}]
     assert verdict(results, "error of a 128-token") == ("2.0e-05", "met")
+
+
+def rollouts(ratio, K=2, cuda=False, **more):
+    ways = {"generate": {"ratio": 1.0}, "fastp3o engine": {"ratio": ratio} | more}
+    shape = {"D": 2048, "prompt": 350, "response": 40, "mean": None, "K": K} if cuda else {"K": K}
+    return {"level": "rollouts", "implementation": "fastp3o", "cuda": cuda, "ways": ways} | shape
+
+
+def test_rollouts_are_judged_by_the_device_that_the_goal_names():
+    results = [rollouts(1.2), rollouts(0.9, K=4), rollouts(12.0, cuda=True, floor_ms=30.0, ms=40.0)]
+    assert verdict(results, "the same, any shape") == ("0.90 ×", "not met")
+    assert verdict(results, "rollouts on an H200") == ("75%", "met")
+    assert verdict(results, "the same", "≥ 10 ×") == ("12.0 ×", "met")
+    assert verdict(results, "rollouts on a CPU") == (NOT_MEASURED, NOT_MEASURED)
+
+
+def test_iterations_count_trainers_that_were_there():
+    trainers = {"fastp3o P3O": {"ratio": 1.0}, "TRL GRPO": {"ratio": 3.5}, "TRL online DPO": {"absent": "K 2 only"}}
+    results = [{"level": "iteration", "implementation": "fastp3o", "cuda": False, "trainers": trainers}]
+    assert verdict(results, "a whole iteration") == ("3.50 ×", "not met")

@@ -1,7 +1,8 @@
 import pytest
 
 from benchmarks import test_rollouts
-from benchmarks.test_rollouts import Rollouts, counts
+from benchmarks.rollout_ways import WAYS, Rollouts
+from benchmarks.test_rollouts import counts
 from benchmarks.training_shapes import llama
 
 
@@ -13,11 +14,13 @@ def policy(monkeypatch):
     return policy
 
 
-@pytest.mark.parametrize("way", ["generate", "fastp3o engine", "generate, static cache"])
+@pytest.mark.parametrize("way", sorted(WAYS.keys() - {"fastp3o engine, compiled"}))
 def test_every_way_samples_responses_that_end_where_they_should(policy, way):
+    if "TRL" in way:
+        pytest.importorskip("trl")
     case = Rollouts("tiny", 9, 7, 10, 2)
     prompts = test_rollouts.random_prompts(case, 61)
-    sampled = test_rollouts.WAYS[way](policy, prompts, case, 0)
+    sampled = WAYS[way](policy, prompts, case, 0)
     assert [len(group) for group in sampled] == [2, 2, 2]
     for ids in (ids for group in sampled for ids in group):
         assert len(ids) == 7 or ids[-1] < 6
@@ -34,5 +37,20 @@ def test_tokens_that_are_computed_and_read():
     generate = counts("generate", prompts, responses, case, 0)
     assert generate["computed_per_token"] == 4 * (5 + 3) / 9
     assert generate["read_per_token"] == 4 * (6 + 7 + 8) / 9
+    batch = counts("generate_batch", prompts, responses, case, None)
+    assert batch["computed_per_token"] == (2 * 5 + 2 * 3 + 3 + 0 + 1 + 1) / 9
+    assert batch["read_per_token"] == ((4 * 5 + 6) + 5 + 2 * (2 * 3 + 1)) / 9
     static = counts("generate, static cache", prompts, responses, case, 0)
     assert static["read_per_token"] == 4 * 3 * 15 / 9
+
+
+def test_steps_until_all_responses_have_ended():
+    assert test_rollouts.steps_of_slots([3, 1, 1, 2, 4], slots=2) == 7
+    assert test_rollouts.steps_of_slots([3, 1], slots=4) == 3
+
+
+def test_an_engine_of_constant_shapes_computes_idle_slots_and_padding_too():
+    figures = counts(
+        "fastp3o engine, compiled", [[1] * 5] * 2, [[[1] * 9] * 2] * 2, Rollouts("tiny", 4, 10, None, 2), None
+    )
+    assert figures["computed_per_token"] == (2048 + 16 * 4) / 36

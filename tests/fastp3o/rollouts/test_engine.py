@@ -5,6 +5,7 @@ from torch import nn
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts import compiled
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.prefill import layer_shapes
 from fastp3o.rollouts.room import Room
@@ -37,7 +38,7 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
     """Of the log-probabilities from those in a packed row."""
     (row,) = pack(PROMPTS, ids, Packing(10_000))
     with torch.no_grad():
-        expected = scored_logprobs(policy, row)
+        expected = scored_logprobs(policy, row.to(policy.model.device)).cpu()
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     return (got - expected).abs().max().item()
 
@@ -65,6 +66,39 @@ def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(
         assert largest_difference(policy, ids, logprobs) < 2e-5
     assert sample(policy, seed=4)[0] != ids
     assert reason_against(policy, layer_shapes(policy, 3)) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_steps_give_the_same_responses(family, monkeypatch):
+    def by_torch(function, **options):
+        # Traces as for the compiler, which would take most of a minute.
+        return compile(function, backend="aot_eager", **options)
+
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", by_torch)
+    torch.compiler.reset()  # which keeps eight versions of a function, and has seen other families
+    policy = PackedModel(random_model(family))
+    engine = make_engine(policy, compiles=True)
+    ids, logprobs = engine.run(PROMPTS, response_keys(3, torch.arange(len(PROMPTS)), K))
+    assert engine.static
+    assert not engine.body.fails
+    assert ids == sample(policy)[0]
+    assert largest_difference(policy, ids, logprobs) < 2e-5
+
+
+def test_steps_that_do_not_compile_run_as_they_are_and_say_why_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(compiled.logger, "warning", said.append)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+
+    def fail(*_, **__):
+        raise RuntimeError("no compiler was found")
+
+    policy = PackedModel(random_model("llama"))
+    assert sample(policy, compiles=True)[0] == sample(policy)[0]
+    (message,) = said
+    assert "without compiled steps" in message
+    assert "no compiler was found" in message
 
 
 def test_lora_adapters_count():

@@ -1,0 +1,186 @@
+"""Ways to sample: fastp3o's engine, transformers' `generate` and `generate_batch`, and TRL's GRPOTrainer.
+
+K responses to each of P prompts. A model's own end-of-sequence ids end a response.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from tempfile import gettempdir
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from benchmarks.shapes import CUDA
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.layout import Ids
+from fastp3o.rollouts.end_of_sequence import cut_after_end
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.transformers_sampler import generate, sampling_mode
+
+Sampled = list[list[Ids]]  # [P][K]
+# Pads, and is among the ids that end responses.
+END = 0
+
+
+class Rollouts(NamedTuple):
+    """Mean tokens of a prompt, most tokens of a response and their mean: None where all have the same lengths."""
+
+    model: str
+    prompt: int
+    response: int
+    mean: int | None
+    K: int
+
+
+Way = Callable[[PackedModel, list[Ids], Rollouts, int], Sampled]  # the last argument is the seed
+
+
+class CountingTokenizer:
+    """Responses are only counted."""
+
+    eos_token_id = pad_token_id = END
+
+    def batch_decode(self, ids: list[Ids], **_: object) -> list[str]:
+        return [""] * len(ids)
+
+
+class Kept:
+    """What a way made for a policy and reuses, as in a run, whose later rollouts find what the first one prepared."""
+
+    def __init__(self, make: Callable[[PackedModel, int, Rollouts], Any]):
+        self.make, self.made = make, {}
+
+    def __call__(self, policy: PackedModel, P: int, case: Rollouts) -> Any:
+        # The engine's room is the same whatever K and the prompts' lengths; TRL's trainer knows K.
+        key = id(policy), P, case.response, case.K
+        if key not in self.made:
+            self.made.clear()  # gives memory back before the next one takes any
+            self.made[key] = self.make(policy, P, case)
+        return self.made[key]
+
+
+def engine_sampler(policy: PackedModel, P: int, case: Rollouts, *, compiles: bool) -> EngineSampler:
+    return EngineSampler(
+        policy, CountingTokenizer(), max_response_tokens=case.response, batch_size=P, compiles=compiles
+    )
+
+
+ENGINE, COMPILED_ENGINE = (Kept(partial(engine_sampler, compiles=compiles)) for compiles in (False, True))
+
+
+def by_engine(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, *, kept: Kept = ENGINE) -> Sampled:
+    sampler = kept(policy, len(prompts), case)
+    return sampler([""] * len(prompts), prompts, responses_per_prompt=case.K, seed=seed).response_ids
+
+
+def by_generate(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, **settings: object) -> Sampled:
+    torch.manual_seed(seed)
+    ends = set(policy.model.generation_config.eos_token_id)
+    with sampling_mode(policy) as model, patch(f"{generate.__module__}.GenerationConfig", settings_with(settings)):
+        ids = generate(
+            model,
+            prompts,
+            responses_per_prompt=case.K,
+            max_response_tokens=case.response,
+            end_ids=ends,
+            pad_token_id=END,
+        )
+    return grouped(ids, prompts, case)
+
+
+def settings_with(more: dict[str, object]) -> Callable[..., GenerationConfig]:
+    return lambda **settings: GenerationConfig(**settings, **more)
+
+
+def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
+    ends = policy.model.generation_config.eos_token_id
+    with sampling_mode(policy) as model:
+        settings = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.response, eos_token_id=ends, pad_token_id=END
+        )
+        results = model.generate_batch(
+            repeated(prompts, case), generation_config=settings, continuous_batching_config=pages(prompts, case)
+        )
+    return grouped([cut_after_end(result.generated_tokens, set(ends)) for result in results.values()], prompts, case)
+
+
+def pages(prompts: list[Ids], case: Rollouts) -> object:
+    """By itself it takes most of the memory, which on a CPU is everybody's."""
+    from transformers import ContinuousBatchingConfig
+
+    if CUDA:
+        return ContinuousBatchingConfig()
+    page = ContinuousBatchingConfig.page_size
+    of_sequence = -(-(max(map(len, prompts)) + case.response) // page)
+    return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * of_sequence, max_batch_tokens=2048)
+
+
+def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"w0": END}, unk_token="w0")), eos_token="w0", pad_token="w0"
+    )
+    settings = GRPOConfig(
+        output_dir=gettempdir(),
+        per_device_train_batch_size=P * case.K,
+        num_generations=case.K,
+        max_completion_length=case.response,
+        temperature=1.0,
+        beta=0.0,
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=not CUDA,
+        report_to="none",
+    )
+    with sampling_mode(policy) as model:
+        copy = deepcopy(model)
+    return GRPOTrainer(
+        copy,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["w0"] * P}),
+        processing_class=tokenizer,
+    )
+
+
+GRPO_TRAINER = Kept(grpo_trainer)
+
+
+def by_trl(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
+    """What GRPOTrainer calls with each prompt K times, from token ids to token ids."""
+    trainer = GRPO_TRAINER(policy, len(prompts), case)
+    trainer.eos_token_ids = trainer.generation_config.eos_token_id = policy.model.generation_config.eos_token_id
+    torch.manual_seed(seed)
+    ids, _ = trainer._generate_single_turn(repeated(prompts, case), None, {}, case.K)
+    return grouped(ids, prompts, case)
+
+
+def repeated(prompts: list[Ids], case: Rollouts) -> list[Ids]:
+    return [prompt for prompt in prompts for _ in range(case.K)]
+
+
+def grouped(ids: list[Ids], prompts: list[Ids], case: Rollouts) -> Sampled:
+    """Raises RuntimeError where responses are missing."""
+    if len(ids) != len(prompts) * case.K:
+        raise RuntimeError(f"{len(ids)} of {len(prompts) * case.K} responses came")
+    return [ids[p * case.K : (p + 1) * case.K] for p in range(len(prompts))]
+
+
+# What all are compared with is the first.
+WAYS: dict[str, Way] = {
+    "generate": by_generate,
+    "fastp3o engine": by_engine,
+    "fastp3o engine, compiled": partial(by_engine, kept=COMPILED_ENGINE),
+    "generate, static cache": partial(by_generate, cache_implementation="static"),
+    "generate_batch": by_generate_batch,
+    "TRL GRPO": by_trl,
+}
+# They compile for each shape.
+SLOW_TO_START = {"fastp3o engine, compiled"} | ({"generate, static cache"} if CUDA else set())
