@@ -4,7 +4,7 @@ P prompts with K responses each and N scored tokens of a packed row.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Microbatch:
     old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
     ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
+    prompt_share: float = field(default=1.0, kw_only=True)  # what weight is where a loss averages prompts
 
 
 # A loss, 0-d, and metrics of it, 0-d and detached; names that end in `_max` are maxima, the others means.

@@ -11,6 +11,9 @@ from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss
 
+# Metrics that are means over prompts, their responses or their pairs, also where the loss is one over tokens.
+OF_PROMPTS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl")
+
 
 @dataclass(frozen=True, kw_only=True)
 class P3OConfig(OnlineConfig, P3OSettings):
@@ -75,4 +78,9 @@ class P3O:
                 old_token_logprobs=microbatch.old_token_logprobs if self.averages_tokens else None,
             )
 
-        return policy(row, row.scored_at, p3o_loss)
+        output = policy(row, row.scored_at, p3o_loss)
+        if not self.averages_tokens:
+            return output
+        # A minibatch averages metrics with the weights of the loss, which count tokens here.
+        share = microbatch.prompt_share / microbatch.weight
+        return P3OLossOutput(output.loss, output.metrics | {name: share * output.metrics[name] for name in OF_PROMPTS})

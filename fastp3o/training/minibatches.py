@@ -4,6 +4,7 @@ P prompts with K responses each and N scored tokens of a packed row.
 """
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from accelerate import Accelerator
@@ -48,7 +49,10 @@ def with_logprobs(
     """
     minibatches = [[row.to(accelerator.device) for row in rows] for rows in minibatches]
     rows = [row for minibatch in minibatches for row in minibatch]
-    weights = [weight for shares in loss_weights(accelerator, minibatches, averages_tokens) for weight in shares]
+    prompt_shares, weights = (
+        list(chain.from_iterable(loss_weights(accelerator, minibatches, of_tokens)))
+        for of_tokens in (False, averages_tokens)
+    )
     old_token_logprobs = [scored_logprobs(policy, row) for row in rows]
     microbatches = iter(
         Microbatch(
@@ -59,8 +63,11 @@ def with_logprobs(
             old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(len(row.groups), -1),
             ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(len(row.groups), -1),
             weight=weight,
+            prompt_share=prompt_share,
         )
-        for row, old, ref, weight in zip(rows, old_token_logprobs, reference(rows), weights, strict=True)
+        for row, old, ref, weight, prompt_share in zip(
+            rows, old_token_logprobs, reference(rows), weights, prompt_shares, strict=True
+        )
     )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 

@@ -3,14 +3,18 @@
 Rewards and δ on a grid of powers of two have exact differences in fp32. Scaling and clipping of differences are on.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from fastp3o.objectives.online_dpo import OnlineDPOConfig
-from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.online import train
+from fastp3o_kernels import P3OLossOutput
+from fastp3o_kernels.p3o.output import METRICS
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
 UPDATES = 10
@@ -35,6 +39,20 @@ def test_p3o_ends_with_the_same_bits(workplace, tiny_model, clipping, K):
     shifted = run(tiny_model, "shifted", reward="rewards_for_tests:varied_and_shifted", **settings)
     assert_equal(plain, shifted)
     assert metrics("plain")[-1]["reward"] != metrics("shifted")[-1]["reward"]
+
+
+@pytest.mark.parametrize("clipping", ["token", "joint"])
+def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_lengths(clipping):
+    """One of four prompts is in a row of its own, with nine tenths of the tokens."""
+    objective = P3O(P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=clipping))
+    fraction = 0.0
+    for without_gradient, prompts, tokens in ((1.0, 0.25, 0.9), (0.0, 0.75, 0.1)):
+        metrics = dict.fromkeys(METRICS, torch.tensor(without_gradient))
+        microbatch = SimpleNamespace(row=SimpleNamespace(scored_at=None), prompt_share=prompts)
+        microbatch.weight = tokens if clipping == "token" else prompts
+        output = objective.loss(lambda *_, found=metrics: P3OLossOutput(torch.zeros(()), found), microbatch)
+        fraction += microbatch.weight * output.metrics["zero_gradient_fraction"].item()
+    assert fraction == pytest.approx(0.25)
 
 
 def test_the_bound_is_reached(workplace, tiny_model):
