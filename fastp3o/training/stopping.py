@@ -3,11 +3,13 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 import torch
 from accelerate import Accelerator
 
+ONE_REQUEST = 3.0  # seconds
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -19,14 +21,15 @@ class StoppedError(SystemExit):
 
 
 class Stops:
-    """Notes the first signal, for the loop to stop where it can be resumed; the second ends the process at once.
+    """Notes the first signal, for the loop to stop where it can be resumed; a later one ends the process at once.
 
+    One request may come twice: from the terminal or Slurm to every process, and again from torchrun to its workers.
     Signals that were ignored (by nohup, or in the background of a shell) stay so.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
-        self.received = 0
+        self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Stops":
@@ -46,12 +49,15 @@ class Stops:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.received = number
+            if time.monotonic() - self.received_at > ONE_REQUEST:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.received, self.received_at = number, time.monotonic()
         name = signal.Signals(number).name
         os.write(
-            2, f"\n{name}: stopping as soon as the run can be resumed from there; again to stop at once\n".encode()
+            2,
+            f"\n{name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once\n".encode(),
         )
 
     def agreed(self, due: bool) -> tuple[int, bool]:

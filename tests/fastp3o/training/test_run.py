@@ -145,7 +145,7 @@ def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, token
     after = 1 if before_optimizer else 2
     out, err = capfd.readouterr()
     assert f"{number.name}: stopped after step {after}; --resume goes on from there\n" in out
-    assert f"{number.name}: stopping as soon as the run can be resumed from there; again to stop at once" in err
+    assert f"{number.name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once" in err
     assert os.listdir("run/state") == [f"step-{after:06}"]
     assert not Path("run/model").exists()
     finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2, resume=True))
@@ -266,10 +266,14 @@ def test_tensorboard_hides_the_steps_that_are_done_again(workplace, tiny_model, 
 SECOND_SIGNAL = """
 import os, signal, time
 from accelerate import Accelerator
+from fastp3o.training import stopping
 from fastp3o.training.stopping import Stops
+stopping.ONE_REQUEST = 0.5
 with Stops(Accelerator(cpu=True)) as stops:
     os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
     print(stops.agreed(False), flush=True)
+    time.sleep(0.6)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(60)
 """
