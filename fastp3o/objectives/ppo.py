@@ -5,7 +5,7 @@ penalty at each token, clipped values, whitened advantages. N tokens of a packed
 """
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from fastp3o_kernels import Head
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(OnlineConfig):
     """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (
+        *("clip_range", "kl_coef", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),
+        "reward_clip",
+    )
 
     clip_range: float = option(0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).")
     kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")

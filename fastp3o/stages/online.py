@@ -37,6 +37,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 rewards = penalize_missing_eos(rewards, rollouts, config.missing_eos_penalty)
                 require_finite(accelerator, "a reward", rewards)
                 scaled_rewards = objective.scaler(rewards, seen=accelerator.gather(rewards))
+                require_finite(accelerator, "a difference or a sum of rewards", scaled_rewards)
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(rollouts, config.minibatches_per_update, config.packing)
                 minibatches = with_logprobs(

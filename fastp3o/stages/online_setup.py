@@ -20,10 +20,10 @@ from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
-from fastp3o.training.checkpoints import prepare_output_dir
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share
 from fastp3o.training.run import Run
+from fastp3o.training.run_folder import check_output_dir
 
 
 class PromptsOfUpdate:
@@ -62,7 +62,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     accelerator = make_accelerator(config, precision)
     check_divisible(accelerator, config.prompts_per_update, "prompts_per_update")
     check_divisible(accelerator, config.prompts_per_minibatch, "prompts_per_minibatch")
-    prepare_output_dir(accelerator, config)
+    check_output_dir(accelerator, config)
 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     if config.reference:
@@ -81,7 +81,6 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     optimizer = Optimizer(accelerator, model, precision, config, steps, objective.learning_rates)
     policy = optimizer.model
     reference = load_reference(config, accelerator, precision, policy)
-    accelerator.register_for_checkpointing(objective.scaler)
 
     def sampler(batch_size: int) -> Sampler:
         return named_sampler(
@@ -116,6 +115,8 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         step_name="update",
         steps=config.updates,
         evaluate=evaluation,
+        data={"prompts": examples, "eval_prompts": eval_examples},
+        parts={"reward_scaling": objective.scaler},
     )
     return Online(
         accelerator,

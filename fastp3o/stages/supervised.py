@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -18,10 +18,10 @@ from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
-from fastp3o.training.checkpoints import prepare_output_dir
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share
 from fastp3o.training.run import Run
+from fastp3o.training.run_folder import check_output_dir
 
 Examples = dict[str, list]  # columns of a data set
 
@@ -29,6 +29,8 @@ Examples = dict[str, list]  # columns of a data set
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(StageConfig):
     """What SFT and reward modelling have in common: passes over a fixed data set."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("epochs",)
 
     train_data: str = required("Training data: a hub name (or name:config), or JSONL or parquet files.")
     eval_data: str | None = option(None, "Held-out data of the same layout.")
@@ -78,7 +80,7 @@ def train_supervised(task: SupervisedTask) -> None:
     precision = precision_of(config.precision, automatic="bf16-autocast")
     accelerator = make_accelerator(config, precision)
     check_divisible(accelerator, config.batch_size, "batch_size")
-    prepare_output_dir(accelerator, config)
+    check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     examples, eval_examples = load_data(
         accelerator,
@@ -100,7 +102,15 @@ def train_supervised(task: SupervisedTask) -> None:
     if eval_examples is not None:
         evaluation = partial(evaluate, accelerator, optimizer.model, eval_examples, task)
     run = Run(
-        accelerator, config, optimizer, tokenizer, stage=task.name, step_name="step", steps=steps, evaluate=evaluation
+        accelerator,
+        config,
+        optimizer,
+        tokenizer,
+        stage=task.name,
+        step_name="step",
+        steps=steps,
+        evaluate=evaluation,
+        data={"train_data": examples, "eval_data": eval_examples},
     )
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)

@@ -1,7 +1,8 @@
 """AdamW over what trains: gradients of a minibatch's packed rows add up in fp32, then one step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -54,8 +55,7 @@ class Optimizer:
         # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
         fp16 = precision.weights == torch.float16
         self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**12, enabled=fp16)
-        accelerator.prepare(self.optimizer)
-        accelerator.register_for_checkpointing(self.schedule, self.scaler, *([self.weights] if precision.half else []))
+        self.named = dict(zip(trained, self.weights.parameters, strict=True))
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
@@ -100,6 +100,43 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         return self.schedule.get_last_lr()[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What moves, in fp32 and by full names: the weights that train, and AdamW's step and moments of each."""
+        tensors = {f"weights.{name}": parameter.detach() for name, parameter in self.named.items()}
+        for name, parameter in self.named.items():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{kind}.{name}"] = value
+        return tensors
+
+    def fill(self, names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
+        """Lets `read` fill the tensors of these names in place.
+
+        Raises ValueError where they are not those of this model.
+        """
+        for name in names:
+            kind, _, parameter_name = name.partition(".")
+            parameter = self.named.get(parameter_name)
+            if parameter is None:
+                raise ValueError(f"the state has {name}, which is nothing that this model trains")
+            if kind != "weights":
+                like = torch.zeros((), device=parameter.device) if kind == "step" else torch.zeros_like(parameter)
+                self.optimizer.state[parameter].setdefault(kind, like)
+        read(self.tensors())
+        self.weights.copy_from_masters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not a tensor: steps of the schedule, and the scale of the loss."""
+        return {"steps": self.schedule.last_epoch, "loss_scale": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Learning rates and the rest of AdamW's settings stay as they are configured now."""
+        if state["steps"]:
+            before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
+            self.schedule.load_state_dict(self.schedule.state_dict() | before)
+            self.schedule.step()
+        if state["loss_scale"]:
+            self.scaler.load_state_dict(state["loss_scale"])
 
 
 def parameter_groups(
@@ -169,15 +206,6 @@ class HalfWeights:
     @torch.no_grad()
     def copy_from_masters(self) -> None:
         torch._foreach_copy_([*self.trained], [*self.parameters])
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {str(number): master.detach() for number, master in enumerate(self.parameters)}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for number, master in enumerate(self.parameters):
-            master.copy_(state[str(number)])
-        self.copy_from_masters()
 
 
 def add_gradient(trained: Tensor, master: Tensor) -> None:

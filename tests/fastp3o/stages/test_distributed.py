@@ -9,21 +9,24 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.fastp3o.runs import metrics
+from tests.fastp3o.runs import assert_equal, metrics, weights
 
 ROOT = Path(__file__).parents[3]
 
 
-def launch(script: str, *flags: str, processes: int = 2) -> subprocess.CompletedProcess:
+def launch(script: str, *flags: str, processes: int = 2, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return subprocess.run(
-        [*torchrun, str(ROOT / "scripts" / script), "--report_to", "none", "--precision", "fp32", *flags],
+        [*torchrun, *options, str(ROOT / "scripts" / script), "--report_to", "none", "--precision", "fp32", *flags],
         env=os.environ
         | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        # gloo's connections of the processes before would be in the way of those after a restart.
+        | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), ".", os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=300,
+        start_new_session=True,
     )
 
 
@@ -108,3 +111,68 @@ def test_pairs_that_do_not_divide_are_refused(workplace, tiny_model):
     done = launch(*P3O, *flags)
     assert done.returncode != 0
     assert "--prompts_per_update (9) must be a multiple of the number of processes (2)" in done.stderr
+
+
+DIES_ONCE = """
+import os, pathlib, signal
+from rewards_for_tests import varied
+
+CALLS = 0
+
+def dies_once(prompts, responses):
+    global CALLS
+    CALLS += 1
+    once = pathlib.Path("died")
+    if CALLS == 3 and os.environ["RANK"] == "1" and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return varied(prompts, responses)
+"""
+
+
+def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tiny_model):
+    Path("dying.py").write_text(DIES_ONCE)
+    flags = ["--model", tiny_model, "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--updates", "4"]
+    flags += ["--learning_rate", "1e-2", "--save_every", "1", "--resume", "--max_response_tokens", "6"]
+    flags += ["--prompts", "prompts.jsonl"]
+    whole = launch("p3o.py", *flags, "--reward", "rewards_for_tests:varied", "--output_dir", "whole")
+    assert whole.returncode == 0, whole.stderr
+    broken = launch(
+        "p3o.py", *flags, "--reward", "dying:dies_once", "--output_dir", "run", options=("--max-restarts", "1")
+    )
+    assert broken.returncode == 0, broken.stderr
+    assert Path("died").exists()
+    assert "resuming after update 2, from run/state/step-000002" in broken.stdout
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))
+    # What two processes wrote, one reads.
+    alone = launch(
+        "p3o.py", *flags, "--updates", "5", "--reward", "dying:dies_once", "--output_dir", "run", processes=1
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert "resuming on another number of processes: 2 before, 1 now" in alone.stdout
+    assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [
+        pytest.param("SIGUSR1", "os.kill(os.getpid(), signal.SIGUSR1)", id="to-one"),
+        # As Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
+        pytest.param("SIGTERM", "os.killpg(0, signal.SIGTERM)", id="to-all"),
+    ],
+)
+def test_a_signal_stops_all_processes_where_the_run_can_go_on(workplace, tiny_model, number, send):
+    source = DIES_ONCE.replace("os.kill(os.getpid(), signal.SIGKILL)", send)
+    Path("stopping.py").write_text(source.replace("dies_once", "stops_once"))
+    flags = ["--model", tiny_model, "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--updates", "4"]
+    flags += ["--learning_rate", "1e-2", "--resume", "--max_response_tokens", "6", "--prompts", "prompts.jsonl"]
+    flags += ["--reward", "stopping:stops_once"]
+    stopped = launch("p3o.py", *flags, "--output_dir", "run")
+    assert stopped.returncode != 0
+    assert f"{number}: stopped after update 2; --resume goes on from there" in stopped.stdout
+    for folder in ("run", "whole"):
+        done = launch("p3o.py", *flags, "--output_dir", folder)
+        assert done.returncode == 0, done.stderr
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))

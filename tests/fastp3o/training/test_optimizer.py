@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -127,34 +129,53 @@ def test_a_part_without_gradient_stands_still():
     assert model.weight.item() < 1
 
 
-def test_masters_survive_a_round_trip():
-    model, other = Weights([1.0, 0.1]), Weights([7.0, 8.0])
-    weights, others = (HalfWeights(Accelerator(cpu=True), m, torch.bfloat16) for m in (model, other))
-    state = {name: value.clone() for name, value in weights.state_dict().items()}
-    assert list(state) == ["0"]
-    others.load_state_dict(state)
-    assert torch.equal(others.parameters[0], torch.tensor([1.0, 0.1]))
-    assert torch.equal(other.weight, model.weight)
-    assert others.parameters[0].requires_grad
-
-
-@HALVES
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype):
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("schedule", ["cosine", "constant_with_warmup", "inverse_sqrt"])
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, schedule):
     def run(optimizer, steps):
         for step in steps:
             optimizer.step(backward(optimizer, [1.0, 0.1 * step]))
         return [optimizer.weights.parameters[0].tolist(), optimizer.model.weight.tolist()]
 
-    settings = {"lr_schedule": "cosine", "warmup_steps": 1}
+    settings = {"lr_schedule": schedule, "warmup_steps": 4}
     optimizer = optimizer_for(Weights([1.0, 2.0]), dtype, **settings)
     run(optimizer, range(3))
-    optimizer.accelerator.save_state(str(tmp_path))
+    tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    counters = json.loads(json.dumps(optimizer.state_dict()))
     expected = run(optimizer, range(3, 6))
     resumed = optimizer_for(Weights([9.0, 9.0]), dtype, **settings)
-    resumed.accelerator.load_state(str(tmp_path))
+    resume(resumed, tensors, counters)
+    assert torch.equal(resumed.model.weight, tensors["weights.weight"].to(dtype))
     assert run(resumed, range(3, 6)) == expected
     assert resumed.learning_rate == optimizer.learning_rate
     assert resumed.scaler.get_scale() == optimizer.scaler.get_scale()
+
+
+def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
+    def read(into: dict[str, Tensor]) -> None:
+        assert into.keys() == tensors.keys()
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])
+
+    optimizer.fill(tensors.keys(), read)
+    optimizer.load_state_dict(counters)
+
+
+def test_a_resumed_run_takes_its_own_settings_of_adamw():
+    first = optimizer_for(Weights([1.0, 2.0]), torch.float32)
+    first.step(backward(first, [1.0, 1.0]))
+    changed = {"learning_rate": 0.5, "adam_beta1": 0.5, "adam_eps": 1e-3, "lr_schedule": "linear"}
+    resumed = optimizer_for(Weights([1.0, 2.0]), torch.float32, **changed)
+    resume(resumed, first.tensors(), first.state_dict())
+    (group,) = resumed.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.5 * 0.99, (0.5, 0.95), 1e-3)
+    assert resumed.learning_rate == 0.5 * 0.99
+
+
+def test_a_state_of_another_model_is_refused_by_name():
+    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
+    with pytest.raises(ValueError, match=r"the state has exp_avg\.other, which is nothing that this model trains"):
+        optimizer.fill(["exp_avg.other"], lambda tensors: None)
 
 
 def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
