@@ -61,6 +61,9 @@ class StageConfig:
             "choices": list(PRECISIONS),
         },
     )
+    shard_size: int = option(
+        0, "Processes that hold one model together (HSDP); 0: all. Fewer, such as those of a node, talk less to others."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     seed: int = option(0, "Seed of every random choice; the same seed gives the same run.")
 
@@ -74,6 +77,7 @@ class StageConfig:
         self.check(self.tokens_per_row >= 1, "tokens_per_row", "at least 1")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
         self.check(self.max_grad_norm > 0, "max_grad_norm", "above 0")
+        self.check(self.shard_size >= 0, "shard_size", "0 or more")
         self.check(self.save_every >= 0, "save_every", "0 or more")
         self.check(self.eval_every >= 0, "eval_every", "0 or more")
 

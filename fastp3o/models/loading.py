@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,12 +12,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import find_adapter_config_file
 
 from fastp3o.models.packable import require_packable
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import is_main_process
 
 CPU = torch.device("cpu")
 
@@ -41,6 +45,8 @@ def load_policy(
 ) -> PackedModel:
     """A causal LM without dropout: a policy's log-probabilities must not be random. LoRA adapters are merged into it.
 
+    Of several processes the main one alone loads weights (`shard` gives the others theirs).
+
     Raises ValueError where the model cannot be run on packed rows.
     """
     base, adapter = name, find_adapter_config_file(name)
@@ -48,6 +54,11 @@ def load_policy(
         from peft import PeftConfig, PeftModel
 
         base = PeftConfig.from_pretrained(name).base_model_name_or_path
+    if not is_main_process():
+        model = without_weights(AutoModelForCausalLM, base, dtype, trust_remote_code)
+        with suppress(OSError):  # has none of its own
+            model.generation_config = GenerationConfig.from_pretrained(base)
+        return PackedModel(model)
     model = AutoModelForCausalLM.from_pretrained(
         base, dtype=dtype, trust_remote_code=trust_remote_code, **dropout_off(base, trust_remote_code)
     )
@@ -65,9 +76,15 @@ def load_reward_model(
 ) -> PackedModel:
     """A sequence classifier with one output. From a causal LM's checkpoint the scalar head starts at zero.
 
+    Of several processes the main one alone loads weights (`shard` gives the others theirs).
+
     Raises ValueError where the model has no linear `score` head over hidden states, or more than one output, or cannot
     be run on packed rows.
     """
+    if not is_main_process():
+        model = without_weights(AutoModelForSequenceClassification, name, dtype, trust_remote_code, num_labels=1)
+        model.config.pad_token_id = model.config.pad_token_id or model.config.eos_token_id
+        return PackedModel(model)
     with load_report_held_back() as report:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             name,
@@ -93,6 +110,17 @@ def load_reward_model(
     if any(key.startswith("score.") for key in missing):
         nn.init.zeros_(head.weight)
     return packable
+
+
+def without_weights(
+    kind: type, name: str, dtype: torch.dtype, trust_remote_code: bool, **settings: int
+) -> PreTrainedModel:
+    """The same model on the meta device."""
+    config = AutoConfig.from_pretrained(
+        name, trust_remote_code=trust_remote_code, **settings, **dropout_off(name, trust_remote_code)
+    )
+    with torch.device("meta"):
+        return cast(Any, kind).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.loading import load_reward_model, load_tokenizer
@@ -24,10 +25,14 @@ def load_reward(
     device: torch.device,
     dtype: torch.dtype,
     packing: Packing,
+    mesh: DeviceMesh | None = None,
     offload: bool = False,
     trust_remote_code: bool = False,
 ) -> Reward:
-    """`module:function` is a Python function; anything else a reward model's folder or hub name."""
+    """`module:function` is a Python function; anything else a reward model's folder or hub name.
+
+    mesh: of processes over which a model is spread; None for one.
+    """
     if ":" in name and not os.path.exists(name):
         return FunctionReward(name)
     return ModelReward(
@@ -36,6 +41,7 @@ def load_reward(
         policy_tokenizer,
         device=device,
         packing=packing,
+        mesh=mesh,
         offload=offload,
     )
 

@@ -4,19 +4,22 @@ from typing import NamedTuple
 
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.packed_model import PackedModel, unwrap
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
+from fastp3o.models.sharding import process_mesh
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
@@ -50,7 +53,7 @@ class Online(NamedTuple):
     sampler: Sampler
     reward: Reward
     objective: Objective
-    policy: nn.Module
+    policy: PackedModel
     reference: Reference
     optimizer: Optimizer
     run: Run
@@ -61,7 +64,6 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     precision = precision_of(config.precision, automatic="fp16")
     accelerator = make_accelerator(config, precision)
     check_divisible(accelerator, config.prompts_per_update, "prompts_per_update")
-    check_divisible(accelerator, config.prompts_per_minibatch, "prompts_per_minibatch")
     prepare_output_dir(accelerator, config)
 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
@@ -69,27 +71,29 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
     )
     objective = config.objective()
-    model = load_trainable_policy(config)
-    objective.add_to(model)
-    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer)
+    mesh = process_mesh(accelerator.device, config.shard_size)
+    policy = load_trainable_policy(config)
+    copy = None if mesh is None else WholeCopy(policy, accelerator.device, precision.weights)
+    objective.add_to(policy)
+    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer, mesh)
     if gold is None and config.gold_reward:
-        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer)
+        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer, mesh)
 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
-    optimizer = Optimizer(accelerator, model, precision, config, steps, objective.learning_rates)
-    policy = optimizer.model
-    reference = load_reference(config, accelerator, precision, policy)
+    optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
+    reference = load_reference(config, accelerator, precision, policy, mesh)
     accelerator.register_for_checkpointing(objective.scaler)
 
     def sampler(batch_size: int) -> Sampler:
-        return named_sampler(
+        own = named_sampler(
             config.sampler,
-            unwrap(policy),
+            policy if copy is None else copy.model,
             tokenizer,
             max_response_tokens=config.max_response_tokens,
             batch_size=batch_size,
             memory_gb=config.rollout_memory,
         )
+        return own if copy is None else GatheredSampler(own, policy, copy)
 
     evaluation = None
     if eval_examples is not None:
@@ -142,6 +146,7 @@ def load_named_reward(
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
 ) -> Reward:
     return load_reward(
         name,
@@ -149,13 +154,18 @@ def load_named_reward(
         device=accelerator.device,
         dtype=precision.weights,
         packing=config.packing,
+        mesh=mesh,
         offload=config.offload,
         trust_remote_code=config.trust_remote_code,
     )
 
 
 def load_reference(
-    config: OnlineConfig, accelerator: Accelerator, precision: Precision, policy: nn.Module
+    config: OnlineConfig,
+    accelerator: Accelerator,
+    precision: Precision,
+    policy: PackedModel,
+    mesh: DeviceMesh | None,
 ) -> Reference:
     if config.lora_rank and not config.reference:
         return WithoutAdapters(policy)
@@ -165,4 +175,4 @@ def load_reference(
         dtype=precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
-    return SecondModel(frozen, accelerator.device, offload=config.offload)
+    return SecondModel(frozen, accelerator.device, mesh, offload=config.offload)

@@ -40,7 +40,7 @@ class Run:
         self.accelerator, self.config, self.optimizer, self.tokenizer = accelerator, config, optimizer, tokenizer
         self.step_name, self.steps, self.evaluate = step_name, steps, evaluate
         self.folder = Path(config.output_dir)
-        self.done = load_state(accelerator, self.folder / STATE) if config.resume else 0
+        self.done = load_state(accelerator, optimizer, self.folder / STATE) if config.resume else 0
         plain = {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool)}
         accelerator.init_trackers("trackers", config=plain)
         self.reporter = Reporter(accelerator, self.folder, stage=stage, first_step=self.done, steps=steps)
@@ -99,5 +99,5 @@ class Run:
 
     def save(self, step: int, model: Path, state: Path | None = None) -> None:
         """Writes the model, and the state after `step` (by default where --resume looks for it)."""
-        save_model(self.accelerator, self.optimizer.model, self.tokenizer, model)
-        save_state(self.accelerator, state or self.folder / STATE, step)
+        save_model(self.accelerator, self.optimizer.model, self.tokenizer, model, self.optimizer.precision.weights)
+        save_state(self.accelerator, self.optimizer, state or self.folder / STATE, step)
