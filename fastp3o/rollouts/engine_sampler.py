@@ -34,7 +34,7 @@ class EngineSampler:
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
     for keys and values of prompts and responses, by default a part of what is free; where it is little, fewer prompts
-    are sampled at once.
+    are sampled at once. graph: whether a step may be a CUDA graph, as in `Engine`.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class EngineSampler:
         batch_size: int,
         memory: int | None = None,
         settings: SamplingSettings = POLICY_ITSELF,
+        graph: bool | None = None,
     ):
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.policy, self.tokenizer, self.settings, self.graph = policy, tokenizer, settings, graph
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty before the policy was tried
         self.engine: Engine | None = None
@@ -133,5 +134,5 @@ class EngineSampler:
         """The last one where it has the room and its shapes stay, so that its graph serves again."""
         if self.engine is None or not self.engine.static or not self.engine.room.holds(room):
             self.engine = None  # gives its memory back before the next one takes any
-            self.engine = Engine(self.policy, self.shapes, room, end_ids, self.settings)
+            self.engine = Engine(self.policy, self.shapes, room, end_ids, self.settings, graph=self.graph)
         return self.engine

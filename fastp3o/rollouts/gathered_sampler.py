@@ -9,7 +9,7 @@ from fastp3o.rollouts.sampler import Sampler
 
 
 class GatheredSampler:
-    """A Sampler. Each process gathers the weights once a call, and samples on its own.
+    """A Sampler. Each process gathers the weights once a call, and samples on its own, where they fit its memory.
 
     sampler: from the copy, which has the policy's weights in every call.
     """

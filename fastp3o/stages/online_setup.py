@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
+from fastp3o.rollouts.room import available_memory
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
 from fastp3o.training.checkpoints import prepare_output_dir
@@ -73,7 +75,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     objective = config.objective()
     mesh = process_mesh(accelerator.device, config.shard_size)
     policy = load_trainable_policy(config)
-    copy = None if mesh is None else WholeCopy(policy, accelerator.device, precision.weights)
+    copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
     objective.add_to(policy)
     reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer, mesh)
     if gold is None and config.gold_reward:
@@ -92,6 +94,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
             max_response_tokens=config.max_response_tokens,
             batch_size=batch_size,
             memory_gb=config.rollout_memory,
+            graph=False if copy is not None and copy.by_layer else None,
         )
         return own if copy is None else GatheredSampler(own, policy, copy)
 
@@ -129,6 +132,18 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         optimizer,
         run,
     )
+
+
+def whole_copy(policy: PackedModel, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh) -> WholeCopy:
+    """What a sharded policy samples from: whole, where every process has the memory."""
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    # Masters and moments of what trains, reference and reward model.
+    parts = 16 * parameters // mesh.size(-1)
+    fits = parts + parameters * precision.weights.itemsize < available_memory(accelerator.device)
+    by_layer = not all(gather_object([fits]))
+    if by_layer:
+        accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
+    return WholeCopy(policy, accelerator.device, precision.weights, by_layer=by_layer)
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
