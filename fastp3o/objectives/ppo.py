@@ -142,7 +142,7 @@ def ppo_loss(logprobs: Tensor, values: Tensor, microbatch: PPOMicrobatch, config
         "clip_fraction": (ratio != clipped_ratio).float().mean(),
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "value_clip_fraction": (values != clipped_values).float().mean(),
+        "value_clip_fraction": ((values - old_values).abs() > reach).float().mean(),
     }
     loss = policy_loss + config.value_coef * value_loss
     return loss, {name: value.detach() for name, value in metrics.items()}

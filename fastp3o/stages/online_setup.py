@@ -68,6 +68,12 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     check_divisible(accelerator, config.prompts_per_update, "prompts_per_update")
     prepare_output_dir(accelerator, config)
 
+    idle = accelerator.num_processes - config.prompts_per_minibatch
+    if idle > 0:
+        accelerator.print(
+            f"--prompts_per_minibatch is {config.prompts_per_minibatch}, so {idle} of {accelerator.num_processes} "
+            "processes have nothing to train on in each step: a multiple of their number uses them all"
+        )
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     examples, eval_examples = load_data(
         accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 
 from fastp3o.config import StageConfig
+from fastp3o.models import sharding
 from fastp3o.models.sharding import process_mesh, whole
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Optimizer
@@ -82,3 +83,11 @@ def test_a_mesh_of_one_has_the_bits_of_none(group_of_one, precision):
             optimizer.step(losses[-1].detach())
         moved.append([*losses, *(whole(parameter) for parameter in optimizer.parameters.values())])
     assert all(torch.equal(*both) for both in zip(*moved, strict=True))
+
+
+def test_processes_are_one_group_or_several(monkeypatch):
+    monkeypatch.setattr(sharding, "number_of_processes", lambda: 6)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, **names: shape)
+    assert [process_mesh(CPU), process_mesh(CPU, 6), process_mesh(CPU, 2)] == [(6,), (6,), (3, 2)]
+    with pytest.raises(ValueError, match=r"--shard_size \(4\) must divide the number of processes \(6\)"):
+        process_mesh(CPU, 4)
