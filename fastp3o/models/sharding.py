@@ -52,6 +52,11 @@ def number_of_processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def loading_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
+    """Where the main process loads a model: not on a device that need not hold the whole of it."""
+    return device if mesh is None else torch.device("cpu")
+
+
 def shard(
     model: PackedModel,
     device: torch.device,
@@ -83,8 +88,10 @@ def shard(
     }
     for unit in units(model):
         fully_shard(unit, **options)
-    # Embeddings, head and last norm belong to the root: the head is whole within its forward call, over all chunks.
-    fully_shard(model, **options)
+    # Embeddings, head and last norm belong to the root: the head is whole within its forward call, over all chunks. It
+    # stays so for the backward pass, where there is one.
+    trains = any(parameter.requires_grad for parameter in model.parameters())
+    fully_shard(model, reshard_after_forward=None if trains else True, **options)
     given.put_into(model, device, offload=offload)
 
 

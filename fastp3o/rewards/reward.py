@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.loading import load_reward_model, load_tokenizer
+from fastp3o.models.sharding import loading_device
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.reward_model import ModelReward
@@ -36,7 +37,7 @@ def load_reward(
     if ":" in name and not os.path.exists(name):
         return FunctionReward(name)
     return ModelReward(
-        load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
+        load_reward_model(name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code),
         load_tokenizer(name, trust_remote_code=trust_remote_code),
         policy_tokenizer,
         device=device,

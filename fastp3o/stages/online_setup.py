@@ -13,7 +13,7 @@ from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
-from fastp3o.models.sharding import process_mesh
+from fastp3o.models.sharding import loading_device, process_mesh
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
@@ -192,7 +192,7 @@ def load_reference(
         return WithoutAdapters(policy)
     frozen = load_policy(
         config.reference or config.model,
-        device=accelerator.device,
+        device=loading_device(accelerator.device, mesh),
         dtype=precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
