@@ -57,7 +57,7 @@ class StageConfig(Flags):
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
         *("output_dir", "trust_remote_code", "skip_bad_records", "report_to"),
         *("learning_rate", "lr_schedule", "warmup_steps", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay"),
-        *("max_grad_norm", "tokens_per_row", "share_prompts", "precision", "gradient_checkpointing"),
+        *("max_grad_norm", "tokens_per_row", "share_prompts", "precision", "gradient_checkpointing", "shard_size"),
         *("save_every", "save_minutes", "eval_every", "resume"),
     )
 
@@ -103,6 +103,9 @@ class StageConfig(Flags):
             "choices": list(PRECISIONS),
         },
     )
+    shard_size: int = option(
+        0, "Processes that hold one model together (HSDP); 0: all. Fewer, such as those of a node, talk less to others."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     seed: int = option(0, "Seed of every random choice; the same seed gives the same run.")
 
@@ -119,7 +122,7 @@ class StageConfig(Flags):
     def __post_init__(self) -> None:
         self.check_values()
         self.check_at_least(1, "max_prompt_tokens", "max_characters", "limit", "eval_limit", "tokens_per_row")
-        self.check_at_least(0, "warmup_steps", "save_every", "save_minutes", "eval_every")
+        self.check_at_least(0, "warmup_steps", "shard_size", "save_every", "save_minutes", "eval_every")
         self.check(self.lr_schedule in SCHEDULES, "lr_schedule", f"one of {', '.join(SCHEDULES)}")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
         self.check(0 <= self.adam_beta1 < 1, "adam_beta1", "at least 0 and below 1")

@@ -235,4 +235,4 @@ class Run:
         self.saved_at = time.monotonic()
 
     def save_model(self, folder: Path) -> None:
-        save_model(self.accelerator, self.optimizer.model, self.tokenizer, folder)
+        save_model(self.accelerator, self.optimizer.model, self.tokenizer, folder, self.optimizer.precision.weights)
