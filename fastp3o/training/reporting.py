@@ -62,6 +62,9 @@ class Reporter:
 
     def close(self) -> None:
         self.bar.close()
+        # The group of processes ends here. A thread of gloo may still hold tensors of its last collective and wait for
+        # Python's lock to drop them, which the end of the group would never give; a barrier has none.
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
 

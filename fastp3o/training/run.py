@@ -84,6 +84,7 @@ class Run:
             return None
         manifest, lines = self.states.find()
         if manifest is None:
+            self.accelerator.print(f"--resume: there is no state in {self.states.folder} yet, the run begins")
             return None
         lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
         if manifest.step > self.steps:

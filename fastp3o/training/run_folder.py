@@ -15,7 +15,7 @@ import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import StageConfig
-from fastp3o.training.durable import clear_leftovers, write_file
+from fastp3o.training.durable import LEFTOVER, clear_leftovers, write_file
 from fastp3o.training.log_files import EVALUATIONS, METRICS
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.states.fingerprints import MODELS
@@ -56,7 +56,7 @@ def require_usable(config: StageConfig) -> None:
             f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({names[0]}): name a new or "
             "empty folder. Nothing in it was touched"
         )
-    if CONFIG in names and not config.resume:
+    if not config.resume and any(name != LOCK and not LEFTOVER.fullmatch(name) for name in names):
         raise FileExistsError(f"{folder} holds a run already: continue it with --resume, or name another --output_dir")
 
 

@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
@@ -21,6 +21,7 @@ from fastp3o.objectives.critic import Critic
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.states.tensors import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model
 
@@ -156,11 +157,10 @@ def resumed(precision: str, folder: Path) -> dict[str, Tensor]:
     optimizer = optimizer_for(precision)
     step(optimizer)
     step(optimizer)
-    checkpoint.save(optimizer.state_dict(), checkpoint_id=folder / precision)
+    save_tensors(folder / precision, optimizer.tensors())
     again = optimizer_for(precision)
-    state = again.state_dict()
-    checkpoint.load(state, checkpoint_id=folder / precision)
-    again.load_state_dict(state)
+    again.fill(saved_names(folder / precision), partial(load_tensors, folder / precision))
+    again.load_state_dict(optimizer.state_dict())
     for one in (optimizer, again):
         step(one)
     weights = [{n: whole(p.detach()) for n, p in one.parameters.items()} for one in (optimizer, again)]

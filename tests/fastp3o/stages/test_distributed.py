@@ -135,22 +135,32 @@ def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tin
     assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("number", "send"),
-    [
-        pytest.param("SIGUSR1", "os.kill(os.getpid(), signal.SIGUSR1)", id="to-one"),
-        # As Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
-        pytest.param("SIGTERM", "os.killpg(0, signal.SIGTERM)", id="to-all"),
-    ],
-)
-def test_a_signal_stops_all_processes_where_the_run_can_go_on(workplace, tiny_model, number, send):
-    source = DIES_ONCE.replace("os.kill(os.getpid(), signal.SIGKILL)", send)
-    Path("stopping.py").write_text(source.replace("dies_once", "stops_once"))
+STOPS_TWICE = """
+import os, pathlib, signal
+from rewards_for_tests import varied
+
+def stops_twice(prompts, responses):
+    if os.environ["RANK"] == "1":
+        calls = pathlib.Path("calls")
+        count = len(calls.read_text()) if calls.exists() else 0
+        calls.write_text("x" * (count + 1))
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if count == 4:
+            # As Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
+            os.killpg(0, signal.SIGTERM)
+    return varied(prompts, responses)
+"""
+
+
+def test_a_signal_to_one_process_or_all_stops_where_the_run_can_go_on(workplace, tiny_model):
+    Path("stopping.py").write_text(STOPS_TWICE)
     p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "4", "--resume"]
-    p3o += ["--learning_rate", "1e-2", "--reward", "stopping:stops_once"]
-    stopped = torchrun(*p3o, "--output_dir", "run")
-    assert stopped.returncode != 0
-    assert f"{number}: stopped after update 2; --resume goes on from there" in stopped.stdout
+    p3o += ["--learning_rate", "1e-2", "--reward", "stopping:stops_twice"]
+    for signal, update in (("SIGUSR1", 2), ("SIGTERM", 3)):
+        stopped = torchrun(*p3o, "--output_dir", "run")
+        assert stopped.returncode != 0
+        assert f"{signal}: stopped after update {update}; --resume goes on from there" in stopped.stdout
     for folder in ("run", "whole"):
         done = torchrun(*p3o, "--output_dir", folder)
         assert done.returncode == 0, done.stderr

@@ -176,9 +176,10 @@ def test_a_folder_with_a_run_is_not_overwritten(workplace, tiny_model):
         train(config(tiny_model, "run", updates=1))
 
 
-def test_resuming_where_there_is_no_state_begins(workplace, tiny_model):
+def test_resuming_where_there_is_no_state_begins(workplace, tiny_model, capsys):
     train(config(tiny_model, "whole", updates=1))
     train(config(tiny_model, "run", updates=1, resume=True))
+    assert "--resume: there is no state in run/state yet, the run begins" in capsys.readouterr().out
     assert_equal(weights("whole"), weights("run"))
 
 

@@ -49,6 +49,9 @@ def test_a_folder_with_a_run_needs_resume():
         with pytest.raises(FileExistsError, match="continue it with --resume, or name another --output_dir"):
             function(Accelerator(cpu=True), config())
     start(resume=True)
+    Path("run/config.yaml").rename("run/metrics.jsonl")
+    with pytest.raises(FileExistsError, match="continue it with --resume"):
+        check_output_dir(Accelerator(cpu=True), config())
 
 
 @pytest.mark.parametrize("name", ["precious.txt", "model/precious.txt", "config.yaml", "state/step-000001/x"])
@@ -73,6 +76,7 @@ def test_a_file_is_no_folder():
 
 def test_a_start_that_failed_claims_nothing():
     release(claim(Accelerator(cpu=True), config()))
+    Path("run/config.yaml.unfinished-0123456789ab").touch()
     start()
 
 

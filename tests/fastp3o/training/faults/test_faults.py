@@ -138,7 +138,7 @@ def test_killed_at_random(workplace: Path, tiny_model: str, count: Count, name: 
             time.sleep(seconds * chance.uniform(0.1, 1))
             os.kill(pid, signal.SIGKILL)
             wait(pid)
-        count("killed at random, one to three times: SFT, reward model, P3O and nine variants", scene.result())
+        count("killed at random, one to three times", scene.result())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
