@@ -36,7 +36,7 @@ FLAGS = [
     ("p3o", "--missing_eos_penalty nan", "--missing_eos_penalty must be a finite number"),
     ("p3o", "--reward_clip nan", "--reward_clip must be a finite number"),
     ("p3o", "--rollout_memory nan", "--rollout_memory must be a finite number"),
-    ("p3o", "--lora_alpha inf", "--lora_alpha must be a finite number"),
+    ("p3o", "--lora_rank 2 --lora_alpha inf", "--lora_alpha must be a finite number"),
     ("p3o", "--learning_rate fast", "--learning-rate: invalid float value: 'fast'"),
     ("p3o", "--learning_rate -1e-5", "--learning-rate: expected one argument"),
     *[
@@ -70,7 +70,7 @@ FLAGS = [
     ],
     ("p3o", "--eval_at 1,two", "--eval_at must be whole numbers separated by commas"),
     ("p3o", "--eval_at=-1", "--eval_at must be whole numbers separated by commas"),
-    ("p3o", "--eval_at 1,99", "--eval_at must be updates of the run, at most 1"),
+    ("p3o", "--eval_prompts prompts.jsonl --eval_at 1,99", "--eval_at must be updates of the run, at most 1"),
     ("p3o", "--rollout_memory 0", "--rollout_memory must be above 0"),
     ("p3o", "--kl_coef -1", "--kl_coef must be 0 or more"),
     ("p3o", "--clip_range 0", "--clip_range must be above 0"),
@@ -90,6 +90,20 @@ FLAGS = [
     ("p3o", "--report_to tensorboard,aim", "--report_to: aim is not installed"),
     ("p3o", "--max_prompt_tokens 4000", "the positions of LlamaForCausalLM end at 2048: lower --max_prompt_tokens"),
     ("p3o", "--offload maybe", "argument --offload: Truthy value expected"),
+    ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),
+    ("p3o", "--missing_eos_penalty -1", "--missing_eos_penalty must be 0 or more"),
+    ("p3o", f"--responses_per_prompt {10**30}", "--responses_per_prompt must be at most 2**32"),
+    *[
+        ("p3o", f"--{name}", f"--{name.split()[0]} does nothing without --lora_rank")
+        for name in ("lora_targets q_proj", "lora_alpha 8")
+    ],
+    *[
+        ("p3o", f"--{name}", f"--{name.split()[0]} does nothing without --eval_prompts")
+        for name in ("eval_every 1", "eval_at 1", "eval_split test", "eval_limit 2", "gold_reward models/reward")
+    ],
+    ("sft", "--eval_every 1", "--eval_every does nothing without --eval_data"),
+    ("p3o", "--output_dir ' '", "--output_dir must not be empty, or hold what no name can, got ' '"),
+    ("p3o", "--output_dir 'a\0b'", "--output_dir must not be empty, or hold what no name can, got 'a\\x00b'"),
     ("p3o", "--nosuch 1", "['--nosuch', '1']"),
     ("p3o", "--update 3", "['--update', '3']"),
     *[("p3o", f"--{name}=", f"--{name} must not be empty") for name in ("model", "output_dir", "prompts", "reward")],
