@@ -20,6 +20,8 @@ Config = TypeVar("Config")
 # transformers' schedules that the learning rate, the warm-up and the number of steps define.
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
+EVALUATION_FLAGS = ("eval_every", "eval_split", "eval_limit")  # they do nothing without evaluation data
+
 
 def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -34,16 +36,23 @@ class Flags:
     """Values that are checked when they are set. Errors name the flag."""
 
     def check_values(self) -> None:
-        """What holds for every flag: numbers are finite."""
+        """What holds for every flag: numbers are finite, and whole ones fit what counts with them."""
         for flag in fields(self):
             value = getattr(self, flag.name)
             self.check(not isinstance(value, float) or isfinite(value), flag.name, "a finite number")
+            self.check(not isinstance(value, int) or abs(value) <= 2**32, flag.name, "at most 2**32")
 
     def check_at_least(self, least: int, *names: str) -> None:
         """None passes: nothing is given."""
         for name in names:
             value = getattr(self, name)
             self.check(value is None or value >= least, name, f"{least} or more" if least == 0 else f"at least {least}")
+
+    def check_alone(self, needed: str, *names: str) -> None:
+        """Raises ValueError where flags are set that do nothing without another, which is not."""
+        for flag in fields(self):
+            if flag.name in names and not getattr(self, needed) and getattr(self, flag.name) != flag.default:
+                raise ValueError(f"--{flag.name} does nothing without --{needed}")
 
     def check(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
@@ -160,6 +169,7 @@ class TrainableConfig(Flags):
     def check_trainable(self) -> None:
         self.check_at_least(0, "trainable_layers", "lora_rank")
         self.check(self.lora_alpha > 0, "lora_alpha", "above 0")
+        self.check_alone("lora_rank", "lora_alpha", "lora_targets")
         if self.trainable_layers and self.lora_rank:
             raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
@@ -218,8 +228,9 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
         starts_with_field = message.partition(" ")[0] in {f.name for f in fields(cast(Any, config_class))}
         parser.error(f"--{message}" if starts_with_field else message)
     for flag in fields(cast(Any, config_class)):
-        if getattr(config, flag.name) == "" != flag.default:
-            parser.error(f"--{flag.name} must not be empty")
+        value = getattr(config, flag.name)
+        if isinstance(value, str) and value != flag.default and (not value.strip() or "\0" in value):
+            parser.error(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
     return config
 
 

@@ -1,23 +1,25 @@
 """Trains a byte-level BPE tokenizer and writes it with an untrained Llama: a model to start from without the hub."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from fastp3o.config import parse
+from fastp3o.config import Flags, parse
+from fastp3o.data.errors import RecordError
+from fastp3o.data.sources import read_records
 from fastp3o.script import run_script
 
 END, PAD = "<|end|>", "<|pad|>"
 
 
-@dataclass(frozen=True)
-class TinyLlamaConfig:
+@dataclass(frozen=True, kw_only=True)
+class TinyLlamaConfig(Flags):
     """Sizes of the model; the defaults give 1.5 M parameters."""
 
     text: str = field(metadata={"help": "JSONL file; the tokenizer is trained on all its string fields."})
@@ -29,6 +31,13 @@ class TinyLlamaConfig:
     heads: int = field(default=4, metadata={"help": "Attention heads."})
     max_tokens: int = field(default=512, metadata={"help": "Longest sequence."})
     seed: int = field(default=0, metadata={"help": "Seed of the weights."})
+
+    def __post_init__(self) -> None:
+        self.check_at_least(1, "hidden_size", "intermediate_size", "layers", "heads", "max_tokens")
+        self.check_at_least(0, "seed")
+        self.check_at_least(len(ByteLevel.alphabet()) + len((END, PAD)), "vocab_size")
+        # Rotary positions turn pairs.
+        self.check(self.hidden_size % (2 * self.heads) == 0, "hidden_size", "an even multiple of --heads")
 
 
 def main(config: TinyLlamaConfig) -> None:
@@ -57,12 +66,12 @@ def main(config: TinyLlamaConfig) -> None:
 def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE with the special tokens END and PAD, which count towards `vocab_size`."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(text), trainer)
@@ -70,10 +79,13 @@ def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def texts(path: Path) -> Iterator[str]:
-    """The string fields of a JSONL file."""
-    with path.open() as lines:
-        for line in lines:
-            yield from (value for value in json.loads(line).values() if isinstance(value, str))
+    """The string fields of a JSONL file. Raises DataError for a line without fields."""
+    for record in read_records(str(path), "train"):
+        content = record.content
+        if not isinstance(content, dict):
+            problem = content if isinstance(content, RecordError) else RecordError(None, "an object", content)
+            raise problem.at(record.file, record.number)
+        yield from (value for value in content.values() if isinstance(value, str))
 
 
 if __name__ == "__main__":

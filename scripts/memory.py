@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.config import TrainableConfig, option, parse, required
+from fastp3o.models.checkpoint import errors_naming
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
@@ -97,8 +98,10 @@ def room(config: MemoryConfig) -> Room:
 
 
 def sizes(config: MemoryConfig) -> Model:
+    with errors_naming(config.model):
+        architecture = AutoConfig.from_pretrained(config.model)
     with torch.device("meta"):
-        model = PackedModel(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model)))
+        model = PackedModel(AutoModelForCausalLM.from_config(architecture))
         choose_trainable(model, config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     head_trains = model.head().weight.requires_grad

@@ -88,7 +88,7 @@ class ChatTemplate:
     def check_message(self, message: Message, number: int, field: str, text: str, outline: str | None) -> None:
         """The template must write the content, and nothing else of the message may hold a special token."""
         content = message["content"].strip()
-        if content not in text and (outline is None or mark(number) not in outline):
+        if content not in text if outline is None else content and mark(number) not in outline:
             role = message["role"][:40]
             raise RecordError(field, "a message that the chat template writes", Found(f"one of '{role}' that it drops"))
         others = json.dumps({k: v for k, v in message.items() if k != "content"}, ensure_ascii=False, default=str)

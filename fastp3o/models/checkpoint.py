@@ -84,13 +84,15 @@ def errors_naming(name: str) -> Iterator[None]:
     """Turns what transformers, safetensors and the hub raise, which share no base class, into a ValueError in one line
     that names the model and, where one is broken, the file of weights.
     """
+    path = Path(name)
+    if path.is_file():
+        raise ValueError(f"cannot load {name}: it is a file, and models are folders")
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"cannot load {name}: there is no such folder")  # nor can it be a hub name
     try:
         yield
     except Exception as error:
-        reason = broken_weights(Path(name)) or str(error)
-        if Path(name).is_absolute() and not Path(name).exists():
-            reason = "there is no such folder"
-        raise ValueError(f"cannot load {name}: {reason}") from error
+        raise ValueError(f"cannot load {name}: {broken_weights(path) or error}") from error
 
 
 def broken_weights(folder: Path) -> str | None:

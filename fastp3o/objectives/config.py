@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required
+from fastp3o.config import EVALUATION_FLAGS, SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.objectives.base import Objective
 
 
@@ -56,12 +56,13 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
         positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
         self.check_at_least(1, *positive, "eval_batch_size", "eval_responses_per_prompt")
         self.check_at_least(2, "responses_per_prompt")
-        self.check_at_least(0, "samples_every")
+        self.check_at_least(0, "samples_every", "missing_eos_penalty")
         numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
         self.check(numbers, "eval_at", "whole numbers separated by commas")
         self.check(
             max(self.evaluated_at, default=0) <= self.updates, "eval_at", f"updates of the run, at most {self.updates}"
         )
+        self.check_alone("eval_prompts", *EVALUATION_FLAGS, "eval_at", "gold_reward", "eval_responses_per_prompt")
         if self.prompts_per_update % self.prompts_per_minibatch:
             raise ValueError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "

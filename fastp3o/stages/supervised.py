@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.config import StageConfig, option, required
+from fastp3o.config import EVALUATION_FLAGS, StageConfig, option, required
 from fastp3o.data import DataReport
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.packed_model import PackedModel
@@ -42,6 +42,7 @@ class SupervisedConfig(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_at_least(1, "max_response_tokens", "epochs", "batch_size")
+        self.check_alone("eval_data", *EVALUATION_FLAGS)
 
 
 class SupervisedTask(Protocol):

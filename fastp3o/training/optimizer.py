@@ -54,6 +54,9 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        if config.warmup_steps > steps:
+            raise ValueError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
+        # transformers' constant schedule leaves out the warm-up.
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps

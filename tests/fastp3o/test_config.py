@@ -64,7 +64,9 @@ def test_help_explains_every_field(capsys):
 
 
 def test_evaluations_come_regularly_at_given_updates_and_last():
-    config = parse(P3OConfig, [*P3O, "--eval_at", "1, 3", "--eval_every", "4", "--updates", "10"])
+    config = parse(
+        P3OConfig, [*P3O, "--eval_prompts", "e", "--eval_at", "1, 3", "--eval_every", "4", "--updates", "10"]
+    )
     assert [update for update in range(1, 11) if config.evaluates_after(update, last=10)] == [1, 3, 4, 8, 10]
 
 

@@ -1,5 +1,6 @@
 """One of two processes that share models: what each case gives, in the file named by the first argument."""
 
+import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -152,15 +153,22 @@ def step(optimizer: Optimizer) -> None:
     optimizer.step(torch.zeros(()))
 
 
+def go_on(optimizer: Optimizer, state: Path) -> None:
+    optimizer.fill(saved_names(state), partial(load_tensors, state))
+    optimizer.load_state_dict(json.loads(state.with_suffix(".json").read_text()))
+
+
 def resumed(precision: str, folder: Path) -> dict[str, Tensor]:
     """Weights after three steps, with the state after two in the folder; the same bits when gone on from there."""
     optimizer = optimizer_for(precision)
     step(optimizer)
     step(optimizer)
     save_tensors(folder / precision, optimizer.tensors())
+    if is_main_process():
+        (folder / precision).with_suffix(".json").write_text(json.dumps(optimizer.state_dict()))
+    dist.barrier()
     again = optimizer_for(precision)
-    again.fill(saved_names(folder / precision), partial(load_tensors, folder / precision))
-    again.load_state_dict(optimizer.state_dict())
+    go_on(again, folder / precision)
     for one in (optimizer, again):
         step(one)
     weights = [{n: whole(p.detach()) for n, p in one.parameters.items()} for one in (optimizer, again)]

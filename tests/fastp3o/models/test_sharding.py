@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,7 +13,7 @@ from fastp3o.models import sharding
 from fastp3o.models.sharding import process_mesh, whole
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Optimizer
-from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, loss_of, optimizer_for, step, tied
+from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, go_on, loss_of, optimizer_for, step, tied
 from tests.fastp3o.torchrun import torchrun
 
 
@@ -52,9 +51,7 @@ def test_an_offloaded_model_makes_equally_many_passes_and_has_the_same_bits(resu
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 3e-6), ("fp16", 1e-3)])
 def test_a_state_of_two_processes_goes_on_in_one(folder, results, precision, tolerance):
     optimizer = optimizer_for(precision)
-    state = optimizer.state_dict()
-    checkpoint.load(state, checkpoint_id=folder / "states" / precision, no_dist=True)
-    optimizer.load_state_dict(state)
+    go_on(optimizer, folder / "states" / precision)
     step(optimizer)
     assert optimizer.parameters.keys() == results["resumed"][precision].keys()
     for name, expected in results["resumed"][precision].items():

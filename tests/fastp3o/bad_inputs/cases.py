@@ -1,0 +1,415 @@
+"""What users can get wrong, each with the line that they must read.
+
+A case adds flags to a run that would work, writes files into its folder first, and ends in `message`: an error of its
+own, or one line under argparse's usage. Folders under `models/` are those of `broken_models.py`.
+"""
+
+import gzip
+import json
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+    """files: what is written first, by name. message: what the one line must hold."""
+
+    script: str
+    flags: str
+    message: str
+    files: dict[str, str | bytes] = {}  # noqa: RUF012
+
+
+def lines(*records: object) -> str:
+    """JSON Lines; strings are lines as they are."""
+    return "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
+
+
+# --- flags ----------------------------------------------------------------------------------------------------------
+
+FLAGS = [
+    # (flag with a value, what it must be)
+    *[("p3o", f"--learning_rate={value}", "--learning_rate must be above 0") for value in ("0", "-1e-5")],
+    *[
+        ("p3o", f"--{name} {value}", f"--{name} must be a finite number")
+        for name in ("learning_rate", "weight_decay", "adam_eps", "max_grad_norm", "kl_coef", "clip_range", "ratio_cap")
+        for value in ("inf", "nan")
+    ],
+    ("p3o", "--missing_eos_penalty nan", "--missing_eos_penalty must be a finite number"),
+    ("p3o", "--reward_clip nan", "--reward_clip must be a finite number"),
+    ("p3o", "--rollout_memory nan", "--rollout_memory must be a finite number"),
+    ("p3o", "--lora_rank 2 --lora_alpha inf", "--lora_alpha must be a finite number"),
+    ("p3o", "--learning_rate fast", "--learning-rate: invalid float value: 'fast'"),
+    ("p3o", "--learning_rate -1e-5", "--learning-rate: expected one argument"),
+    *[
+        ("p3o", f"--{beta} {value}", f"--{beta} must be at least 0 and below 1")
+        for beta in ("adam_beta1", "adam_beta2")
+        for value in ("1", "-0.1", "1.5")
+    ],
+    *[("p3o", f"--adam_eps={value}", "--adam_eps must be above 0") for value in ("0", "-1e-8")],
+    ("p3o", "--weight_decay -1", "--weight_decay must be 0 or more"),
+    ("p3o", "--max_grad_norm 0", "--max_grad_norm must be above 0"),
+    *[
+        ("p3o", f"--{name} {value}", f"--{name} must be at least 1")
+        for name in (
+            *("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens"),
+            *("max_prompt_tokens", "max_characters", "tokens_per_row", "limit", "eval_limit", "rollout_batch_size"),
+            *("eval_batch_size", "eval_responses_per_prompt"),
+        )
+        for value in ("0", "-1")
+    ],
+    *[
+        ("p3o", f"--{name} -1", f"--{name} must be 0 or more")
+        for name in ("warmup_steps", "eval_every", "samples_every", "trainable_layers", "lora_rank")
+    ],
+    *[("p3o", f"--{name} 1.5", "invalid int value: '1.5'") for name in ("updates", "seed", "warmup_steps")],
+    ("p3o", "--responses_per_prompt 1", "--responses_per_prompt must be at least 2"),
+    ("p3o", "--prompts_per_minibatch 3", "--prompts_per_update (4) must be a multiple of --prompts_per_minibatch (3)"),
+    *[("p3o", f"--seed {value}", "--seed must be at least 0 and below 2**32") for value in ("-1", "4294967296")],
+    *[
+        ("p3o", f"--lr_schedule {name}", f"--lr-schedule: invalid choice: '{name}' (choose from ")
+        for name in ("nosuch", "reduce_lr_on_plateau", "warmup_stable_decay", "cosine_with_min_lr", "greedy")
+    ],
+    ("p3o", "--eval_at 1,two", "--eval_at must be whole numbers separated by commas"),
+    ("p3o", "--eval_at=-1", "--eval_at must be whole numbers separated by commas"),
+    ("p3o", "--eval_prompts prompts.jsonl --eval_at 1,99", "--eval_at must be updates of the run, at most 1"),
+    ("p3o", "--rollout_memory 0", "--rollout_memory must be above 0"),
+    ("p3o", "--kl_coef -1", "--kl_coef must be 0 or more"),
+    ("p3o", "--clip_range 0", "--clip_range must be above 0"),
+    ("p3o", "--ratio_cap 0.5", "--ratio_cap must be at least 1"),
+    ("p3o", "--reward_clip -1", "--reward_clip must be 0 or more"),
+    *[
+        ("p3o", f"--{name} nosuch", f"{name.replace('_', '-')}: invalid choice: 'nosuch' (choose from ")
+        for name in ("clipping", "kl_reward", "reward_scaling", "precision", "sampler")
+    ],
+    ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
+    ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
+    ("p3o", "--lora_rank 2 --lora_targets nosuch", "--lora_targets nosuch: Target modules {'nosuch'} not found"),
+    ("p3o", "--lora_rank 2 --lora_alpha 0", "--lora_alpha must be above 0"),
+    ("p3o", "--lora_rank 2 --lora_targets lm_head", "leave it out of --lora_targets"),
+    ("p3o", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
+    ("p3o", "--report_to nosuch", "--report_to: nosuch is not installed or not a tracker of accelerate's"),
+    ("p3o", "--report_to tensorboard,aim", "--report_to: aim is not installed"),
+    ("p3o", "--max_prompt_tokens 4000", "the positions of LlamaForCausalLM end at 2048: lower --max_prompt_tokens"),
+    ("p3o", "--offload maybe", "argument --offload: Truthy value expected"),
+    ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),
+    ("p3o", "--missing_eos_penalty -1", "--missing_eos_penalty must be 0 or more"),
+    ("p3o", f"--responses_per_prompt {10**30}", "--responses_per_prompt must be at most 2**32"),
+    *[
+        ("p3o", f"--{name}", f"--{name.split()[0]} does nothing without --lora_rank")
+        for name in ("lora_targets q_proj", "lora_alpha 8")
+    ],
+    *[
+        ("p3o", f"--{name}", f"--{name.split()[0]} does nothing without --eval_prompts")
+        for name in ("eval_every 1", "eval_at 1", "eval_split test", "eval_limit 2", "gold_reward models/reward")
+    ],
+    ("sft", "--eval_every 1", "--eval_every does nothing without --eval_data"),
+    ("p3o", "--output_dir ' '", "--output_dir must not be empty, or hold what no name can, got ' '"),
+    ("p3o", "--output_dir 'a\0b'", "--output_dir must not be empty, or hold what no name can, got 'a\\x00b'"),
+    ("p3o", "--nosuch 1", "['--nosuch', '1']"),
+    ("p3o", "--update 3", "['--update', '3']"),
+    *[("p3o", f"--{name}=", f"--{name} must not be empty") for name in ("model", "output_dir", "prompts", "reward")],
+    ("p3o", "--split nosuch", "prompts.jsonl: there is no split 'nosuch': all that files hold is 'train'"),
+    ("p3o", "--eval_prompts prompts.jsonl --eval_split test", "prompts.jsonl: there is no split 'test'"),
+    ("p3o", "--split train[:2]", "the split 'train[:2]' has a slice, which only the hub takes"),
+    ("p3o", "--eval_prompts ./nosuch.jsonl", "./nosuch.jsonl: no such file or folder"),
+    ("ppo", "--gae_lambda 2", "--gae_lambda must be within 0 and 1"),
+    ("ppo", "--critic_learning_rate 0", "--critic_learning_rate must be above 0"),
+    ("ppo", "--critic_learning_rate inf", "--critic_learning_rate must be a finite number"),
+    ("ppo", "--value_coef -1", "--value_coef must be 0 or more"),
+    ("ppo", "--value_clip_range 0", "--value_clip_range must be above 0"),
+    ("online_dpo", "--kl_coef 0", "--kl_coef must be above 0"),
+    *[
+        ("sft", f"--{name} 0", f"--{name} must be at least 1")
+        for name in ("epochs", "batch_size", "max_response_tokens", "max_prompt_tokens", "limit")
+    ],
+    ("sft", "--learning_rate inf", "--learning_rate must be a finite number"),
+    ("sft", "--train_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("reward_model", "--batch_size 0", "--batch_size must be at least 1"),
+    ("reward_model", "--warmup_steps -2", "--warmup_steps must be 0 or more"),
+    *[
+        ("win_rate", f"--{name}", message)
+        for name, message in {
+            "temperature 0": "temperature must be above 0",
+            "temperature nan": "--temperature must be a finite number",
+            "top_p 2": "top_p must be",
+            "min_p -1": "min_p must be",
+            "top_k -1": "top_k must be",
+            "seed -1": "--seed must be at least 0",
+            "limit 0": "--limit must be at least 1",
+            "judge_requests 0": "--judge_requests must be at least 1",
+            "judge_url http://a": "--judge_url and --judge_model go together",
+            "judge m:f --judge_url http://a --judge_model m": "--judge and --judge_url exclude each other",
+            "judge_url ftp://a --judge_model m": "the endpoint must be a URL such as http://localhost:8000/v1",
+            "verdicts v.jsonl": "--verdicts keeps the verdicts of --judge_url",
+            "judge nosuch_module:f": "cannot load the judge 'nosuch_module:f': No module named 'nosuch_module'",
+        }.items()
+    ],
+    ("memory", "--prompt_tokens 0", "--prompt_tokens must be at least 1"),
+    ("memory", "--tokens_per_row -1", "--tokens_per_row must be at least 1"),
+    ("memory", "--precision auto", "--precision must be one of fp32, bf16-autocast, bf16, fp16"),
+    ("memory", "--model ./nosuch", "cannot load ./nosuch: there is no such folder"),
+    ("make_tiny_llama", "--vocab_size 10", "--vocab_size must be at least 258"),
+    ("make_tiny_llama", "--heads 3", "--hidden_size must be an even multiple of --heads"),
+    ("make_tiny_llama", "--layers 0", "--layers must be at least 1"),
+    ("make_tiny_llama", "--seed -1", "--seed must be 0 or more"),
+    ("make_tiny_llama", "--text nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("make_tiny_llama", "--text rewards_for_tests.py", "rewards_for_tests.py: expected a file that ends with one of"),
+]
+
+# --- YAML -----------------------------------------------------------------------------------------------------------
+
+YAML = [
+    ("modle: m\n", "run.yaml has fields that P3OConfig does not: modle"),
+    ("updates: 1\nseed: 1\nupdates: 2\n", "run.yaml gives more than one value for updates"),
+    ("updates: [1]\n", "run.yaml must give one value for updates, not a list"),
+    ("updates: {a: 1}\n", "run.yaml must give one value for updates, not a list"),
+    ("updates:\n", "run.yaml gives no value for updates"),
+    ("updates: ~\n", "run.yaml gives no value for updates"),
+    ("updates: many\n", "argument --updates: invalid int value: 'many'"),
+    ("updates: 0\n", "--updates must be at least 1, got 0"),
+    ("learning_rate: .inf\n", "--learning-rate: invalid float value: '.inf'"),
+    ("resume: maybe\n", "argument --resume: Truthy value expected"),
+    ("- updates\n", "run.yaml must hold one `field: value` a line"),
+    ("", "run.yaml must hold one `field: value` a line"),
+    ("just text\n", "run.yaml must hold one `field: value` a line"),
+    ("updates: [\n", "cannot read run.yaml"),
+    ("a: 1\n---\nb: 2\n", "cannot read run.yaml"),
+    ("updates: 1\n\tseed: 2\n", "cannot read run.yaml"),
+    (b"model: \xff\xfe\n", "cannot read run.yaml"),
+    ("? [a, b]\n: 1\n", "run.yaml has fields that P3OConfig does not"),
+    ("!!python/object/apply:os.system ['true']\n", "run.yaml must hold one `field: value` a line"),
+]
+
+# --- data -----------------------------------------------------------------------------------------------------------
+
+PAIR = {"prompt": "Say tree:", "chosen": " tree", "rejected": " zzz"}
+DEMONSTRATION = {"prompt": "Say tree:", "label": " tree"}
+USER, REPLY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+
+# Of a second line behind a good one: (what it is, what is said behind `data.jsonl record 2`).
+PROMPTS = [
+    ("{", ": expected valid JSON, got text that is not"),
+    ('{"prompt": "a"} {"prompt": "b"}', ": expected valid JSON, got text that is not (Extra data"),
+    ('{"prompt": "a", "prompt": "b"}', ": expected valid JSON, got text that is not (a field's name comes twice"),
+    ("prompt", ": expected valid JSON"),
+    ("[" * 100_000, ": expected a JSON object, got values nested too deeply"),
+    ('{"prompt": ' + "9" * 5000 + "}", ": expected valid JSON"),
+    ([PAIR], ": expected an object, got a list of 1"),
+    ("null", ": expected an object, got null"),
+    ("NaN", ": expected an object, got the number nan"),
+    ('"text"', ": expected an object, got a string"),
+    ({}, " field 'prompt': expected text, got nothing: the field is missing"),
+    ({"Prompt": "a"}, " field 'prompt': expected text, got nothing: the field is missing"),
+    ({"prompt": None}, " field 'prompt': expected text, got null"),
+    ({"prompt": ""}, " field 'prompt': expected text, got an empty string"),
+    ({"prompt": " \n\t "}, " field 'prompt': expected text, got only white space"),
+    ({"prompt": 7}, " field 'prompt': expected text, got the number 7"),
+    ({"prompt": 10**30}, " field 'prompt': expected text, got the number of more than twelve digits"),
+    ({"prompt": 1e308}, " field 'prompt': expected text, got the number 1e+308"),
+    ('{"prompt": 1e999}', " field 'prompt': expected text, got the number inf"),
+    ({"prompt": True}, " field 'prompt': expected text, got true"),
+    ({"prompt": {"text": "a"}}, " field 'prompt': expected text, got an object with the fields text"),
+    ({"prompt": []}, " field 'prompt': expected a list of messages, got a list of 0"),
+    ({"prompt": ["a"]}, " field 'prompt[0]': expected a message with role and content, got a string"),
+    ('{"prompt": "a\\ud800"}', " field 'prompt': expected text, got a string with half of a surrogate pair"),
+    ({"prompt": "long " * 210_000}, " field 'prompt': expected at most 1000000 characters, got 1050000 of them"),
+    ({"prompt": [USER]}, ": holds messages, and the tokenizer has no chat template"),
+]
+DEMONSTRATIONS = [
+    ({"prompt": "a"}, " field 'label': expected text, got nothing: the field is missing"),
+    ({"prompt": "a", "label": None}, " field 'label': expected text, got null"),
+    ({"prompt": "a", "label": 1}, " field 'label': expected text, got the number 1"),
+    ({"prompt": "a", "label": ["b"]}, " field 'label': expected text, got a list of 1"),
+    ({"prompt": "a", "label": "b", "completion": "c"}, ": expected one response in the fields label, completion"),
+    ({"prompt": "a", "label": True, "completion": "c"}, ": expected one response in the fields label, completion"),
+    ({"prompt": "a", "label": "b", "response": "c"}, ": expected one response in the fields label, response"),
+]
+PREFERENCES = [
+    ({"prompt": "a", "chosen": "b"}, " field 'rejected': expected text, got nothing: the field is missing"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, " field 'rejected': expected another response than 'chosen'"),
+    ({"prompt": "a", "chosen": "", "rejected": "b"}, " field 'chosen': expected text, got an empty string"),
+    ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, " field 'chosen': expected text, got a list of 1"),
+    ({"prompt": "a", "chosen": "b" * 20 + "c", "rejected": "b" * 20 + "d"}, " field 'rejected': expected another"),
+]
+# Of a first line, with the tokenizer of models/chat.
+MESSAGES = [
+    ({"messages": []}, " field 'messages': expected a list of messages, got a list of 0"),
+    ({"messages": "Hi"}, " field 'messages': expected a list of messages, got a string"),
+    ({"messages": [USER, "Ho"]}, " field 'messages[1]': expected a message with role and content, got a string"),
+    ({"messages": [{"role": "user"}, REPLY]}, " field 'messages[0].content': expected text, got nothing"),
+    ({"messages": [USER, {**REPLY, "content": None}]}, " field 'messages[1].content': expected text, got null"),
+    ({"messages": [USER, {**REPLY, "content": ["a"]}]}, " field 'messages[1].content': expected text, got a list of 1"),
+    ({"messages": [{**USER, "role": 1}, REPLY]}, " field 'messages[0].role': expected text, got the number 1"),
+    ({"messages": [{"from": "human", "value": "Hi"}]}, " field 'messages[0].role': expected text, got nothing"),
+    ({"messages": [REPLY]}, " field 'messages': expected messages before the assistant's, got a single message"),
+    ({"messages": [USER]}, " field 'messages': expected a last message of assistant, got one of role 'user'"),
+    ({"messages": [REPLY, REPLY]}, " field 'messages': expected a last message of user or tool, got one of role"),
+    (
+        {"messages": [{**USER, "role": "critic"}, USER, REPLY]},
+        " field 'messages[0]': expected a message that the chat template writes, got one of 'critic' that it drops",
+    ),
+    (
+        {"messages": [{**USER, "name": "<end>"}, REPLY]},
+        " field 'messages[0]': expected special tokens, if any, in the content alone, got one in another field",
+    ),
+    (
+        {"messages": [{**USER, "content": "refuse"}, REPLY]},
+        " field 'messages': expected messages that the chat template",
+    ),
+]
+
+# Whole files: (name, content, message).
+FILES = [
+    ("data.jsonl", "", "data.jsonl: expected at least one usable record, got none"),
+    ("data.jsonl", "\n\n", "data.jsonl: expected at least one usable record, got none"),
+    ("data.jsonl", b"\xff\xfe{\x00", "data.jsonl record 1: expected text in UTF-8"),
+    ("data.jsonl", lines({"text": "a"}), "record 1: expected the fields of one of the layouts"),
+    ("data.json", "[", "data.json: expected valid JSON, got text that is not"),
+    ("data.json", "[]", "data.json: expected at least one usable record, got none"),
+    ("data.json", "[1]", "data.json record 1: expected an object, got the number 1"),
+    ("data.json", '{"data": [{"prompt": "a"}]}', "data.json record 1: expected the fields of one of the layouts"),
+    ("data.jsonl.gz", gzip.compress(lines(PAIR).encode(), mtime=0)[:-9], "data.jsonl.gz: cannot be read"),
+    ("data.jsonl.gz", lines(PAIR), "data.jsonl.gz: cannot be read"),
+    ("data.parquet", lines(PAIR), "data.parquet: cannot be read"),
+    ("data.parquet", b"PAR1PAR1", "data.parquet: cannot be read"),
+    ("data.csv", "prompt\na\n", "data.csv: expected a file that ends with one of .jsonl"),
+    ("data.txt", "a\n", "data.txt: expected a file that ends with one of .jsonl"),
+    ("folder/notes.md", "a", "folder: no file in this folder ends with one of .jsonl"),
+    ("folder/eval.jsonl", lines(PAIR), "folder: no file is named after the split 'train'; found eval.jsonl"),
+]
+
+# --- reward functions -----------------------------------------------------------------------------------------------
+
+REWARDS = """
+import sys
+import numpy
+def numbers(prompts, responses): return [1.0] * len(responses)
+def words(prompts, responses): return ["1.5"] * len(responses)
+def text(prompts, responses): return "1" * len(responses)
+def mapping(prompts, responses): return dict.fromkeys(range(len(responses)), 1.0)
+def nothing(prompts, responses): pass
+def nothings(prompts, responses): return [None] * len(responses)
+def one_number(prompts, responses): return 1.0
+def too_few(prompts, responses): return [1.0] * (len(responses) - 1)
+def too_many(prompts, responses): return [1.0] * (len(responses) + 1)
+def nested(prompts, responses): return [[1.0]] * len(responses)
+def table(prompts, responses): return numpy.ones((len(responses), 2))
+def huge(prompts, responses): return [10**400] * len(responses)
+def not_finite(prompts, responses): return [float("nan")] * len(responses)
+def endless(prompts, responses): return (1.0 for _ in iter(int, 1))
+def leaves(prompts, responses): sys.exit(0)
+def leaves_with_text(prompts, responses): sys.exit("done")
+constant = 3
+"""
+REWARD_FUNCTIONS = [
+    ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
+    ("text", "bad_rewards:text must return a list of 8 entries, got a str"),
+    ("mapping", "bad_rewards:mapping must return a list of 8 entries, got a dict"),
+    ("nothing", "bad_rewards:nothing must return a list of 8 entries, got a NoneType"),
+    ("nothings", "bad_rewards:nothings: reward 0 must be a number, got None"),
+    ("one_number", "bad_rewards:one_number must return a list of 8 entries, got a float"),
+    ("too_few", "bad_rewards:too_few must return 8 entries, one a response, got 7"),
+    ("too_many", "bad_rewards:too_many must return 8 entries, one a response, got 9"),
+    ("nested", "bad_rewards:nested: reward 0 must be a number, got [1.0]"),
+    ("table", "bad_rewards:table: reward 0 must be a number, got [1.0, 1.0]"),
+    ("huge", "bad_rewards:huge: reward 0 must be a number of fp32, got a larger one"),
+    ("not_finite", "a reward is NaN or infinite (8 values)"),
+    ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
+    ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
+    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
+    ("constant", "cannot load the reward function 'bad_rewards:constant': it is a int, not a function"),
+    ("nosuch", "cannot load the reward function 'bad_rewards:nosuch': module 'bad_rewards' has no attribute"),
+]
+REWARD_MODULES = [
+    ("def f(:", "SyntaxError"),
+    ("import nosuch_package", "No module named 'nosuch_package'"),
+    ("1 / 0", "ZeroDivisionError: division by zero"),
+    ("import sys; sys.exit(0)", "SystemExit: 0"),
+]
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+MODELS = [
+    ("p3o", "--model models/headless", "does not hold the weights of its model: it lacks lm_head.weight"),
+    ("p3o", "--model models/layerless", "it lacks model.layers.1."),
+    ("p3o", "--model models/more", "it also has model.extra.weight"),
+    ("p3o", "--model models/other_size", "it has in another size"),
+    ("p3o", "--model models/cut", "cannot load models/cut: models/cut/model.safetensors is not whole"),
+    ("p3o", "--model models/empty_weights", "models/empty_weights/model.safetensors is not whole"),
+    ("p3o", "--model models/no_weights", "cannot load models/no_weights"),
+    ("p3o", "--model models/broken_config", "cannot load models/broken_config: "),
+    ("p3o", "--model models/no_config", "cannot load models/no_config: "),
+    ("p3o", "--model models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
+    ("p3o", "--model models/broken_tokenizer", "cannot load models/broken_tokenizer: "),
+    ("p3o", "--model models/larger_tokenizer", "has tokens that the model's 258 embeddings lack: '<new>'"),
+    ("p3o", "--model models/no_end", "the tokenizer of models/no_end has no end-of-sequence token"),
+    ("p3o", "--model models/short", "the positions of LlamaForCausalLM end at 16"),
+    ("p3o", "--model models/not_finite", "gives values that are not finite in torch.float32"),
+    ("p3o", "--model models/reward", "it lacks lm_head.weight; it also has score.weight"),
+    ("p3o", "--model models/nosuch/model", "cannot load models/nosuch/model: there is no such folder"),
+    ("p3o", "--model prompts.jsonl", "cannot load prompts.jsonl: it is a file, and models are folders"),
+    ("p3o", "--reference models/permuted", "that of models/permuted is not that of models/whole: 2 tokens have"),
+    (
+        "p3o",
+        "--reference models/larger",
+        "that of models/larger is not that of models/whole: 300 tokens instead of 258",
+    ),
+    ("p3o", "--reference models/headless", "it lacks lm_head.weight"),
+    ("p3o", "--reference models/short", "the positions of LlamaForCausalLM end at 16"),
+    ("p3o", "--reference ./nosuch", "cannot load ./nosuch: there is no such folder"),
+    ("p3o", "--reward models/whole", "models/whole is no trained reward model: it is a language model without a head"),
+    ("p3o", "--reward models/untrained", "models/untrained is no trained reward model: its head `score` is zero"),
+    ("p3o", "--reward models/two_labels", "models/two_labels has 2 outputs; a reward model has one"),
+    ("p3o", "--reward models/reward_layerless", "it lacks model.layers.1."),
+    ("p3o", "--reward models/reward_cut", "models/reward_cut/model.safetensors is not whole"),
+    ("p3o", "--reward models/reward_larger_tokenizer", "has tokens that the model's 258 embeddings lack: '<new>'"),
+    ("p3o", "--reward ./nosuch", "cannot load ./nosuch: there is no such folder"),
+    ("p3o", "--gold_reward models/whole --eval_prompts prompts.jsonl", "models/whole is no trained reward model"),
+    ("sft", "--model models/layerless", "it lacks model.layers.1."),
+    ("sft", "--model models/short", "the positions of LlamaForCausalLM end at 16"),
+    ("reward_model", "--model models/layerless", "it lacks model.layers.1."),
+    ("reward_model", "--model models/two_labels", "models/two_labels has 2 outputs; a reward model has one"),
+    ("win_rate", "--first models/headless", "it lacks lm_head.weight"),
+    ("win_rate", "--second models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
+    ("win_rate", "--reward models/whole", "models/whole is no trained reward model"),
+]
+
+DATA_OF = {"p3o": "--prompts", "sft": "--train_data", "reward_model": "--train_data"}
+
+CASES = [
+    *(Case(*case) for case in (*FLAGS, *MODELS)),
+    *(Case("p3o", "run.yaml", message, {"run.yaml": content}) for content, message in YAML),
+    *(
+        Case(script, f"{DATA_OF[script]} data.jsonl", f"data.jsonl record 2{said}", {"data.jsonl": lines(good, record)})
+        for script, good, table in (
+            ("p3o", PAIR, PROMPTS),
+            ("sft", DEMONSTRATION, DEMONSTRATIONS),
+            ("reward_model", PAIR, PREFERENCES),
+        )
+        for record, said in table
+    ),
+    *(
+        Case("sft", "--model models/chat --train_data data.jsonl", f"record 1{said}", {"data.jsonl": lines(record)})
+        for record, said in MESSAGES
+    ),
+    *(Case("p3o", f"--prompts {name.split('/')[0]}", message, {name: content}) for name, content, message in FILES),
+    Case("p3o", "--prompts *.nosuch", "*.nosuch: no file matches"),
+    Case(
+        "p3o",
+        "--model models/hangs --prompts data.jsonl",
+        "data.jsonl record 1 field 'prompt': expected messages that the chat template accepts, got no end of its work",
+        {"data.jsonl": lines({"prompt": [USER]})},
+    ),
+    *(
+        Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": REWARDS})
+        for name, message in REWARD_FUNCTIONS
+    ),
+    *(
+        Case(
+            "p3o",
+            "--reward bad_rewards:f",
+            f"cannot load the reward function 'bad_rewards:f': {said}",
+            {"bad_rewards.py": content},
+        )
+        for content, said in REWARD_MODULES
+    ),
+]
