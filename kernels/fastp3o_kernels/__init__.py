@@ -3,8 +3,10 @@
 Needs torch alone. With triton installed, tensors on a GPU go through fused kernels; without it, through PyTorch.
 """
 
+from fastp3o_kernels.head.groups import Groups
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.head.linear_logprobs import linear_logprobs
+from fastp3o_kernels.head.linear_loss import LinearLossOutput, linear_loss
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
 from fastp3o_kernels.p3o.logits_p3o_loss import logits_p3o_loss
 from fastp3o_kernels.p3o.losses import p3o_loss, token_p3o_loss
@@ -16,10 +18,13 @@ from fastp3o_kernels.rows.token_logprobs import token_logprobs
 __version__ = "0.1.0"
 
 __all__ = [
+    "Groups",
     "Head",
+    "LinearLossOutput",
     "P3OLossOutput",
     "P3OSettings",
     "linear_logprobs",
+    "linear_loss",
     "linear_p3o_loss",
     "logits_p3o_loss",
     "p3o_loss",
