@@ -31,6 +31,16 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be of a floating dtype, got {tensor.dtype}")
 
 
+def check_whole(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a part of a tensor that is spread over processes."""
+    spread = getattr(torch.distributed, "tensor", None)  # where nobody has imported it, there is none
+    if spread is not None and isinstance(tensor, spread.DTensor):
+        raise ValueError(
+            f"{name} is a DTensor, spread over processes: compute the loss within the model's forward call, where it "
+            "is whole (`expose_head`). full_tensor() without grad_placements would give it a wrong gradient"
+        )
+
+
 def check_same_device(**tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     (first_name, device), *others = devices.items()
