@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fastp3o_kernels import Head
 from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
-from fastp3o_kernels.rows.transform import transform_
+from fastp3o_kernels.rows.transform import transformed
 
 
 def head_logits(hidden: Tensor, head: Head) -> Tensor:
@@ -12,4 +12,4 @@ def head_logits(hidden: Tensor, head: Head) -> Tensor:
     dtypes = HeadDtypes.for_hidden(hidden)
     logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
     multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T, out=logits)
-    return transform_(logits, head)
+    return transformed(logits, head)

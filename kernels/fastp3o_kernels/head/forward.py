@@ -16,7 +16,6 @@ from fastp3o_kernels.head.chunks import HeadPlan
 from fastp3o_kernels.head.dtypes import multiply
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.rows import in_torch
-from fastp3o_kernels.rows.transform import transform_
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_logprobs
@@ -49,12 +48,10 @@ class ChunkedHead:
                 del self.head, self.hidden, self.weight
 
     def logits(self, span: slice) -> Tensor:
-        """Logits of a span [n, V]: the bare products where kernels transform them, else transformed."""
+        """Bare products of a span [n, V], which are transformed where they are read."""
         logits = self.logits_buffer[: span.stop - span.start, : self.plan.V]
         if span != self.resident:
             multiply(self.hidden[span], self.weight.T, out=logits)
-            if not self.triton:
-                transform_(logits, self.head)
             self.resident = span
         return logits
 
@@ -65,4 +62,4 @@ class ChunkedHead:
             results = launch_logprobs(logits, labels, self.head, self.ignore_index)
             self.logprobs[span], self.row_max[span], self.log_sum[span] = results
         else:
-            self.logprobs[span] = in_torch.logprobs(logits, labels, self.ignore_index)
+            self.logprobs[span] = in_torch.logprobs(logits, labels, self.head, self.ignore_index)

@@ -1,6 +1,6 @@
 """What the kernels do with rows of logits, in PyTorch: for the chunked head where the kernels do not run.
 
-The logits come as `transform_` left them. A few rows go at a time, so that temporaries stay small. n rows, V
+The logits come as the head's bare products. A few rows go at a time, so that temporaries stay small. n rows, V
 vocabulary.
 """
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.rows.labels import gather_indices
-from fastp3o_kernels.rows.transform import LogitsTransform, slope_
+from fastp3o_kernels.rows.transform import LogitsTransform, slope, transformed
 
 ROWS_AT_ONCE = 32
 
 
-def logprobs(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Transformed logits [n, V], labels [n] -> log-probs [n]."""
+def logprobs(logits: Tensor, labels: Tensor, transform: LogitsTransform, ignore_index: int) -> Tensor:
+    """Logits before the transform [n, V], labels [n] -> log-probs [n]."""
     ignored, indices = gather_indices(labels, ignore_index)
     label_logprobs = [
-        rows.log_softmax(dim=1).gather(1, rows_indices)
+        transformed(rows, transform).log_softmax(dim=1).gather(1, rows_indices)
         for rows, rows_indices in zip(logits.split(ROWS_AT_ONCE), indices.split(ROWS_AT_ONCE), strict=True)
     ]
     return torch.cat(label_logprobs).squeeze(1).masked_fill(ignored, 0.0)
@@ -32,12 +32,8 @@ def dlogits(
     for begin in range(0, len(logits), ROWS_AT_ONCE):
         rows = slice(begin, begin + ROWS_AT_ONCE)
         # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
-        gradient = torch.softmax(logits[rows], dim=1)
+        gradient = torch.softmax(transformed(logits[rows], transform), dim=1)
         gradient.scatter_add_(1, indices[rows], gradient.new_full((len(gradient), 1), -1.0)).mul_(-coefficients[rows])
-        if transform.softcap is not None:
-            gradient.mul_(slope_(logits[rows].clone(), transform))
-        elif transform.temperature != 1:
-            gradient.div_(transform.temperature)
-        out[rows] = gradient
+        out[rows] = gradient.mul_(slope(logits[rows], transform))
     # Rows of zero coefficient hold 0 times what may be NaN.
     out.masked_fill_(coefficients == 0, 0.0)

@@ -20,6 +20,20 @@ LOAD_BYTES = 16
 
 
 @triton.jit
+def tanh_and_slope(z):
+    """tanh z, to an ulp or two of fp32, and 1 - tanh² z, also where tanh is rounded to 1."""
+    size = tl.abs(z)
+    # exp overflows to infinity where tanh is 1.
+    r = 1.0 / (tl.exp(2.0 * size) + 1.0)
+    far = tl.where(z < 0.0, 2.0 * r - 1.0, 1.0 - 2.0 * r)
+    # Near 0, 1 - 2 r would lose digits. Cephes' polynomial of tanhf serves up to 0.625.
+    s = z * z
+    series = (((-5.70498872745e-3 * s + 2.06390887954e-2) * s - 5.37397155531e-2) * s + 1.33314422036e-1) * s
+    near = z + z * s * (series - 3.33332819422e-1)
+    return tl.where(size < 0.625, near, far), 4.0 * r * (1.0 - r)
+
+
+@triton.jit
 def load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """Logits before the temperature, -inf outside the vocabulary, and their slope under the soft cap."""
     x = tl.load(logits_ptr + columns, mask=inside, other=-float("inf")).to(tl.float32)
@@ -27,10 +41,8 @@ def load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS: tl.con
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     slope = 1.0
     if HAS_SOFTCAP:
-        # tanh z = 1 - 2 r; exp overflows to infinity and underflows to 0 where tanh is 1 and -1.
-        r = 1.0 / (tl.exp(2.0 * (x / softcap)) + 1.0)
-        x = tl.where(inside, softcap * (1.0 - 2.0 * r), -float("inf"))
-        slope = 4.0 * r * (1.0 - r)
+        tanh, slope = tanh_and_slope(x / softcap)
+        x = tl.where(inside, softcap * tanh, -float("inf"))
     return x, slope
 
 

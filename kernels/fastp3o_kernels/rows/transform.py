@@ -32,17 +32,22 @@ class LogitsTransform:
             raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
 
 
-def transform_(logits: Tensor, transform: LogitsTransform) -> Tensor:
-    """The transform in place, on rows [n, V] of fp32 or fp64."""
-    if transform.bias is not None:
-        logits.add_(transform.bias)
+def transformed(products: Tensor, transform: LogitsTransform) -> Tensor:
+    """The transform of rows [n, V] of fp32 or fp64, which stay as they are."""
+    logits = with_bias(products, transform)
     if transform.softcap is not None:
-        logits.div_(transform.softcap).tanh_().mul_(transform.softcap)
-    return logits.div_(transform.temperature) if transform.temperature != 1 else logits
+        logits = (logits / transform.softcap).tanh_().mul_(transform.softcap)
+    return logits / transform.temperature if transform.temperature != 1 else logits
 
 
-def slope_(transformed: Tensor, transform: LogitsTransform) -> Tensor:
-    """d transformed / d product under a soft cap, which there must be, overwriting its argument."""
-    assert transform.softcap is not None
-    tanh = transformed.mul_(transform.temperature / transform.softcap)
-    return tanh.square_().neg_().add_(1).div_(transform.temperature)
+def slope(products: Tensor, transform: LogitsTransform) -> Tensor | float:
+    """d transformed / d product, [n, V] under a soft cap, else one number for all."""
+    if transform.softcap is None:
+        return 1 / transform.temperature
+    # 1 - tanh² from an exponential: tanh itself is rounded to 1 near the cap.
+    decay = (with_bias(products, transform) / transform.softcap).abs_().mul_(-2).exp_()
+    return (4 / transform.temperature) * decay / decay.add(1).square_()
+
+
+def with_bias(products: Tensor, transform: LogitsTransform) -> Tensor:
+    return products if transform.bias is None else products + transform.bias

@@ -60,6 +60,21 @@ def test_as_exact_as_eager_at_every_budget(N, V, D, dtype, impl, held, bias, sof
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
+@pytest.mark.parametrize(("scale", "softcap"), [(0.1, 30.0), (3.0, 30.0), (30.0, 5.0), (100.0, 30.0)])
+def test_a_soft_cap_is_as_exact_as_eager_for_small_logits_and_near_the_cap(impl, scale, softcap):
+    """No difference of nearly equal numbers, neither in tanh nor in its slope."""
+    states = random_hidden_states(40, 300, 16, DEVICE, scale=scale, softcap=softcap)
+    torch.manual_seed(0)
+    labels, weights = torch.randint(300, (40,), device=DEVICE), torch.randn(40, device=DEVICE)
+    expected, expected_gradients = run(states.to(torch.float64), labels, weights.double(), "eager")
+    eager, eager_gradients = run(states, labels, weights, "eager")
+    chunked, gradients = run(states, labels, weights, impl)
+    assert (chunked - expected).abs().max() <= 1.5 * (eager - expected).abs().max() + 1e-7
+    for got, eager_gradient, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
+        assert (got - target).norm() <= 1.5 * (eager_gradient - target).norm() + 1e-7 * target.norm()
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
 def test_fp64_stays_fp64(impl):
     if impl == "triton":
         pytest.skip("the kernels compute in fp32")

@@ -118,8 +118,10 @@ def test_labels_of_other_types_and_alignments():
     assert torch.equal(check(logits, labels)[0], check(logits, labels.int())[0])
 
 
-def test_ignored_rows_give_nothing(impl):
+@pytest.mark.parametrize("value", [0.0, -float("inf"), float("nan")])
+def test_ignored_rows_give_nothing(impl, value):
     logits = torch.randn(3, 20, device=DEVICE)
+    logits[1] += value
     labels = torch.tensor([4, -100, 5], device=DEVICE)
     logprobs, gradient = run(logits, labels, torch.ones(3, device=DEVICE), impl)
     assert logprobs[1] == 0
