@@ -15,6 +15,7 @@ from fastp3o_kernels.p3o.output import P3OLossOutput
 from fastp3o_kernels.p3o.settings import P3OSettings
 from fastp3o_kernels.response_tokens import ResponseTokens, response_tokens
 from fastp3o_kernels.rows.sequence_logprobs import sequence_logprobs
+from fastp3o_kernels.rows.statistics import TokenOutputs
 from fastp3o_kernels.rows.token_logprobs import token_logprobs
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "P3OLossOutput",
     "P3OSettings",
     "ResponseTokens",
+    "TokenOutputs",
     "expose_head",
     "linear_logprobs",
     "linear_loss",

@@ -18,12 +18,16 @@ class Groups:
     """Token log-probs, differentiable, and the caller's tensors of the same groups.
 
     token_logprobs: [n] fp32 or fp64. cu_seqlens: [P K + 1] int64, where each response begins in [n].
+    entropy, mean_logit, is_top: [n], where they were asked for; the first is differentiable (`TokenOutputs`).
     """
 
     token_logprobs: Tensor
     cu_seqlens: Tensor
     responses_per_group: int
     tensors: Mapping[str, Tensor]
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given."""

@@ -8,7 +8,7 @@ computes the logits twice. The objective is plain PyTorch over the n log-probs o
 N tokens, D hidden size, V vocabulary, F = N V D; P groups with K responses each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.groups import Groups, GroupTensors
 from fastp3o_kernels.head.head import Head, check_head
 from fastp3o_kernels.rows.labels import NO_LABEL
+from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
 
 # fp16 ends at 65504 and is coarse below 6e-5. Where the products are fp16, gradients of logits are kept at the scale of
 # a loss that is a sum, times this: a probability of 1e-6 keeps three digits, a coefficient may reach 1000.
@@ -62,11 +63,13 @@ class Evaluation:
     def tokens(self, groups: slice) -> slice:
         return slice(self.bounds[groups.start], self.bounds[groups.stop])
 
-    def add(self, token_logprobs: Tensor, groups: slice) -> Tensor:
-        """The objective of some neighbouring groups, differentiable with respect to their log-probs [n]."""
-        K, tokens = self.responses_per_group, self.tokens(groups)
-        cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
-        value = self.objective(Groups(token_logprobs, cu_seqlens, K, self.tensors.part(groups, tokens)))
+    def add(self, tokens: TokenOutputs, groups: slice) -> Tensor:
+        """The objective of some neighbouring groups, differentiable where their tokens' [n] log-probs and entropies
+        are.
+        """
+        K, own = self.responses_per_group, self.tokens(groups)
+        cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - own.start
+        value = self.objective(Groups(tokens[0], cu_seqlens, K, self.tensors.part(groups, own), *tokens[1:]))
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -76,15 +79,18 @@ class Evaluation:
             self.metrics[name] = self.metrics.get(name, 0.0) + metric.detach()
         return loss
 
-    def coefficients(self, logprobs: Tensor, groups: slice) -> Tensor:
-        """Adds the objective of some groups; its derivatives by their log-probs, [n], of all log-probs [N]."""
+    def coefficients(self, tokens: TokenOutputs, groups: slice) -> tuple[Tensor, Tensor | None]:
+        """Adds the objective of some groups; its derivatives by their tokens' log-probs and entropies, [n]."""
         with torch.enable_grad():
-            own = logprobs[self.tokens(groups)].detach().requires_grad_()
-            loss = self.add(own, groups)
+            logprobs = tokens.logprobs.detach().requires_grad_()
+            entropy = None if tokens.entropy is None else tokens.entropy.detach().requires_grad_()
+            loss = self.add(tokens._replace(logprobs=logprobs, entropy=entropy), groups)
+            wanted = [logprobs] if entropy is None else [logprobs, entropy]
             if not loss.requires_grad:  # a constant
-                return torch.zeros_like(own)
-            (gradient,) = torch.autograd.grad(loss, own, allow_unused=True, materialize_grads=True)
-        return gradient
+                gradients = tuple(torch.zeros_like(tensor) for tensor in wanted)
+            else:
+                gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+        return gradients[0], None if entropy is None else gradients[1]
 
 
 class LinearLoss(torch.autograd.Function):
@@ -94,24 +100,29 @@ class LinearLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, evaluation, divisor, plan, triton):
+    def forward(ctx, hidden, weight, bias, labels, head, evaluation, outputs, divisor, plan, triton):
         needs = ctx.needs_input_grad[:3]
         # By how much more than the loss the gradients are, until backward.
         ctx.scale = FP16_SCALE * divisor if plan.dtypes.multiplied == torch.float16 else 1.0
-        chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton)
+        chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton, statistics=bool(outputs))
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
             for chunk in plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
+                tokens = outputs_of(chunked, evaluation.tokens(chunk.units), outputs)
                 if gradients is None:
-                    evaluation.add(chunked.logprobs[evaluation.tokens(chunk.units)], chunk.units)
+                    evaluation.add(tokens, chunk.units)
                     continue
-                coefficients = evaluation.coefficients(chunked.logprobs, chunk.units) * (ctx.scale / divisor)
                 first = evaluation.tokens(chunk.units).start
+                coefficients = [
+                    None if coefficient is None else coefficient * (ctx.scale / divisor)
+                    for coefficient in evaluation.coefficients(tokens, chunk.units)
+                ]
                 # The last span's logits are still in their buffer.
                 for span in reversed(chunk.spans):
-                    gradients.backward(span, coefficients[span.start - first : span.stop - first])
+                    own = slice(span.start - first, span.stop - first)
+                    gradients.backward(span, *(None if each is None else each[own] for each in coefficients))
             if gradients is not None:
                 gradients.finish()
         ctx.gradients = gradients
@@ -123,7 +134,11 @@ class LinearLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.results(grad_loss / ctx.scale), *[None] * 6
+        return *gradients.results(grad_loss / ctx.scale), *[None] * 7
+
+
+def outputs_of(chunked: ChunkedHead, tokens: slice, outputs: Collection[str]) -> TokenOutputs:
+    return TokenOutputs(chunked.logprobs[tokens], **{name: getattr(chunked, name)[tokens] for name in outputs})
 
 
 def linear_loss(
@@ -137,6 +152,7 @@ def linear_loss(
     of_tokens: Mapping[str, Tensor] | None = None,
     of_responses: Mapping[str, Tensor] | None = None,
     of_groups: Mapping[str, Tensor] | None = None,
+    outputs: Collection[str] = (),
     divisor: float | Tensor | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
@@ -168,6 +184,8 @@ def linear_loss(
         responses_per_group: K. Response k of group p is sequence K p + k.
         of_tokens: tensors [N, ...] by name, such as old log-probs. of_responses: [P, K, ...]. of_groups: [P, ...]. They
             are constants, even where they require gradients.
+        outputs: of "entropy" (differentiable), "mean_logit" and "is_top", what `Groups` has of each token beside its
+            log-prob, as in `linear_logprobs`.
         divisor: what the sum over all groups is divided by, P by default. For accumulation and several processes: the
             number of groups, or of tokens, in the whole batch.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
@@ -182,6 +200,7 @@ def linear_loss(
     """
     head = Head.from_weight(head)
     check_head(hidden, head, labels, ignore_index=None)
+    check_outputs(outputs)
     K = responses_per_group
     check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=K, may_be_empty=True)
     bounds = cu_seqlens[::K].tolist()
@@ -193,13 +212,14 @@ def linear_loss(
     triton = use_triton(impl, hidden, head.weight, head.bias)
     divisor = max(P, 1) if divisor is None else divisor
     if impl == "eager":
-        logprobs = eager.linear_logprobs(hidden, head, labels, NO_LABEL, dtypes.rounded)
+        tokens = asked_for(outputs, *eager.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded))
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.
-        loss = evaluation.add(logprobs, slice(0, P)) + 0 * logprobs.sum() if P else logprobs.sum()
+        nothing = 0 * tokens.logprobs.sum()
+        loss = evaluation.add(tokens, slice(0, P)) + nothing if P else nothing
         return LinearLossOutput(loss / divisor, evaluation.metrics)
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
     given = hidden, head.weight, head.bias, labels.contiguous(), head
-    loss = LinearLoss.apply(*given, evaluation, divisor, plan, triton)
+    loss = LinearLoss.apply(*given, evaluation, tuple(outputs), divisor, plan, triton)
     return LinearLossOutput(loss, evaluation.metrics)
