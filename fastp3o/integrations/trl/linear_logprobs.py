@@ -53,7 +53,7 @@ class LinearLogprobsOfTRL:
 
 @contextmanager
 def linear_logprobs_in_trl() -> Iterator[None]:
-    """Within, TRL's DPO, GRPO, KTO, RLOO and SFT trainers take log-probs from `linear_logprobs`.
+    """Within, TRL's DPO, GRPO, KTO and RLOO trainers take log-probs from `linear_logprobs`.
 
     with linear_logprobs_in_trl():
         trainer.train()

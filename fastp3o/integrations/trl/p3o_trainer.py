@@ -104,7 +104,8 @@ class P3OTrainer(GRPOTrainer):
     Everything else is as it was: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
     Completions that mask_truncated_completions empties take their pairs out of the gradient.
 
-    Raises ValueError for models with images and with a loss of their own for routing (mixtures of experts).
+    Raises ValueError for other arguments than a P3OConfig, for models with images and with a loss of their own for
+    routing (mixtures of experts).
     """
 
     _tag_names = ["trl", "p3o"]  # noqa: RUF012
@@ -114,6 +115,8 @@ class P3OTrainer(GRPOTrainer):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
+        if not isinstance(self.args, P3OConfig):
+            raise ValueError(f"P3OTrainer takes a P3OConfig as args, and got a {type(self.args).__name__}")
         if self._is_vlm or self.aux_loss_enabled:
             raise ValueError("P3OTrainer takes text alone, and no auxiliary loss: set router_aux_loss_coef to 0")
         self.settings = self.args.settings()

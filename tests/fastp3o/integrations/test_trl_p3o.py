@@ -102,6 +102,16 @@ def test_adapters_train_and_are_saved(tmp_path, tiny_model):
     peft.AutoPeftModelForCausalLM.from_pretrained(saved)
 
 
+def test_adapters_train_online_against_the_policy_without_them(tmp_path, tiny_model):
+    peft = pytest.importorskip("peft")
+    more = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"]), "optimizers": (None, None)}
+    trainer = online(str(tmp_path), tiny_model, more, logging_strategy="steps", logging_steps=1, learning_rate=1e-2)
+    assert all(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
+    first, second = (log["p3o/kl"] for log in trainer.state.log_history[:2])
+    assert first == pytest.approx(0, abs=1e-5)
+    assert abs(second) > 1e-4
+
+
 def test_evaluation_takes_its_own_number_of_responses(tmp_path, tiny_model):
     trainer = p3o(str(tmp_path), tiny_model, num_generations_eval=4, max_steps=1)
     metrics = trainer.evaluate(trainer.train_dataset)
@@ -144,6 +154,14 @@ def test_siblings_stay_together():
 def test_options_that_would_be_ignored_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         P3OConfig(**(arguments(str(tmp_path)) | options))
+
+
+def test_grpos_configuration_is_refused(tmp_path, tiny_model):
+    from trl import GRPOConfig
+
+    args = GRPOConfig(**(arguments(str(tmp_path)) | {"num_generations": 2}))
+    with pytest.raises(ValueError, match="got a GRPOConfig"):
+        P3OTrainer(reward_funcs=trl_runs.varied, args=args, **trl_runs.parts(tiny_model))
 
 
 def test_a_completion_without_a_reward_is_an_error(tmp_path, tiny_model):

@@ -49,9 +49,10 @@ def p3o(folder: str, model_name: str, trainer_class=P3OTrainer, reward=varied, *
     return trainer
 
 
-def online(folder: str, model_name: str, **options) -> OnlineP3OTrainer:
+def online(folder: str, model_name: str, more: dict | None = None, **options) -> OnlineP3OTrainer:
     args = OnlineDPOConfig(**(arguments(folder) | {"max_new_tokens": 6, "temperature": 1.0} | options))
-    trainer = OnlineP3OTrainer(reward_funcs=varied, args=args, settings=P3OSettings(), **parts(model_name))
+    given = parts(model_name) | (more or {})
+    trainer = OnlineP3OTrainer(reward_funcs=varied, args=args, settings=P3OSettings(), **given)
     trainer.train()
     return trainer
 
