@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -28,27 +29,36 @@ def expose_head(model: Model) -> Model:
     Raises ValueError where it is wrapped already. At the call: for a head that is not a plain linear layer (an adapter
     on it, a quantised one); losses raise it for a weight that is spread over processes and not gathered.
     """
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    outer: Any = model
+    inner: Any = outer.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(inner, "base_model") or not hasattr(inner, "get_output_embeddings"):
         raise ValueError(
             f"expose_head takes a causal LM of transformers, before it is wrapped, and got a {type(model).__name__}"
         )
     if hasattr(inner, "_original_forward"):
         raise ValueError("accelerate has prepared the model: call expose_head before accelerator.prepare")
-    whole = inner.forward
+    # Bound methods, which a deep copy of the model binds to the copy; a closure would compute with this one's weights.
+    inner._forward_to_logits = inner.forward
+    inner.forward = MethodType(with_of_hidden(inner.forward), inner)
+    return model
 
-    @wraps(whole)
-    def forward(*arguments: Any, of_hidden: Callable[[Tensor, Head], Any] | None = None, **options: Any) -> Any:
+
+def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward method with `of_hidden`, and with the signature of the whole one, which `generate` reads."""
+
+    @wraps(getattr(whole, "__func__", whole))
+    def forward(
+        model: Any, *arguments: Any, of_hidden: Callable[[Tensor, Head], Any] | None = None, **options: Any
+    ) -> Any:
         if of_hidden is None:
-            return whole(*arguments, **options)
-        hidden = inner.base_model(*arguments, **options).last_hidden_state
-        gather = getattr(output_layer(inner), "unshard", None)  # the head is an FSDP group of its own
+            return model._forward_to_logits(*arguments, **options)
+        hidden = model.base_model(*arguments, **options).last_hidden_state
+        gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
         if gather is not None:
             gather()
-        return of_hidden(hidden, head_of(inner))
+        return of_hidden(hidden, head_of(model))
 
-    inner.forward = forward
-    return model
+    return forward
 
 
 def head_of(model: Any) -> Head:
@@ -76,6 +86,6 @@ def head_of(model: Any) -> Head:
     )
 
 
-def output_layer(model: Any) -> nn.Module:
+def output_layer(model: Any) -> Any:
     """A reward model's one is called score."""
     return getattr(model, "score", None) or model.get_output_embeddings()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_adapters_count_and_checkpointing_changes_nothing():
         assert found[-1]
         assert all("lora" in name for name in found[-1])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = expose_head(model_of("llama"))
+    copy = deepcopy(model)
+    batch = p3o_of(slice(0, 4))
+    logits, loss = copy(IDS).logits, copy(**batch)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(copy(IDS).logits, logits)
+    assert torch.equal(copy(**batch), loss)
 
 
 def test_autocast_holds():
