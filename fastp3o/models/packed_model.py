@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fastp3o.models import attention
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, linear_logprobs
+from fastp3o_kernels.exposed_head import head_of
 
 Result = TypeVar("Result")
 
@@ -92,21 +93,7 @@ class PackedModel(nn.Module):
 
     def head(self) -> Head:
         """Raises ValueError where the head is not a plain linear layer, such as one with a LoRA adapter."""
-        layer = getattr(self.model, "score", None) or self.model.get_output_embeddings()
-        if type(layer) is not nn.Linear:
-            kind = f"{type(layer).__module__}.{type(layer).__name__}"
-            raise ValueError(
-                f"the head of {type(self.model).__name__} is a {kind}; fastp3o's losses need a plain linear layer. "
-                "LoRA of the head itself is not supported: leave it out of --lora_targets"
-            )
-        config = self.model.config
-        return Head(
-            layer.weight,
-            bias=layer.bias,
-            softcap=getattr(config, "final_logit_softcapping", None),
-            # Granite divides its logits, Cohere multiplies them.
-            temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
-        )
+        return head_of(self.model)
 
 
 def no_warning(*_: object) -> None:

@@ -72,7 +72,7 @@ def linear_logprobs(
     ignore_index: int = -100,
     cu_seqlens: Tensor | None = None,
     responses_per_prompt: int = 2,
-    outputs: tuple[()] = (),
+    outputs: None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> Tensor: ...
@@ -97,7 +97,7 @@ def linear_logprobs(
     ignore_index: int = -100,
     cu_seqlens: Tensor | None = None,
     responses_per_prompt: int = 2,
-    outputs: Collection[str] = (),
+    outputs: Collection[str] | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> Tensor | TokenOutputs:
@@ -133,18 +133,19 @@ def linear_logprobs(
     """
     head = Head.from_weight(head)
     check_head(hidden, head, labels, ignore_index)
-    check_outputs(outputs)
+    check_outputs(outputs or ())
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:
-        given = hidden, head, labels, ignore_index, dtypes.rounded
-        return asked_for(outputs, *eager.linear_outputs(*given)) if outputs else eager.linear_logprobs(*given)
+        if outputs is None:
+            return eager.linear_logprobs(hidden, head, labels, ignore_index, dtypes.rounded)
+        return asked_for(outputs, *eager.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded))
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     bounds = [0, len(hidden)] if cu_seqlens is None else cu_seqlens[::responses_per_prompt].tolist()
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
     given = hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan, triton
-    logprobs, *values = LinearLogprobs.apply(*given, bool(outputs))
-    return asked_for(outputs, logprobs, *values) if outputs else logprobs
+    logprobs, *values = LinearLogprobs.apply(*given, outputs is not None)
+    return asked_for(outputs, logprobs, *values) if outputs is not None else logprobs

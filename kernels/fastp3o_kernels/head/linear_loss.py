@@ -115,14 +115,13 @@ class LinearLoss(torch.autograd.Function):
                     evaluation.add(tokens, chunk.units)
                     continue
                 first = evaluation.tokens(chunk.units).start
-                coefficients = [
-                    None if coefficient is None else coefficient * (ctx.scale / divisor)
-                    for coefficient in evaluation.coefficients(tokens, chunk.units)
-                ]
+                of_logprobs, of_entropy = evaluation.coefficients(tokens, chunk.units)
+                of_logprobs = of_logprobs * (ctx.scale / divisor)
+                of_entropy = None if of_entropy is None else of_entropy * (ctx.scale / divisor)
                 # The last span's logits are still in their buffer.
                 for span in reversed(chunk.spans):
                     own = slice(span.start - first, span.stop - first)
-                    gradients.backward(span, *(None if each is None else each[own] for each in coefficients))
+                    gradients.backward(span, of_logprobs[own], None if of_entropy is None else of_entropy[own])
             if gradients is not None:
                 gradients.finish()
         ctx.gradients = gradients

@@ -40,14 +40,15 @@ class TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         ctx.memory.check_first_use()
-        logits, labels, row_max, log_sum, *entropy = ctx.saved_tensors
+        logits, labels, row_max, log_sum = ctx.saved_tensors[:4]
         dlogits = ctx.memory.like(logits)
         coefficients = torch.zeros_like(row_max) if grad_logprobs is None else grad_logprobs.contiguous()
         rows, transform = (logits, labels, row_max, log_sum), (ctx.transform, ctx.ignore_index)
         if grad_entropy is None:
             launch_dlogits(*rows, coefficients, None, *transform, out=dlogits)
         else:
-            launch_entropy_dlogits(*rows, *entropy, coefficients, grad_entropy.contiguous(), *transform, out=dlogits)
+            given = ctx.saved_tensors[4], coefficients, grad_entropy.contiguous()
+            launch_entropy_dlogits(*rows, *given, *transform, out=dlogits)
         return dlogits, *[None] * 5
 
 
@@ -58,7 +59,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     ignore_index: int = -100,
-    outputs: tuple[()] = (),
+    outputs: None = None,
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> Tensor: ...
@@ -79,7 +80,7 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     ignore_index: int = -100,
-    outputs: Collection[str] = (),
+    outputs: Collection[str] | None = None,
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> Tensor | TokenOutputs:
@@ -108,11 +109,11 @@ def token_logprobs(
     transform = LogitsTransform(temperature=temperature)
     check_logits(logits, labels, ignore_index)
     check_inplace(logits, inplace_backward)
-    check_outputs(outputs)
+    check_outputs(outputs or ())
     if not use_triton(impl, logits) or len(logits) == 0:
         logprobs = eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
-        values = of_logits(at_least_fp32(logits) / temperature, labels, ignore_index) if outputs else ()
+        values = of_logits(at_least_fp32(logits) / temperature, labels, ignore_index) if outputs is not None else ()
     else:
         given = with_distinct_rows(logits), labels.contiguous(), transform, ignore_index, inplace_backward
-        logprobs, *values = TokenLogprobs.apply(*given, bool(outputs))
-    return asked_for(outputs, logprobs, *values) if outputs else logprobs
+        logprobs, *values = TokenLogprobs.apply(*given, outputs is not None)
+    return asked_for(outputs, logprobs, *values) if outputs is not None else logprobs
