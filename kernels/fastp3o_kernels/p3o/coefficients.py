@@ -27,16 +27,18 @@ def loss_and_coefficients(
     own = replace(
         pairs, cu_seqlens=pairs.cu_seqlens - tokens.start, old_token_logprobs=None if old is None else old[tokens]
     )
-    with torch.enable_grad():
-        own_logprobs = token_logprobs[tokens].detach().requires_grad_()
+    coefficients = torch.zeros_like(token_logprobs)
+    # In inference mode there are no gradients to ask for, nor anybody who would.
+    differentiates = not torch.is_inference_mode_enabled()
+    with torch.set_grad_enabled(differentiates):
+        own_logprobs = token_logprobs[tokens].detach().requires_grad_(differentiates)
         loss, metrics = eager.token_loss(own_logprobs, own, settings)
         # A mean over these tokens or prompts becomes their share of the mean over all.
         token_share = len(own_logprobs) / len(token_logprobs)
         prompt_share = len(pairs.rewards) / pairs.averaged_prompts
         loss = loss * (token_share if settings.clipping == "token" else prompt_share)
-        (gradient,) = torch.autograd.grad(loss, own_logprobs)
-    coefficients = torch.zeros_like(token_logprobs)
-    coefficients[tokens] = gradient
+        if differentiates:
+            (coefficients[tokens],) = torch.autograd.grad(loss, own_logprobs)
     return torch.stack([loss.detach(), *(metric.to(loss.dtype) for metric in metrics.values())]), coefficients
 
 

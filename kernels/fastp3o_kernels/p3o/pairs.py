@@ -46,7 +46,10 @@ class PairInputs:
         # On-policy every token is where it was: none is clipped, and nothing needs to be known of it.
         if not (on_policy and old_token_logprobs is None):
             check_old_token_logprobs(settings.clipping, old_token_logprobs, tokens)
-        return cls(cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, averaged_prompts=P)
+        # Constants, even where they require gradients.
+        known = (old_logprobs.detach(), ref_logprobs.detach(), rewards.detach())
+        old = None if old_token_logprobs is None else old_token_logprobs.detach()
+        return cls(cu_seqlens, *known, old, averaged_prompts=P)
 
     @property
     def floating(self) -> dict[str, Tensor]:

@@ -444,3 +444,18 @@ def test_logits_beyond_2_to_the_31_within_one_buffer():
     torch.testing.assert_close(whole.loss, parts.loss, rtol=1e-4, atol=1e-4)
     for got, target in zip(gradients, whole_gradients, strict=True):
         assert relative_error(got, target.double()) < 5e-3
+
+
+@pytest.mark.parametrize("impl", ["eager", None, "triton"])
+def test_constants_stay_so_and_inference_mode_gives_the_loss(impl):
+    states, pairs = problem([3, 2, 4, 1], 30, torch.float32, 0)
+    known, _ = pairs.known(P3OSettings())
+    labels, cu_seqlens, *constants, settings = known
+    constants = [tensor.clone().requires_grad_() for tensor in constants]
+    leaves = states.leaves()
+    loss = linear_p3o_loss(leaves.hidden, leaves.head, labels, cu_seqlens, *constants, settings, impl=impl).loss
+    loss.backward()
+    assert [tensor.grad for tensor in constants] == [None] * 3
+    with torch.inference_mode():
+        alone = linear_p3o_loss(states.hidden, states.head, *known, impl=impl).loss
+    torch.testing.assert_close(alone, loss.detach())
