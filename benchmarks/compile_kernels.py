@@ -35,13 +35,15 @@ from fastp3o_kernels.decoding import attention_kernel, merge_kernel, sampling, s
 from fastp3o_kernels.head import scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
-from fastp3o_kernels.rows import logits_kernel, on_policy_kernel, sequence_kernel
+from fastp3o_kernels.rows import logits_kernel, on_policy_kernel, sequence_kernel, statistics_kernel
 
 # The file of each kernel.
 KERNELS = {
     "logprobs_kernel": logits_kernel,
     "dlogits_kernel": logits_kernel,
     "on_policy_kernel": on_policy_kernel,
+    "statistics_kernel": statistics_kernel,
+    "entropy_dlogits_kernel": statistics_kernel,
     "pair_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
     "scale_kernel": scale_kernel,
@@ -112,6 +114,10 @@ def logits_configurations(V: int) -> Iterator[Configuration]:
             yield logits_configuration(kernel, V, dtype, out, bias, cap, False)
         for dtype, out, bias, cap in outside:
             yield logits_configuration(kernel, V, dtype, out, bias, cap, True)
+    for dtype, bias, cap in dict.fromkeys((dtype, bias, cap) for dtype, _, bias, cap in outside + from_head):
+        yield logits_configuration("statistics_kernel", V, dtype, None, bias, cap, None)
+    for dtype, out, bias, cap in dict.fromkeys(outside + from_head):
+        yield logits_configuration("entropy_dlogits_kernel", V, dtype, out, bias, cap, None)
 
 
 def logits_configuration(
@@ -121,7 +127,7 @@ def logits_configuration(
     on_policy = kernel == "on_policy_kernel"
     largest = on_policy_kernel.BLOCK_BYTES // ELEMENT_BYTES[dtype] if on_policy else logits_kernel.BLOCK_V
     constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": logits_kernel.block_size(V, largest)}
-    if kernel != "dlogits_kernel":
+    if kernel in ("logprobs_kernel", "on_policy_kernel"):
         constants["GROUP"] = logits_kernel.LOAD_BYTES // ELEMENT_BYTES[dtype]
     if scale is not None:
         constants["HAS_SCALE"] = scale

@@ -35,7 +35,7 @@ from transformers import (
 from benchmarks.peers import AbsentError
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages import online
-from fastp3o.training import reporting
+from fastp3o.training import log_files, reporting
 
 PHASES = ("rollout", "reward", "logprobs", "update")
 EPOCHS = 4
@@ -151,7 +151,7 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
     report = online.report_update
     with patch.object(online, "report_update", report_update), patch.object(reporting, "now", clock):
         online.train(config)
-    updates = map(json.loads, (folder / "run" / reporting.METRICS).read_text().splitlines())
+    updates = map(json.loads, (folder / "run" / log_files.METRICS).read_text().splitlines())
     return [
         with_phases(sum(seconds.values()), {phase: update[f"seconds_{phase}"] for phase in PHASES})
         for seconds, update in zip(stopwatch.iterations, updates, strict=True)

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import yaml
 from transformers import HfArgumentParser
@@ -63,6 +63,13 @@ class Flags:
 class StageConfig(Flags):
     """What all stages have in common."""
 
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (
+        *("output_dir", "trust_remote_code", "skip_bad_records", "report_to"),
+        *("learning_rate", "lr_schedule", "warmup_steps", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay"),
+        *("max_grad_norm", "tokens_per_row", "share_prompts", "precision", "gradient_checkpointing", "shard_size"),
+        *("save_every", "save_minutes", "eval_every", "resume"),
+    )
+
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     output_dir: str = required("Folder for checkpoints, metrics and the trainer's state.")
     trust_remote_code: bool = option(False, "Run model code that comes with a checkpoint. Only for sources you trust.")
@@ -105,18 +112,26 @@ class StageConfig(Flags):
             "choices": list(PRECISIONS),
         },
     )
+    shard_size: int = option(
+        0, "Processes that hold one model together (HSDP); 0: all. Fewer, such as those of a node, talk less to others."
+    )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     seed: int = option(0, "Seed of every random choice; the same seed gives the same run.")
 
-    save_every: int = option(0, "Save a checkpoint every this many steps; 0 saves at the end only.")
+    save_every: int = option(0, "Save the model as a checkpoint every this many steps; 0 saves it at the end only.")
+    save_minutes: float = option(10.0, "Save what --resume needs whenever so many minutes have passed; 0 never.")
     eval_every: int = option(0, "Evaluate every this many steps; 0 evaluates at the beginning and at the end only.")
-    resume: bool = option(False, "Continue from the state in output_dir, exactly as if the run had not stopped.")
+    resume: bool = option(
+        False,
+        "Continue from the newest state in output_dir, exactly as if the run had not stopped; from the beginning where "
+        "there is none.",
+    )
     report_to: str = option("tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.")
 
     def __post_init__(self) -> None:
         self.check_values()
         self.check_at_least(1, "max_prompt_tokens", "max_characters", "limit", "eval_limit", "tokens_per_row")
-        self.check_at_least(0, "warmup_steps", "save_every", "eval_every")
+        self.check_at_least(0, "warmup_steps", "shard_size", "save_every", "save_minutes", "eval_every")
         self.check(self.lr_schedule in SCHEDULES, "lr_schedule", f"one of {', '.join(SCHEDULES)}")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
         self.check(0 <= self.adam_beta1 < 1, "adam_beta1", "at least 0 and below 1")
@@ -126,6 +141,11 @@ class StageConfig(Flags):
         self.check(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.check(self.max_grad_norm > 0, "max_grad_norm", "above 0")
         self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
+
+    @classmethod
+    def changeable(cls) -> set[str]:
+        """Options that may be others when a run is resumed, as each step takes them anew."""
+        return {name for base in cls.__mro__ for name in vars(base).get("CHANGEABLE", ())}
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
@@ -157,6 +177,8 @@ class TrainableConfig(Flags):
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig(Flags):
     """What samples responses."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("rollout_batch_size", "rollout_memory", "compile_rollouts")
 
     sampler: str = field(
         default="engine",

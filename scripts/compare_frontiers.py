@@ -14,7 +14,7 @@ from rich.table import Table
 from fastp3o.evaluation.frontier import Evaluations, read_run
 from fastp3o.evaluation.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
 from fastp3o.script import run_script
-from fastp3o.training.checkpoints import CONFIG
+from fastp3o.training.run_folder import CONFIG
 
 
 def main() -> None:

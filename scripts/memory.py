@@ -4,7 +4,7 @@ python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -19,7 +19,7 @@ from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS, precision_of
 from fastp3o.rollouts.room import Room, fitting_room
 from fastp3o.script import run_script
-from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
+from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,21 @@ class MemoryConfig(TrainableConfig):
     max_prompt_tokens: int = option(512, "As in training; of rollouts.")
     max_response_tokens: int = option(128, "As in training; of rollouts.")
     rollout_batch_size: int = option(64, "As in training.")
+    gpus: int = option(1, "GPUs that train together; memory is of each.")
+    shard_size: int = option(0, "As in training: GPUs that hold one model together; 0: all.")
 
     def __post_init__(self) -> None:
         self.check_values()
         self.check_trainable()
         lengths = ("prompt_tokens", "response_tokens", "tokens_per_row", "max_prompt_tokens", "max_response_tokens")
-        self.check_at_least(1, *lengths, "responses_per_prompt", "rollout_batch_size")
+        self.check_at_least(1, *lengths, "responses_per_prompt", "rollout_batch_size", "gpus")
+        self.check_at_least(0, "shard_size")
         self.check(self.precision in PRECISIONS[1:], "precision", f"one of {', '.join(PRECISIONS[1:])}")
+        self.check(self.gpus % self.shards == 0, "shard_size", f"a divisor of --gpus ({self.gpus})")
+
+    @property
+    def shards(self) -> int:
+        return self.shard_size or self.gpus
 
 
 def main(config: MemoryConfig) -> None:
@@ -58,7 +66,11 @@ def main(config: MemoryConfig) -> None:
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
     frozen = frozen_memory(model, lengths, precision)
     rollouts = rollout_memory(model, room(config), precision)
-    table = Table(title=f"{config.model}: GB, {lengths.tokens} tokens a row, {lengths.scored} of them scored")
+    if config.gpus > 1:
+        update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
+        rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
+    each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
+    table = Table(title=f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.scored} of them scored")
     table.add_column("")
     for column in ("policy's update", "reference's pass", "rollouts"):
         table.add_column(column, justify="right")

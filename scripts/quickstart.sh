@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole of RLHF on real text, from a bare clone: a summarisation set from the docstrings of this machine's Python, a
-# small Llama from scratch, supervised fine-tuning, a reward model, P3O, a plot. Run again, it reuses what is there.
+# small Llama from scratch, supervised fine-tuning, a reward model, P3O, a plot. Run again, it goes on where it stopped.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
@@ -18,15 +18,10 @@ stage() { # stage <title> <script> <folder> <flags...>: runs a training stage th
         return
     fi
     echo "== $title"
-    if [[ -d "$folder/state" ]]; then
-        set -- "$@" --resume
-    elif [[ -d "$folder" ]]; then
-        rm -r "$folder" # stopped before its first state: nothing to go on from
-    fi
     # A progress bar shows on terminals; the rest is read by those who want to know more, or when something went wrong.
     mkdir -p "$RUN/logs"
     local log="$RUN/logs/${folder##*/}.txt"
-    "$PYTHON" "scripts/$script" --output_dir "$folder" "$@" > "$log" || { cat "$log"; exit 1; }
+    "$PYTHON" "scripts/$script" --output_dir "$folder" --resume --save_minutes 0.5 "$@" > "$log" || { cat "$log"; exit 1; }
     echo "$(grep '^after ' "$log" | tail -n 1) ($log)"
 }
 
@@ -37,9 +32,10 @@ if [[ ! -f "$DATA/done" ]]; then
     head -n 1 "$DATA/sources.txt"
     touch "$DATA/done"
 fi
-if [[ ! -f "$RUN/init/config.json" ]]; then
+if [[ ! -f "$RUN/init/done" ]]; then
     echo "== Model: a tokenizer trained on them, and an untrained Llama"
     "$PYTHON" scripts/make_tiny_llama.py --text "$DATA/sft.train.jsonl" --output_dir "$RUN/init"
+    touch "$RUN/init/done"
 fi
 
 lengths=(--max_prompt_tokens 192 --tokens_per_row 2048)

@@ -1,7 +1,8 @@
 # Sourced by quickstart.sh, test.sh and .ci/run: leaves the interpreter to use in $PYTHON, with fastp3o and all it needs.
 #
 # FASTP3O_PYTHON=/path/to/python uses that interpreter as it is and installs nothing, for machines whose torch must not be
-# replaced (a cluster image) or that have no network.
+# replaced (a cluster image) or that have no network. FASTP3O_EXTRAS=dev,integrations adds the trainers that fastp3o is
+# integrated into.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,7 +20,9 @@ if [[ -n "${FASTP3O_PYTHON:-}" ]]; then
     export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 else
     PYTHON="$PWD/.venv/bin/python"
-    wanted="$(cat pyproject.toml scripts/constraints.txt)"
+    extras="${FASTP3O_EXTRAS:-dev}"
+    wanted="$extras
+$(cat pyproject.toml scripts/constraints.txt)"
     if [[ ! -f .venv/installed || "$(cat .venv/installed)" != "$wanted" ]]; then
         if [[ ! -x "$PYTHON" ]]; then
             require_python python3
@@ -27,7 +30,7 @@ else
         fi
         echo "== Installing fastp3o and what it needs into .venv (a few minutes, once)"
         if ! "$PYTHON" -m pip install --disable-pip-version-check --constraint scripts/constraints.txt \
-            --editable '.[dev]' > .venv/install.log 2>&1; then
+            --editable ".[$extras]" > .venv/install.log 2>&1; then
             cat .venv/install.log >&2
             exit 1
         fi

@@ -131,6 +131,16 @@ def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[st
     assert not violations, "\n" + "\n".join(violations)
 
 
+def test_integrations_are_a_house_of_their_own(imports: Imports):
+    """They need the losses alone, nothing needs them, and only they name the trainers that they are for."""
+    trainers = any_of("trl", "verl", "openrlhf")
+    for module, named in imports.named.items():
+        if within(module, "fastp3o.integrations"):
+            assert all(map(any_of("fastp3o.integrations", "fastp3o_kernels"), named & imports.modules)), module
+        elif not within(module, "benchmarks"):
+            assert not any(within(name, "fastp3o.integrations") or trainers(name) for name in named), module
+
+
 def test_no_module_is_part_of_an_import_cycle(imports: Imports):
     cycle = imports.cycle()
     assert cycle is None, " -> ".join(cycle or ())

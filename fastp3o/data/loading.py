@@ -1,6 +1,7 @@
 """The three loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
-import functools
+import hashlib
+import mmap
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -143,17 +144,24 @@ class Loading:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
 
     def load(self, source: str, split: str) -> tuple[Dataset, DataReport]:
-        """Writes the examples to an Arrow file as they come, so that memory holds one batch of them."""
+        """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
+        name: whatever ends the process, nothing is left of it. The data set's fingerprint is a hash of its examples.
+        """
         ids = List(Value("int32"))
         columns = {"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(self.response_columns, ids)}
         schema = Features(columns).arrow_schema
-        path = new_arrow_file()
-        with pa.ipc.new_stream(path, schema) as writer:
-            for batch in self.example_batches(read_records(str(source), split)):
-                writer.write_table(pa.Table.from_pylist(batch, schema=schema))
-        if not self.report.examples:
-            raise DataError(f"{source}: expected at least one usable record, got none ({self.report})")
-        return Dataset.from_file(path), self.report
+        digest = hashlib.sha256()
+        with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
+            with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
+                for batch in self.example_batches(read_records(str(source), split)):
+                    digest.update("".join(map(repr, batch)).encode(errors="surrogatepass"))
+                    writer.write_table(pa.Table.from_pylist(batch, schema=schema))
+            if not self.report.examples:
+                raise DataError(f"{source}: expected at least one usable record, got none ({self.report})")
+            file.flush()
+            # The mapping outlives the file.
+            examples = pa.ipc.open_stream(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)).read_all()
+        return Dataset(examples, fingerprint=digest.hexdigest()), self.report
 
     def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
         readable = self.readable(records)
@@ -218,14 +226,3 @@ class Loading:
 
 def is_equal_pair(responses: list[list[int]]) -> bool:
     return len(responses) == 2 and responses[0] == responses[1]
-
-
-def new_arrow_file() -> str:
-    """A file that lives as long as the process; none is reused, for ids depend on the tokenizer's every setting."""
-    with tempfile.NamedTemporaryFile(dir=scratch_folder().name, suffix=".arrow", delete=False) as file:
-        return file.name
-
-
-@functools.cache
-def scratch_folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="fastp3o-data-")

@@ -1,6 +1,7 @@
 """Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward frontier."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
+from fastp3o.models.sharding import passes
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.rollouts import Rollouts
@@ -73,8 +75,9 @@ class Evaluation:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
         rows = pack(rollouts.prompt_ids, rollouts.response_ids, self.packing)
         rows = [row.to(self.accelerator.device) for row in rows]
+        logprobs = passes(rows, partial(scored_logprobs, self.policy))
         log_ratios = [
-            sequence_logprobs(scored_logprobs(self.policy, row) - ref_logprobs, row.cu_seqlens)
-            for row, ref_logprobs in zip(rows, self.reference(rows), strict=True)
+            sequence_logprobs(policy_logprobs - ref_logprobs, row.cu_seqlens)
+            for row, policy_logprobs, ref_logprobs in zip(rows, logprobs, self.reference(rows), strict=True)
         ]
         return by_group(rows, log_ratios)

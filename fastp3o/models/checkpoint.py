@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file, find_adapter_config_file
@@ -22,6 +23,17 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
         return model_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
         )
+
+
+def without_weights(
+    model_class: Any, name: str, *, dtype: torch.dtype, trust_remote_code: bool, **settings: int
+) -> Any:
+    """The same model on the meta device."""
+    with errors_naming(name):
+        off = dropout_off(load_config(name, trust_remote_code))
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
+        with torch.device("meta"):
+            return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def require_whole(

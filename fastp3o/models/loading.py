@@ -1,4 +1,10 @@
-"""Tokenizers and models as the stages take them; those that are not whole, or do not fit together, are refused."""
+"""Tokenizers and models as the stages take them; those that are not whole, or do not fit together, are refused.
+
+Of several processes the main one alone loads weights; the others have their models on the meta device, for `shard`.
+"""
+
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -6,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
 )
 
@@ -18,9 +25,11 @@ from fastp3o.models.checkpoint import (
     load_config,
     require_whole,
     with_adapters,
+    without_weights,
 )
 from fastp3o.models.packable import require_packable
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import is_main_process
 
 CPU = torch.device("cpu")
 
@@ -84,6 +93,11 @@ def load_policy(
     Raises ValueError where the checkpoint is not whole, or the model cannot be run on packed rows.
     """
     base = base_of(name)
+    if not is_main_process():
+        model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
+        with suppress(OSError):  # it has none of its own
+            model.generation_config = GenerationConfig.from_pretrained(base)
+        return PackedModel(model)
     model, loading = from_checkpoint(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
     require_whole(base, loading)
     if base != name:
@@ -106,9 +120,12 @@ def load_reward_model(
     Raises ValueError where the checkpoint is not whole or its head was not trained, where the model has no linear
     `score` head over hidden states, or more than one output, or cannot be run on packed rows.
     """
-    model, loading = from_checkpoint(
-        AutoModelForSequenceClassification, name, dtype=dtype, trust_remote_code=trust_remote_code, num_labels=1
-    )
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
+    if not is_main_process():
+        model = without_weights(AutoModelForSequenceClassification, name, **options)
+        model.config.pad_token_id = model.config.pad_token_id or model.config.eos_token_id
+        return PackedModel(model)
+    model, loading = from_checkpoint(AutoModelForSequenceClassification, name, **options)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ValueError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fastp3o.models import attention
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, linear_logprobs
+from fastp3o_kernels.exposed_head import head_of
 
 Result = TypeVar("Result")
 
@@ -22,8 +23,8 @@ Result = TypeVar("Result")
 class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
-    Everything happens within one forward call, so that a distributed wrapper sees it. There are no logits, unless that
-    function computes them.
+    Everything happens within one forward call, which gathers a sharded model's weights. There are no logits, unless
+    that function computes them.
 
     relative_positions: whether positions count by their differences alone. longest_sequence: tokens that prompt and
     response may take together, None for no limit.
@@ -82,32 +83,21 @@ class PackedModel(nn.Module):
         finally:
             self.model.set_attn_implementation(attention.NAME)
 
+    def layers(self) -> nn.ModuleList:
+        """The body's, from the lowest. Raises ValueError where it has no list as long as the configuration says."""
+        body, count = self.model.base_model, self.model.config.get_text_config().num_hidden_layers
+        for module in body.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return module
+        raise ValueError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
+
     def head(self) -> Head:
         """Raises ValueError where the head is not a plain linear layer, such as one with a LoRA adapter."""
-        layer = getattr(self.model, "score", None) or self.model.get_output_embeddings()
-        if type(layer) is not nn.Linear:
-            kind = f"{type(layer).__module__}.{type(layer).__name__}"
-            raise ValueError(
-                f"the head of {type(self.model).__name__} is a {kind}; fastp3o's losses need a plain linear layer. "
-                "LoRA of the head itself is not supported: leave it out of --lora_targets"
-            )
-        config = self.model.config
-        return Head(
-            layer.weight,
-            bias=layer.bias,
-            softcap=getattr(config, "final_logit_softcapping", None),
-            # Granite divides its logits, Cohere multiplies them.
-            temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
-        )
+        return head_of(self.model)
 
 
 def no_warning(*_: object) -> None:
     """In place of transformers' look for padding."""
-
-
-def unwrap(model: nn.Module) -> PackedModel:
-    """The model inside a distributed wrapper."""
-    return cast(PackedModel, getattr(model, "module", model))
 
 
 @contextmanager
@@ -187,4 +177,5 @@ def scores(model: nn.Module, row: PackedRow) -> Tensor:
 def scalars(hidden: Tensor, weight: Tensor) -> Tensor:
     """One number for each hidden state, in fp32 whatever the precision: [N, D], [1, D] -> [N]."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return F.linear(hidden.float(), weight.float()).squeeze(1)
+        # A sum, since squeezing gives a view, whose hooks FSDP could lose.
+        return F.linear(hidden.float(), weight.float()).sum(1)

@@ -1,6 +1,6 @@
 """Which parameters of a policy train: all, the top layers, or LoRA adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import whole
 
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
@@ -27,7 +28,7 @@ def freeze_below(model: PackedModel, layers: int) -> None:
     Raises ValueError where the model has fewer layers.
     """
     body = model.model.base_model
-    stack = stack_of(body, model.model.config.get_text_config().num_hidden_layers)
+    stack = model.layers()
     if layers > len(stack):
         raise ValueError(f"--trainable_layers is {layers}, and the model has {len(stack)} layers")
     model.requires_grad_(False)
@@ -37,15 +38,6 @@ def freeze_below(model: PackedModel, layers: int) -> None:
     for module in body.modules():
         if "Norm" in type(module).__name__ and module not in inside_layers:
             module.requires_grad_(True)
-
-
-def stack_of(body: nn.Module, layers: int) -> nn.ModuleList:
-    for module in body.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return module
-    raise ValueError(
-        f"{type(body).__name__} has no list of {layers} layers, so --trainable_layers cannot tell them apart"
-    )
 
 
 def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> None:
@@ -85,21 +77,38 @@ def adapters_off(model: PackedModel) -> Iterator[None]:
         model.model.enable_adapters()
 
 
-def whole_model(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A model without adapters and its weights, into which LoRA adapters are merged; the model given stays as it is."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return model, model.state_dict()
+def as_it_is(weight: Tensor) -> Tensor:
+    return weight
+
+
+@torch.no_grad()
+def whole_model(
+    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] = as_it_is
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A model without adapters and its weights, into which LoRA adapters are merged; the model given stays as it is.
+
+    A sharded model's weights are gathered one after the other, on all processes. dtype: of what is returned; None for
+    the weights' own. keep: where each weight is kept while the others are gathered.
+    """
     weights: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
+    kept: dict[tuple[int, str], Tensor] = {}  # weights that are tied stay so, unless one of them is adapted
+    for name, part in model.state_dict(keep_vars=True).items():
         if ".lora_" in name:
             continue
-        owner, adapted, _ = name.partition(".base_layer.")
-        if adapted and name.endswith(".weight"):
-            adapter = cast(Any, model.get_submodule(owner))
-            delta = adapter.get_delta_weight(model.active_adapters()[0])
-            weight = (weight.float() + delta.float()).to(weight.dtype)
-        weights[name.replace(".base_layer.", ".")] = weight
+        owner, adapted, of_base = name.partition(".base_layer.")
+        key = id(part), owner if adapted else ""
+        if key not in kept:
+            weight = whole(part.detach())
+            own_dtype = weight.dtype if dtype is None or not isinstance(part, nn.Parameter) else dtype
+            if of_base == "weight":
+                adapter = cast(Any, model.get_submodule(owner))
+                delta = whole(adapter.get_delta_weight(model.active_adapters()[0]))
+                weight = weight.float() + delta.float()
+            kept[key] = keep(weight.to(own_dtype))
+        weights[name.replace(".base_layer.", ".")] = kept[key]
+    if dtype in (None, model.dtype) and not getattr(model, "_hf_peft_config_loaded", False):
+        return model, weights
     with torch.device("meta"):
-        whole = type(model)(model.config)
-    whole.generation_config = model.generation_config
-    return whole, weights
+        plain = cast(Any, type(model)(model.config)).to(dtype or model.dtype)
+    plain.generation_config = model.generation_config
+    return plain, weights

@@ -1,6 +1,7 @@
 """What the configurations of all online objectives have in common."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fastp3o.config import EVALUATION_FLAGS, SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.objectives.base import Objective
@@ -9,6 +10,10 @@ from fastp3o.objectives.base import Objective
 @dataclass(frozen=True, kw_only=True)
 class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     """Rollouts, rewards, evaluations: all but the objective's own settings."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (
+        *("updates", "missing_eos_penalty", "offload", "eval_batch_size", "eval_at", "samples_every"),
+    )
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")

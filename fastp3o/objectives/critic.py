@@ -21,7 +21,7 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(language_head.shape[1], 1, bias=False)
         nn.init.zeros_(self.value_head.weight)
         if language_head is not self.body.model.get_input_embeddings().weight:
-            # It takes no part, and wrappers wait for gradients of all that trains.
+            # It takes no part.
             self.body.model.get_output_embeddings().requires_grad_(False)
 
     def forward(self, row: PackedRow) -> Tensor:

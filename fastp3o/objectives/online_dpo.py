@@ -1,6 +1,7 @@
 """Online DPO (Guo et al. 2024), as in the P3O paper: rewards label fresh responses, DPO's loss learns the labels."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from fastp3o_kernels import sequence_logprobs
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("kl_coef",)
 
     kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.")
 

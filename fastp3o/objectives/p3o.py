@@ -1,6 +1,7 @@
 """Pairwise Proximal Policy Optimization (arXiv 2310.00212): the clipped loss on differences of rewards."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ OF_PROMPTS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl"
 @dataclass(frozen=True, kw_only=True)
 class P3OConfig(OnlineConfig, P3OSettings):
     """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("clip_range", "kl_coef", "reward_clip")
 
     reward_scaling: str = field(
         default="difference",

@@ -5,13 +5,14 @@ penalty at each token, clipped values, whitened advantages. N tokens of a packed
 """
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastp3o.config import option
-from fastp3o.models.packed_model import PackedModel, label_logprobs, unwrap
+from fastp3o.models.packed_model import PackedModel, label_logprobs
+from fastp3o.models.sharding import passes
 from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
 from fastp3o.objectives.config import OnlineConfig
@@ -24,6 +25,11 @@ from fastp3o_kernels import Head
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(OnlineConfig):
     """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (
+        *("clip_range", "kl_coef", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),
+        "reward_clip",
+    )
 
     clip_range: float = option(0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).")
     kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")
@@ -84,8 +90,7 @@ class PPO:
     ) -> list[list[Microbatch]]:
         """Adds values, advantages and returns to every microbatch."""
         microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
-        critic = critic_of(policy)
-        values = [critic(microbatch.row) for microbatch in microbatches]
+        values = passes([microbatch.row for microbatch in microbatches], policy.get_submodule("critic"))
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
         whitened = whiten(advantages, sum_over_processes)
         prepared = iter(
@@ -115,13 +120,9 @@ class PPO:
         return ppo_loss(*logprobs_and_values(policy, microbatch.row), prepared, self.config)
 
 
-def critic_of(policy: nn.Module) -> nn.Module:
-    return unwrap(policy).get_submodule("critic")
-
-
 def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the scored tokens and the value before each, [N] fp32 both."""
-    critic = critic_of(policy)
+    critic = policy.get_submodule("critic")
 
     def both(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
         return label_logprobs(hidden, head, row), critic(row)
@@ -146,7 +147,7 @@ def ppo_loss(logprobs: Tensor, values: Tensor, microbatch: PPOMicrobatch, config
         "clip_fraction": (ratio != clipped_ratio).float().mean(),
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "value_clip_fraction": (values != clipped_values).float().mean(),
+        "value_clip_fraction": ((values - old_values).abs() > reach).float().mean(),
     }
     loss = policy_loss + config.value_coef * value_loss
     return loss, {name: value.detach() for name, value in metrics.items()}

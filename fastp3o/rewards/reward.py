@@ -5,9 +5,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.loading import load_reward_model, load_tokenizer
+from fastp3o.models.sharding import loading_device
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.reward_model import ModelReward
@@ -24,18 +26,23 @@ def load_reward(
     device: torch.device,
     dtype: torch.dtype,
     packing: Packing,
+    mesh: DeviceMesh | None = None,
     offload: bool = False,
     trust_remote_code: bool = False,
 ) -> Reward:
-    """`module:function` is a Python function; anything else a reward model's folder or hub name."""
+    """`module:function` is a Python function; anything else a reward model's folder or hub name.
+
+    mesh: of processes over which a model is spread; None for one.
+    """
     if ":" in name and not os.path.exists(name):
         return FunctionReward(name)
     return ModelReward(
-        load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code),
+        load_reward_model(name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code),
         load_tokenizer(name, trust_remote_code=trust_remote_code),
         policy_tokenizer,
         device=device,
         packing=packing,
+        mesh=mesh,
         offload=offload,
     )
 

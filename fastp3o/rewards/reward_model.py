@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.packed_model import PackedModel, scores
-from fastp3o.models.reference import on_device
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rollouts.rollouts import Rollouts
 
@@ -13,7 +14,8 @@ from fastp3o.rollouts.rollouts import Rollouts
 class ModelReward:
     """Scores of a reward model, whose tokenizer may be another than the policy's.
 
-    device: where it computes. offload: the model is on the CPU between uses.
+    device: where it computes. mesh: of processes over which the model is spread; None for one. offload: the model is on
+    the CPU between uses.
     """
 
     def __init__(
@@ -24,24 +26,21 @@ class ModelReward:
         *,
         device: torch.device,
         packing: Packing,
+        mesh: DeviceMesh | None = None,
         offload: bool = False,
     ):
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.device, self.packing, self.offload = device, packing, offload
-        if offload:
-            model.to("cpu")
+        self.model = FrozenModel(model, device, mesh, offload=offload)
+        self.tokenizer, self.device, self.packing = tokenizer, device, packing
         self.shares_vocabulary = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
 
-    @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """[P, K] fp32, on the device."""
         prompt_ids, response_ids = rollouts.prompt_ids, rollouts.response_ids
         if not self.shares_vocabulary:
             prompt_ids, response_ids = self.translate(rollouts)
         rows = pack(prompt_ids, response_ids, self.packing)
-        with on_device(self.model, self.device, offload=self.offload):
-            return by_group(rows, [scores(self.model, row.to(self.device)) for row in rows])
+        rows = [row.to(self.device) for row in rows]
+        return by_group(rows, self.model.passes(rows, scores))
 
     def translate(self, rollouts: Rollouts) -> tuple[list[list[int]], list[list[list[int]]]]:
         """The texts in the reward model's tokens; a response keeps its end where it had one."""

@@ -34,7 +34,8 @@ class EngineSampler:
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
     for keys and values of prompts and responses, by default a part of what is free; where it is little, fewer prompts
-    are sampled at once. compiles: whether torch compiles the policy's pass of a step.
+    are sampled at once. compiles: whether torch compiles the policy's pass of a step. graph: whether a step may be a
+    CUDA graph, as in `Engine`.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class EngineSampler:
         memory: int | None = None,
         compiles: bool = False,
         settings: SamplingSettings = POLICY_ITSELF,
+        graph: bool | None = None,
     ):
-        self.policy, self.tokenizer, self.compiles, self.settings = policy, tokenizer, compiles, settings
+        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.compiles, self.graph = compiles, graph
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty before the policy was tried
         self.engine: Engine | None = None
@@ -134,5 +137,6 @@ class EngineSampler:
         """The last one where it has the room and its shapes stay, so that its graph serves again."""
         if self.engine is None or not self.engine.static or not self.engine.room.holds(room):
             self.engine = None  # gives its memory back before the next one takes any
-            self.engine = Engine(self.policy, self.shapes, room, end_ids, self.settings, compiles=self.compiles)
+            given = self.policy, self.shapes, room, end_ids, self.settings
+            self.engine = Engine(*given, graph=self.graph, compiles=self.compiles)
         return self.engine

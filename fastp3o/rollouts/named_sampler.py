@@ -19,10 +19,11 @@ def named_sampler(
     memory_gb: float | None = None,
     compiles: bool = False,
     settings: SamplingSettings = POLICY_ITSELF,
+    graph: bool | None = None,
 ) -> Sampler:
-    """Arguments as in `fastp3o.config.SamplerConfig`; batch_size: prompts sampled at once."""
+    """Arguments as in `fastp3o.config.SamplerConfig`, and of the engine; batch_size: prompts sampled at once."""
     limits = {"max_response_tokens": max_response_tokens, "batch_size": batch_size}
     if name == "transformers":
         return TransformersSampler(policy, tokenizer, **limits, settings=settings)
     memory = None if memory_gb is None else round(1e9 * memory_gb)
-    return EngineSampler(policy, tokenizer, **limits, memory=memory, compiles=compiles, settings=settings)
+    return EngineSampler(policy, tokenizer, **limits, memory=memory, compiles=compiles, settings=settings, graph=graph)

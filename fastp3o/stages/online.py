@@ -10,7 +10,13 @@ from fastp3o.rewards.reward import Reward, penalize_missing_eos
 from fastp3o.stages.online_report import report_update
 from fastp3o.stages.online_setup import set_up
 from fastp3o.training.finite import require_finite
-from fastp3o.training.minibatches import optimizer_step, pack_minibatches, with_logprobs
+from fastp3o.training.minibatches import (
+    first_microbatch,
+    gather_rollouts,
+    optimizer_step,
+    pack_minibatches,
+    with_logprobs,
+)
 from fastp3o.training.order import seed_of, shuffled
 from fastp3o.training.ratio_noise import ratio_noise
 
@@ -36,18 +42,20 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 rewards = reward(rollouts).to(accelerator.device)
                 rewards = penalize_missing_eos(rewards, rollouts, config.missing_eos_penalty)
                 require_finite(accelerator, "a reward", rewards)
-                scaled_rewards = objective.scaler(rewards, seen=accelerator.gather(rewards))
+                rollouts, rewards = gather_rollouts(accelerator, rollouts, rewards)
+                scaled_rewards = objective.scaler(rewards)
+                require_finite(accelerator, "a difference or a sum of rewards", scaled_rewards)
             with run.phase("logprobs"), accelerator.autocast():
-                rows = pack_minibatches(rollouts, config.minibatches_per_update, config.packing)
+                rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
                 minibatches = with_logprobs(
                     accelerator, policy, reference, rows, scaled_rewards, averages_tokens=objective.averages_tokens
                 )
                 sum_over_processes = partial(accelerator.reduce, reduction="sum")
                 minibatches = objective.prepare(policy, minibatches, sum_over_processes)
-                noise = ratio_noise(policy, rollouts, minibatches[0][0])
+                noise = ratio_noise(policy, rollouts, first_microbatch(minibatches))
             with run.phase("update"):
                 step_metrics = []
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
-                        step_metrics.append(optimizer_step(optimizer, minibatches[index], objective.loss))
+                        step_metrics.append(optimizer_step(optimizer, minibatches, index, objective.loss))
         report_update(run, config, objective, update, rollouts, rewards, minibatches, step_metrics, noise)

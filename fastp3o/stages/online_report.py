@@ -30,6 +30,8 @@ def report_update(
     metrics = update_metrics(run.accelerator, rollouts, rewards, minibatches, step_metrics, noise)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
     metrics["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
+    if run.accelerator.num_processes > 1:
+        metrics["balance"] = balance(run.accelerator, minibatches)
     if objective.clip_range and metrics["ratio/noise"] > TOLERATED * objective.clip_range:
         precision = run.optimizer.precision.name
         run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], objective.clip_range, precision))
@@ -47,7 +49,7 @@ def update_metrics(
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
 ) -> dict[str, float]:
-    """Means over all processes: of the rollouts as they were sampled, and of the optimizer steps taken on them.
+    """Means over all processes: of all their rollouts as they were sampled, and of the optimizer steps on them.
 
     reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; kl: mean log π_old(y|x) −
     log π_ref(y|x), in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token;
@@ -59,14 +61,16 @@ def update_metrics(
     lengths = torch.tensor(rollouts.response_lengths, dtype=torch.float32)
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
     log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
+    # Processes have different numbers of responses: means of all are means of what each adds to them.
+    processes = accelerator.num_processes
     means = {
         "reward": rewards.mean(),
         "reward_difference": differences(rewards).abs().mean(),
-        "kl": log_ratios.mean(),
-        "entropy": -old_token_logprobs.mean(),
+        "kl": log_ratios.sum() * processes / rewards.numel(),
+        "entropy": -old_token_logprobs.sum() * processes / lengths.sum(),
         "response_length": lengths.mean(),
         "missing_eos": 1 - torch.tensor(rollouts.finished).float().mean(),
-        "response_tokens": lengths.sum() * accelerator.num_processes,
+        "response_tokens": lengths.sum(),
         "ratio/noise": noise,
     }
     gap = sampler_gap(rollouts, microbatches)
@@ -82,3 +86,10 @@ def update_metrics(
         name: accelerator.gather(torch.stack([step[name] for step in step_metrics])).max().item() for name in largest
     }
     return dict(zip(names, values.tolist(), strict=True)) | maxima
+
+
+def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
+    """Tokens of a process on average over those of the one with most in each minibatch, for which the others wait."""
+    own = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
+    tokens = accelerator.gather(torch.tensor([own], device=accelerator.device, dtype=torch.float32))
+    return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()

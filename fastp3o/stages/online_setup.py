@@ -3,27 +3,32 @@
 from typing import NamedTuple
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, load_tokenizer, require_same_vocabulary
-from fastp3o.models.packed_model import PackedModel, unwrap
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
+from fastp3o.models.sharding import loading_device, process_mesh
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
+from fastp3o.rollouts.room import available_memory
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
-from fastp3o.training.checkpoints import prepare_output_dir
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share
 from fastp3o.training.run import Run
+from fastp3o.training.run_folder import check_output_dir
 
 
 class PromptsOfUpdate:
@@ -50,7 +55,7 @@ class Online(NamedTuple):
     sampler: Sampler
     reward: Reward
     objective: Objective
-    policy: nn.Module
+    policy: PackedModel
     reference: Reference
     optimizer: Optimizer
     run: Run
@@ -61,9 +66,14 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     precision = precision_of(config.precision, automatic="fp16")
     accelerator = make_accelerator(config, precision)
     check_divisible(accelerator, config.prompts_per_update, "prompts_per_update")
-    check_divisible(accelerator, config.prompts_per_minibatch, "prompts_per_minibatch")
-    prepare_output_dir(accelerator, config)
+    check_output_dir(accelerator, config)
 
+    idle = accelerator.num_processes - config.prompts_per_minibatch
+    if idle > 0:
+        accelerator.print(
+            f"--prompts_per_minibatch is {config.prompts_per_minibatch}, so {idle} of {accelerator.num_processes} "
+            "processes have nothing to train on in each step: a multiple of their number uses them all"
+        )
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     if config.reference:
         require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
@@ -71,28 +81,30 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
     )
     objective = config.objective()
-    model = load_trainable_policy(config)
-    objective.add_to(model)
-    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer)
+    mesh = process_mesh(accelerator.device, config.shard_size)
+    policy = load_trainable_policy(config)
+    copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
+    objective.add_to(policy)
+    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer, mesh)
     if gold is None and config.gold_reward:
-        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer)
+        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer, mesh)
 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
-    optimizer = Optimizer(accelerator, model, precision, config, steps, objective.learning_rates)
-    policy = optimizer.model
-    reference = load_reference(config, accelerator, precision, policy)
-    accelerator.register_for_checkpointing(objective.scaler)
+    optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
+    reference = load_reference(config, accelerator, precision, policy, mesh)
 
     def sampler(batch_size: int) -> Sampler:
-        return named_sampler(
+        own = named_sampler(
             config.sampler,
-            unwrap(policy),
+            policy if copy is None else copy.model,
             tokenizer,
             max_response_tokens=config.max_response_tokens,
             batch_size=batch_size,
             memory_gb=config.rollout_memory,
             compiles=config.compile_rollouts,
+            graph=False if copy is not None and copy.by_layer else None,
         )
+        return own if copy is None else GatheredSampler(own, policy, copy)
 
     evaluation = None
     if eval_examples is not None:
@@ -116,6 +128,8 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         step_name="update",
         steps=config.updates,
         evaluate=evaluation,
+        data={"prompts": examples, "eval_prompts": eval_examples},
+        parts={"reward_scaling": objective.scaler},
     )
     return Online(
         accelerator,
@@ -128,6 +142,18 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         optimizer,
         run,
     )
+
+
+def whole_copy(policy: PackedModel, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh) -> WholeCopy:
+    """What a sharded policy samples from: whole, where every process has the memory."""
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    # Masters and moments of what trains, reference and reward model.
+    parts = 16 * parameters // mesh.size(-1)
+    fits = parts + parameters * precision.weights.itemsize < available_memory(accelerator.device)
+    by_layer = not all(gather_object([fits]))
+    if by_layer:
+        accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
+    return WholeCopy(policy, accelerator.device, precision.weights, by_layer=by_layer)
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
@@ -145,6 +171,7 @@ def load_named_reward(
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,
+    mesh: DeviceMesh | None,
 ) -> Reward:
     return load_reward(
         name,
@@ -152,20 +179,25 @@ def load_named_reward(
         device=accelerator.device,
         dtype=precision.weights,
         packing=config.packing,
+        mesh=mesh,
         offload=config.offload,
         trust_remote_code=config.trust_remote_code,
     )
 
 
 def load_reference(
-    config: OnlineConfig, accelerator: Accelerator, precision: Precision, policy: nn.Module
+    config: OnlineConfig,
+    accelerator: Accelerator,
+    precision: Precision,
+    policy: PackedModel,
+    mesh: DeviceMesh | None,
 ) -> Reference:
     if config.lora_rank and not config.reference:
         return WithoutAdapters(policy)
     frozen = load_policy(
         config.reference or config.model,
-        device=accelerator.device,
+        device=loading_device(accelerator.device, mesh),
         dtype=precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
-    return SecondModel(frozen, accelerator.device, offload=config.offload)
+    return SecondModel(frozen, accelerator.device, mesh, offload=config.offload)

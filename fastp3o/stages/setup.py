@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -14,15 +15,28 @@ from fastp3o.config import StageConfig
 from fastp3o.data import DataReport
 from fastp3o.precision import Precision
 
+# One process loads, saves or asks a judge while the others wait, far beyond NCCL's ten minutes.
+LONGEST_WAIT = timedelta(hours=12)
+
 
 def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
-    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set."""
+    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set.
+
+    Raises ValueError where accelerate's configuration would spread the model over the processes itself.
+    """
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
+            raise ValueError(
+                f"accelerate's configuration asks for {engine}, and fastp3o shards models itself: start with torchrun, "
+                "or with accelerate launch --multi_gpu and a configuration without it"
+            )
     set_seed(config.seed)
     quiet_libraries()
     return Accelerator(
         mixed_precision="no" if precision.autocast is None else "bf16",
         log_with=trackers(config.report_to),
         project_dir=config.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -14,14 +14,15 @@ from fastp3o.config import EVALUATION_FLAGS, StageConfig, option, required
 from fastp3o.data import DataReport
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import in_step, passes, process_mesh
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
-from fastp3o.training.checkpoints import prepare_output_dir
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.order import examples_of_step, process_share
+from fastp3o.training.order import deal, examples_of_step, process_share
 from fastp3o.training.run import Run
+from fastp3o.training.run_folder import check_output_dir
 
 Examples = dict[str, list]  # columns of a data set
 
@@ -29,6 +30,8 @@ Examples = dict[str, list]  # columns of a data set
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(StageConfig):
     """What SFT and reward modelling have in common: passes over a fixed data set."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("epochs",)
 
     train_data: str = required("Training data: a hub name (or name:config), or JSONL or parquet files.")
     eval_data: str | None = option(None, "Held-out data of the same layout.")
@@ -79,7 +82,7 @@ def train_supervised(task: SupervisedTask) -> None:
     precision = precision_of(config.precision, automatic="bf16-autocast")
     accelerator = make_accelerator(config, precision)
     check_divisible(accelerator, config.batch_size, "batch_size")
-    prepare_output_dir(accelerator, config)
+    check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     examples, eval_examples = load_data(
         accelerator,
@@ -96,16 +99,25 @@ def train_supervised(task: SupervisedTask) -> None:
         model.recompute_activations()
 
     steps = -(-config.epochs * len(examples) // config.batch_size)
-    optimizer = Optimizer(accelerator, model, precision, config, steps)
+    mesh = process_mesh(accelerator.device, config.shard_size)
+    optimizer = Optimizer(accelerator, model, precision, config, steps, mesh=mesh)
     evaluation = None
     if eval_examples is not None:
         evaluation = partial(evaluate, accelerator, optimizer.model, eval_examples, task)
     run = Run(
-        accelerator, config, optimizer, tokenizer, stage=task.name, step_name="step", steps=steps, evaluate=evaluation
+        accelerator,
+        config,
+        optimizer,
+        tokenizer,
+        stage=task.name,
+        step_name="step",
+        steps=steps,
+        evaluate=evaluation,
+        data={"train_data": examples, "eval_data": eval_examples},
     )
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)
-        batch = examples[process_share(chosen, accelerator)]
+        batch = own_part(accelerator, examples[chosen])
         with run.saved_if_not_finite(step), run.phase("update"):
             rows = task.pack(batch)
             metrics, shown = optimizer_step(accelerator, optimizer, task, rows, task.count(batch))
@@ -118,18 +130,27 @@ def train_supervised(task: SupervisedTask) -> None:
         run.report(step, values, tokens=tokens, shown=shown)
 
 
+def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
+    """The examples of a batch that fall to this process: about as many tokens as to each other one."""
+    texts = [column for name, column in examples.items() if name.endswith("_ids")]
+    sizes = [sum(map(len, example)) for example in zip(*texts, strict=True)]
+    (parts,) = deal([sizes], accelerator.num_processes)
+    own = parts[accelerator.process_index]
+    return {name: [column[example] for example in own] for name, column in examples.items()}
+
+
 def optimizer_step(
     accelerator: Accelerator, optimizer: Optimizer, task: SupervisedTask, rows: list[PackedRow], count: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """One step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
     mean_count = accelerator.reduce(torch.tensor(float(count), device=accelerator.device), "mean")
     metrics: dict[str, Tensor] = {}
-    for number, row in enumerate(rows, 1):
-        with optimizer.accumulating(last=number == len(rows)):
+    for row, counts in in_step(rows, rows[0]):
+        with accelerator.autocast():
             losses = task.losses(optimizer.model, row.to(accelerator.device))
-            optimizer.backward(losses["loss"] / mean_count)
+            optimizer.backward(losses["loss"] * counts / mean_count)
         for name, value in losses.items():
-            metrics[name] = metrics.get(name, 0.0) + value.detach() / mean_count
+            metrics[name] = metrics.get(name, 0.0) + value.detach() * counts / mean_count
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics | optimizer.step(metrics["loss"]), tuple(metrics)
 
@@ -139,9 +160,9 @@ def evaluate(accelerator: Accelerator, model: nn.Module, data: Dataset, task: Su
     """Means over held-out data of what the task's losses are sums of."""
     batch = data[process_share(list(range(len(data))), accelerator)]
     totals: dict[str, Tensor] = {}
-    for row in task.pack(batch):
-        with accelerator.autocast():
-            for name, value in task.losses(model, row.to(accelerator.device)).items():
+    with accelerator.autocast():
+        for losses in passes(task.pack(batch), lambda row: task.losses(model, row.to(accelerator.device))):
+            for name, value in losses.items():
                 totals[name] = totals.get(name, 0.0) + value
     totals["count"] = torch.tensor(float(task.count(batch)), device=accelerator.device)
     totals = {name: accelerator.reduce(value, "sum") for name, value in totals.items()}

@@ -19,11 +19,15 @@ Beyond activations, the larger of two moments counts: the head's (its budget for
 scored tokens need where that is less, its weight's gradient and the last norm's activations), and that of a layer's
 backward pass, 2 (F + D) elements a token.
 
+Of a model that n processes share, each holds an n-th of fp32 weights, gradients and AdamW's moments, and of what is
+frozen. Whole, in the weights' dtype, are embeddings and head, and the layer that computes; so is its gradient, until it
+is added up over the processes in fp32. (Where the next layer arrives meanwhile, as on a GPU, it is whole too.)
+
 Rollouts, before the update, keep 2 R elements of each cached token in each layer; a step makes logits and probabilities
 in fp32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from transformers import PretrainedConfig
@@ -68,6 +72,12 @@ class Model(NamedTuple):
     keys: int
     vocabulary: int
     head_trains: bool
+    embeddings: int  # parameters outside the layers
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return (self.parameters - self.embeddings) // self.layers
 
     @classmethod
     def from_config(
@@ -95,6 +105,7 @@ class Model(NamedTuple):
             head * key_heads,
             config.vocab_size,
             head_trains,
+            config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2),
         )
 
 
@@ -143,6 +154,24 @@ def update_memory(
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
         head=logits + 3 * scored_hidden + head_gradient + lengths.tokens * model.hidden * norms // 2,
         layer=feed_forward(model, lengths, item) + (layer_activations if checkpointing else 0),
+    )
+
+
+def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
+    """The same on each of so many processes that share the model; `memory`: of an update, or of a frozen model."""
+    item = precision.weights.itemsize
+    trained = model.trained if memory.optimizer else 0
+    frozen = model.parameters - trained
+    copies = memory.weights - item * model.parameters  # of autocast
+    whole = item * (model.embeddings + model.layer) + copies
+    gradient = (item + 4) * model.layer if trained else 0
+    return replace(
+        memory,
+        weights=whole + item * frozen // shards,
+        masters=4 * trained // shards,
+        gradients=memory.gradients // shards,
+        optimizer=memory.optimizer // shards,
+        layer=memory.layer + gradient,
     )
 
 

@@ -3,33 +3,61 @@
 P prompts with K responses each and N scored tokens of a packed row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
+from fastp3o.models.sharding import in_step, passes
 from fastp3o.objectives.base import LossAndMetrics, Microbatch
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.order import deal
 from fastp3o_kernels import sequence_logprobs
 
 
-def pack_minibatches(rollouts: Rollouts, minibatches: int, packing: Packing) -> list[list[PackedRow]]:
-    """The packed rows of each minibatch: equally many prompts, and about as many tokens.
+def gather_rollouts(accelerator: Accelerator, rollouts: Rollouts, rewards: Tensor) -> tuple[Rollouts, Tensor]:
+    """Rollouts and rewards [P, K] of all processes, in the order in which `process_share` took their prompts."""
+    if accelerator.num_processes == 1:
+        return rollouts, rewards
+    shares = gather_object([(rollouts, rewards.cpu())])
+
+    def in_order(of_shares: Sequence[list]) -> list:
+        return list(chain.from_iterable(zip(*of_shares, strict=True)))
+
+    columns: dict[str, Any] = {
+        name: None if value is None else in_order([vars(share)[name] for share, _ in shares])
+        for name, value in vars(rollouts).items()
+    }
+    return Rollouts(**columns), torch.stack([share for _, share in shares], 1).flatten(0, 1).to(rewards.device)
+
+
+def pack_minibatches(
+    accelerator: Accelerator, rollouts: Rollouts, minibatches: int, packing: Packing
+) -> list[list[PackedRow]]:
+    """This process's packed rows of each minibatch. Minibatches have equally many prompts, and minibatches and
+    processes about as many tokens; where prompts are fewer than processes, some have no row.
 
     They stay as they are for all inner epochs.
     """
     prompts, responses = rollouts.prompt_ids, rollouts.response_ids
-    return [
-        pack([prompts[p] for p in members], [responses[p] for p in members], packing, groups=members)
-        for members in balanced(group_sizes(prompts, responses, packing), minibatches)
+    sizes = group_sizes(prompts, responses, packing)
+    members = balanced(sizes, minibatches)
+    shares = deal([[sizes[p] for p in minibatch] for minibatch in members], accelerator.num_processes)
+    own = [
+        [minibatch[m] for m in share[accelerator.process_index]]
+        for minibatch, share in zip(members, shares, strict=True)
     ]
+    return [pack([prompts[p] for p in part], [responses[p] for p in part], packing, groups=part) for part in own]
 
 
 @torch.no_grad()
@@ -53,7 +81,7 @@ def with_logprobs(
         list(chain.from_iterable(loss_weights(accelerator, minibatches, of_tokens)))
         for of_tokens in (False, averages_tokens)
     )
-    old_token_logprobs = [scored_logprobs(policy, row) for row in rows]
+    old_token_logprobs = passes(rows, partial(scored_logprobs, policy))
     microbatches = iter(
         Microbatch(
             row=row,
@@ -86,21 +114,31 @@ def loss_weights(
 
 
 def optimizer_step(
-    optimizer: Optimizer, minibatch: list[Microbatch], loss: Callable[[nn.Module, Microbatch], LossAndMetrics]
+    optimizer: Optimizer,
+    minibatches: list[list[Microbatch]],
+    index: int,
+    loss: Callable[[nn.Module, Microbatch], LossAndMetrics],
 ) -> dict[str, Tensor]:
-    """Backward passes over a minibatch and one step. Returns its metrics as 0-d tensors: means, or the largest where
-    a name ends in `_max`.
+    """Backward passes over one of the minibatches and one step. Returns its metrics as 0-d tensors: means, or the
+    largest where a name ends in `_max`.
 
     Raises NotFiniteError before the step when the loss or the gradient is not finite.
     """
     metrics: dict[str, Tensor] = {}
-    for number, microbatch in enumerate(minibatch, 1):
-        with optimizer.accumulating(last=number == len(minibatch)):
+    for microbatch, counts in in_step(minibatches[index], spare=first_microbatch(minibatches)):
+        weight = microbatch.weight if counts else 0.0
+        with optimizer.accelerator.autocast():
             value, row_metrics = loss(optimizer.model, microbatch)
-            optimizer.backward(value * microbatch.weight)
+            optimizer.backward(value * weight)
         for name, metric in {"loss": value.detach(), **row_metrics}.items():
             if name.endswith("_max"):
+                metric = metric if counts else torch.full_like(metric, -torch.inf)
                 metrics[name] = torch.maximum(metrics[name], metric) if name in metrics else metric
             else:
-                metrics[name] = metrics.get(name, 0.0) + microbatch.weight * metric
+                metrics[name] = metrics.get(name, 0.0) + weight * metric
     return metrics | optimizer.step(metrics["loss"])
+
+
+def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:
+    """Of this process, which has one in every update, but not in every minibatch."""
+    return next(chain.from_iterable(minibatches))

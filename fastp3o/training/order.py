@@ -1,4 +1,9 @@
-"""Which examples a step takes and how it is seeded: functions of seed and step alone, so a resumed run is the same."""
+"""Which examples a step takes, which process takes which, and how a step is seeded.
+
+All are functions of seed, step and sizes alone, so a resumed run is the same.
+"""
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -29,3 +34,23 @@ def shuffled(total: int, seed: int) -> torch.Tensor:
 def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:
     """The examples of this process; all processes together have each once."""
     return examples[accelerator.process_index :: accelerator.num_processes]
+
+
+def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]]:
+    """Deals out what each of some steps works on: indices into its sizes (tokens), for each step and process.
+
+    In every step each process gets about as many tokens. Where there is not enough for all, those get it that had less
+    in the steps before.
+    """
+    dealt = []
+    before = [0] * processes
+    for sizes in steps:
+        parts: list[list[int]] = [[] for _ in range(processes)]
+        tokens = [0] * processes
+        for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            lightest = min(range(processes), key=lambda p: (tokens[p], before[p]))
+            parts[lightest].append(index)
+            tokens[lightest] += sizes[index]
+        before = [sum(pair) for pair in zip(before, tokens, strict=True)]
+        dealt.append([sorted(part) for part in parts])
+    return dealt

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastp3o.models.packed_model import scored_logprobs, unwrap
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rollouts.rollouts import Rollouts
@@ -16,7 +16,7 @@ TOLERATED = 0.2
 
 
 @torch.no_grad()
-def ratio_noise(policy: nn.Module, rollouts: Rollouts, microbatch: Microbatch) -> Tensor:
+def ratio_noise(policy: PackedModel, rollouts: Rollouts, microbatch: Microbatch) -> Tensor:
     """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
     One is the row of `microbatch`, on which the policy trains. In the other each of its responses has its prompt to
@@ -28,7 +28,7 @@ def ratio_noise(policy: nn.Module, rollouts: Rollouts, microbatch: Microbatch) -
     prompt_ids, responses = [prompt for prompt, _ in alone], [[ids] for _, ids in alone]
     tokens = sum(len(prompt) + len(ids) for prompt, ids in alone)
     (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=tokens))
-    if unwrap(policy).relative_positions:
+    if policy.relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(microbatch.old_logprobs.device)
     again = by_group([row], [sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)])

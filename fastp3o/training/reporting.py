@@ -1,6 +1,5 @@
 """Metrics of a run: JSON lines, accelerate's trackers, a progress bar and tables of samples."""
 
-import json
 import resource
 import sys
 import time
@@ -14,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-METRICS = "metrics.jsonl"
-EVALUATIONS = "eval.jsonl"
+from fastp3o.training.log_files import EVALUATIONS, METRICS, append_line
 
 
 class Reporter:
@@ -24,9 +22,6 @@ class Reporter:
     def __init__(self, accelerator: Accelerator, folder: Path, *, stage: str, first_step: int, steps: int):
         self.accelerator = accelerator
         self.folder = folder
-        if accelerator.is_main_process:
-            for name in (METRICS, EVALUATIONS):
-                keep_until(folder / name, first_step)
         # None: on terminals alone. In a log file every redrawing would be a line.
         disable = None if accelerator.is_main_process else True
         self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
@@ -44,8 +39,7 @@ class Reporter:
 
     def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
-            with (self.folder / name).open("a") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            append_line(self.folder / name, step, metrics)
 
     def samples(self, step: int, prompts: list[str], responses: list[list[str]], rewards: list[list[float]]) -> None:
         """A table of prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
@@ -68,6 +62,9 @@ class Reporter:
 
     def close(self) -> None:
         self.bar.close()
+        # The group of processes ends here. A thread of gloo may still hold tensors of its last collective and wait for
+        # Python's lock to drop them, which the end of the group would never give; a barrier has none.
+        self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
 
@@ -84,13 +81,6 @@ def end_of(prompt: str, characters: int = 120) -> str:
     """The last words of a prompt on one line."""
     line = " ".join(prompt.split())
     return line if len(line) <= characters else "…" + line[-characters:]
-
-
-def keep_until(path: Path, step: int) -> None:
-    """Drops the lines of steps which a resumed run does again."""
-    if path.exists():
-        lines = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
-        path.write_text("".join(lines))
 
 
 class Phases:

@@ -1,17 +1,30 @@
 """What goes on around the steps of a training loop: metrics, evaluations, checkpoints; how it stops and resumes."""
 
-from collections.abc import Callable, Iterator
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate import Accelerator
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import StageConfig
-from fastp3o.training.checkpoints import FINISHED_MODEL, STATE, load_state, save_model, save_state
-from fastp3o.training.finite import NotFiniteError
+from fastp3o.training.checkpoints import FINISHED_MODEL, save_model
+from fastp3o.training.finite import NotFiniteError, require_all_finite
+from fastp3o.training.log_files import EVALUATIONS, METRICS, keep_until, sync_logs
 from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.processes import on_main_process
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
+from fastp3o.training.run_folder import claim, clear_away, release, write_config
+from fastp3o.training.states.changes import ResumeError, plain, require_same_run
+from fastp3o.training.states.fingerprints import fingerprints_of
+from fastp3o.training.states.store import Counts, Progress, States
+from fastp3o.training.stopping import StoppedError, Stops
+
+STATES = "state"
 
 
 class Run:
@@ -23,6 +36,11 @@ class Run:
         stage: name of what trains, for the progress bar. step_name: what a step is called in messages.
         steps: the number of the last one.
         evaluate: gives the metrics of an evaluation; None where there is no evaluation data.
+        data: the examples, by the option that names them. parts: with a state of their own beside the optimizer's.
+
+    Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError where the folder is not
+    this run's, ResumeError where the run would be another than the one it goes on from, and CorruptStateError where
+    none of its states is whole; all of them leave the folder as it was.
     """
 
     def __init__(
@@ -36,48 +54,113 @@ class Run:
         step_name: str,
         steps: int,
         evaluate: Callable[[], dict[str, float]] | None,
+        data: Mapping[str, Dataset | None],
+        parts: Mapping[str, Counts] | None = None,
     ):
         self.accelerator, self.config, self.optimizer, self.tokenizer = accelerator, config, optimizer, tokenizer
         self.step_name, self.steps, self.evaluate = step_name, steps, evaluate
-        self.folder = Path(config.output_dir)
-        self.done = load_state(accelerator, self.folder / STATE) if config.resume else 0
-        plain = {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool)}
-        accelerator.init_trackers("trackers", config=plain)
-        self.reporter = Reporter(accelerator, self.folder, stage=stage, first_step=self.done, steps=steps)
-        self.phase = Phases()
+        self.folder = claim(accelerator, config)
+        try:
+            self.fingerprints = on_main_process(accelerator, lambda: fingerprints_of(config, data))
+            self.states = States(accelerator, self.folder / STATES, optimizer, dict(parts or {}))
+            self.progress = self.resumed() or self.states.progress(0, evaluated=False)
+            self.optimizer_steps = optimizer.steps
+            on_main_process(accelerator, self.begin)
+        except BaseException:
+            release(self.folder)
+            raise
+        done = self.progress.step
+        purge = {"tensorboard": {"purge_step": done + 1}}
+        accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
+        self.reporter = Reporter(accelerator, self.folder, stage=stage, first_step=done, steps=steps)
+        self.phases = Phases()
+        self.stops = Stops(accelerator)
+        self.saved_at = time.monotonic()
         self.warned: set[str] = set()
 
-    def __iter__(self) -> Iterator[int]:
+    def resumed(self) -> Progress | None:
+        """Loads the newest state, where there is one and it may be; says which, and what is another than before."""
         if not self.config.resume:
-            self.evaluate_after(0)
-        for step in range(self.done + 1, self.steps + 1):
-            yield step
-            if self.config.evaluates_after(step, last=self.steps):
-                self.evaluate_after(step)
-            if self.config.save_every and step % self.config.save_every == 0:
-                self.save(step, self.folder / f"checkpoint-{step:06}")
-        self.save(self.steps, self.folder / FINISHED_MODEL)
-        self.reporter.close()
+            return None
+        manifest, lines = self.states.find()
+        if manifest is None:
+            self.accelerator.print(f"--resume: there is no state in {self.states.folder} yet, the run begins")
+            return None
+        lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
+        if manifest.step > self.steps:
+            raise ResumeError(
+                f"--resume: {self.states.newest} is after {self.step_name} {manifest.step}, and this run would end at "
+                f"{self.steps}: ask for at least as many, or begin a new --output_dir"
+            )
+        progress = self.states.load(manifest)
+        for line in [*lines, f"resuming after {self.step_name} {manifest.step}, from {self.states.newest}"]:
+            self.accelerator.print(line)
+        return progress
+
+    def begin(self) -> None:
+        """Puts the folder in order for what comes next; every check is behind."""
+        clear_away(self.folder)
+        self.states.clear_leftovers()
+        done, evaluated = self.progress.step, self.progress.evaluated
+        for name, last in ((METRICS, done), (EVALUATIONS, done if evaluated else done - 1)):
+            for line in keep_until(self.folder / name, last):
+                self.accelerator.print(line)
+        write_config(self.folder, self.config)
+
+    def __iter__(self) -> Iterator[int]:
+        with self.stops:
+            try:
+                self.evaluate_after(self.progress.step)
+                for step in range(self.progress.step + 1, self.steps + 1):
+                    yield step
+                    self.require_finite_weights(step)
+                    self.note_progress(step, evaluated=False)
+                    self.stop_or_save()
+                    self.evaluate_after(step)
+                    if self.config.save_every and step % self.config.save_every == 0:
+                        self.save_state()
+                        self.save_model(self.folder / f"checkpoint-{step:06}")
+                self.stop_or_save()
+                self.save_state()
+                self.save_model(self.folder / FINISHED_MODEL)
+                self.reporter.close()
+            finally:
+                release(self.folder)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a part of a step. A run that is asked to stop does so before it, if the model has not moved since the
+        step began.
+        """
+        self.stop_or_save()
+        with self.phases(name):
+            yield
 
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
-        """Around the work of a step. Saves the model before it lets a NotFiniteError through, which then says where."""
-        steps_before = self.optimizer.steps
+        """Around the work of a step. Saves the model, and the state where the step can be done again from there, before
+        it lets a NotFiniteError through, which then says where.
+        """
         try:
             yield
         except NotFiniteError as error:
+            where = f"{self.step_name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
-            # Between the optimizer steps of an update there is no state that --resume could continue exactly.
-            resumable = self.optimizer.steps == steps_before
-            self.save(step - 1, stopped / FINISHED_MODEL, self.folder / STATE if resumable else stopped / STATE)
+            try:
+                self.require_finite_weights(step)
+            except NotFiniteError:
+                raise NotFiniteError(f"{where}; so are the weights by now. {self.remedy()}") from error
+            if not self.moved:
+                self.save_state()
+            self.save_model(stopped / FINISHED_MODEL)
             self.reporter.close()
-            raise NotFiniteError(f"{self.step_name} {step}: {error}; the model before that is in {stopped}") from error
+            raise NotFiniteError(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
 
     def report(self, step: int, metrics: dict[str, float], *, tokens: float, shown: tuple[str, ...]) -> None:
         """Files a step's metrics, with its times and memory. tokens: trained on, over all processes. shown: beside the
         progress bar.
         """
-        seconds = self.phase.read()
+        seconds = self.phases.read()
         total = sum(seconds.values())
         self.reporter.step(
             step,
@@ -94,10 +177,63 @@ class Run:
         self.warned.add(about)
 
     def evaluate_after(self, step: int) -> None:
-        if self.evaluate is not None:
-            self.reporter.evaluation(step, self.evaluate())
+        """Makes the evaluation that is due, unless the state that the run goes on from is from behind it."""
+        due = step == 0 or self.config.evaluates_after(step, last=self.steps)
+        if self.evaluate is not None and due and not self.progress.evaluated:
+            with self.saved_if_not_finite(step):
+                metrics = self.evaluate()
+                for name, value in metrics.items():
+                    if not math.isfinite(value):
+                        raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
+            self.reporter.evaluation(step, metrics)
+        self.note_progress(step, evaluated=True)
 
-    def save(self, step: int, model: Path, state: Path | None = None) -> None:
-        """Writes the model, and the state after `step` (by default where --resume looks for it)."""
-        save_model(self.accelerator, self.optimizer.model, self.tokenizer, model)
-        save_state(self.accelerator, state or self.folder / STATE, step)
+    def require_finite_weights(self, step: int) -> None:
+        """Raises NotFiniteError where the step has ruined the model, before a state can replace a good one."""
+        trained = (parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad)
+        try:
+            require_all_finite(self.accelerator, "a weight", trained)
+        except NotFiniteError as error:
+            raise NotFiniteError(
+                f"{self.step_name} {step}: {error} after its optimizer step. {self.remedy()}"
+            ) from error
+
+    def remedy(self) -> str:
+        if self.states.newest is None:
+            return "No state was saved before it: --resume begins anew"
+        return f"The last good state is {self.states.newest}: --resume goes on from it"
+
+    def note_progress(self, step: int, *, evaluated: bool) -> None:
+        self.progress, self.optimizer_steps = self.states.progress(step, evaluated=evaluated), self.optimizer.steps
+
+    @property
+    def moved(self) -> bool:
+        """Whether the optimizer has made a step since progress was noted: there is nothing to resume from exactly."""
+        return self.optimizer.steps != self.optimizer_steps
+
+    def stop_or_save(self) -> None:
+        """Saves the state where it is time to. Where a signal has come, ends the run behind that."""
+        waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
+        due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
+        number, due = self.stops.agreed(due)
+        if self.moved or not (number or due):
+            return
+        self.save_state()
+        if number:
+            self.reporter.close()
+            name = signal.Signals(number).name
+            self.accelerator.print(
+                f"{name}: stopped after {self.step_name} {self.progress.step}; --resume goes on from there"
+            )
+            raise StoppedError(number)
+
+    def save_state(self) -> None:
+        """Writes the state of the progress that was noted, and before it all that the logs have until there."""
+        assert not self.moved
+        if self.accelerator.is_main_process:
+            sync_logs(self.folder)
+        self.states.save(self.progress, plain(self.config), self.fingerprints)
+        self.saved_at = time.monotonic()
+
+    def save_model(self, folder: Path) -> None:
+        save_model(self.accelerator, self.optimizer.model, self.tokenizer, folder, self.optimizer.precision.weights)

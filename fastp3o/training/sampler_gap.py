@@ -18,5 +18,6 @@ def sampler_gap(rollouts: Rollouts, microbatches: Sequence[Microbatch]) -> Tenso
     if rollouts.logprobs is None:
         return None
     old = by_group([m.row for m in microbatches], [m.old_logprobs.flatten() for m in microbatches])
-    sampled = torch.tensor([[sum(response) for response in group] for group in rollouts.logprobs])
+    groups = sorted(group for m in microbatches for group in m.row.groups)
+    sampled = torch.tensor([[sum(response) for response in rollouts.logprobs[group]] for group in groups])
     return (sampled.to(old) - old).square().mean().sqrt()

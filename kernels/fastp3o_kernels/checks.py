@@ -31,6 +31,16 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be of a floating dtype, got {tensor.dtype}")
 
 
+def check_whole(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a part of a tensor that is spread over processes."""
+    spread = getattr(torch.distributed, "tensor", None)  # where nobody has imported it, there is none
+    if spread is not None and isinstance(tensor, spread.DTensor):
+        raise ValueError(
+            f"{name} is a DTensor, spread over processes: compute the loss within the model's forward call, where it "
+            "is whole (`expose_head`). full_tensor() without grad_placements would give it a wrong gradient"
+        )
+
+
 def check_same_device(**tensors: Tensor | None) -> None:
     devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
     (first_name, device), *others = devices.items()
@@ -61,9 +71,15 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
             raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}")
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, *, responses_per_prompt: int = 1) -> None:
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must have shape [S + 1] with at least one sequence, got {list(cu_seqlens.shape)}")
+def check_cu_seqlens(
+    cu_seqlens: Tensor, tokens: int, *, responses_per_prompt: int = 1, may_be_empty: bool = False
+) -> None:
+    """may_be_empty: that there are sequences without tokens, or none at all, is no error."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise ValueError(f"cu_seqlens must be a tensor [S + 1], got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < (1 if may_be_empty else 2):
+        least = "" if may_be_empty else " with at least one sequence"
+        raise ValueError(f"cu_seqlens must have shape [S + 1]{least}, got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if (len(cu_seqlens) - 1) % responses_per_prompt:
@@ -76,7 +92,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int, *, responses_per_prompt: i
         if offsets[0] != 0:
             raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
         for i, (begin, end) in enumerate(pairwise(offsets)):
-            if end <= begin:
+            if end < begin or (end == begin and not may_be_empty):
                 kind = "empty" if end == begin else "of negative length"
                 raise ValueError(
                     f"cu_seqlens[{i + 1}] = {end} must exceed cu_seqlens[{i}] = {begin}: sequence {i} is {kind}"

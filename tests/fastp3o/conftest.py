@@ -12,6 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 REWARDS = '''
 """Rewards for tests; `offset` adds a number per prompt, on the binary grid of the rewards."""
+import os
+import signal
+
 CALLS = 0
 
 def vowels(prompts, responses):
@@ -46,6 +49,16 @@ def nan_on_third_call(prompts, responses):
     global CALLS
     CALLS += 1
     return [float("nan") if CALLS == 3 else r for r in vowels(prompts, responses)]
+
+def stops_on_third_call(prompts, responses):
+    global CALLS
+    CALLS += 1
+    if CALLS == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return vowels(prompts, responses)
+
+def huge(prompts, responses):
+    return [3e38 if index % 2 else -3e38 for index in range(len(responses))]
 
 def one_too_few(prompts, responses):
     return vowels(prompts, responses)[1:]

@@ -26,6 +26,8 @@ def test_all_configurations_for_hopper(tmp_path):
         "logprobs_kernel",
         "dlogits_kernel",
         "on_policy_kernel",
+        "statistics_kernel",
+        "entropy_dlogits_kernel",
         "pair_kernel",
         "sequence_sums_kernel",
         "scale_kernel",

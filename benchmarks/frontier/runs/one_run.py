@@ -23,7 +23,7 @@ from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.online import train
-from fastp3o.training.reporting import EVALUATIONS
+from fastp3o.training.log_files import EVALUATIONS
 
 # Optimizer steps of an inner epoch.
 MINIBATCHES = 4
@@ -35,14 +35,15 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
     updates: stop after so many, with the bits that the whole run has there; None for the whole run.
     """
     # Workers outlive a command that was stopped: its runs must not write where those of the next one do.
-    output = folder / f"{run.name}.{os.getpid()}"
-    output.mkdir(parents=True)
+    output, log_file = folder / f"{run.name}.{os.getpid()}", folder / f"{run.name}.{os.getpid()}.log.txt"
+    folder.mkdir(parents=True, exist_ok=True)
     # Runs of one process must not share what accelerate keeps.
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
-    with (output / "log.txt").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+    with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
         train(configuration(run, task, output, updates), reward=offset_reward(run, task), gold=task.gold_reward())
     shutil.rmtree(output / "state")
+    log_file.rename(output / "log.txt")
     finished = folder / run.name
     shutil.rmtree(finished, ignore_errors=True)
     output.rename(finished)

@@ -2,6 +2,8 @@
 
 head.py               public: Head, the weight and what else turns hidden states into logits
 linear_logprobs.py    public: hidden states, head and labels -> log-probabilities of tokens
+linear_loss.py        public: hidden states, head and an objective of groups of responses -> its loss
+groups.py             public: Groups, what an objective sees
 dtypes.py             dtypes of the head's matrix products
 chunks.py             a memory budget -> the tokens that go through the head together
 forward.py            the head applied span by span, within the budget

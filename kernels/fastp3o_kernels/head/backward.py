@@ -22,6 +22,7 @@ from fastp3o_kernels.rows import in_torch
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_dlogits
     from fastp3o_kernels.rows.on_policy_kernel import launch_on_policy
+    from fastp3o_kernels.rows.statistics_kernel import launch_entropy_dlogits
 
 
 class HeadGradients:
@@ -43,16 +44,23 @@ class HeadGradients:
         self.dweight: Tensor | None = None
         self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
 
-    def backward(self, span: slice, coefficients: Tensor) -> None:
-        """Adds a span through which `forward` has gone, with dL/d(log-prob) of its tokens [n]."""
-        chunked, out = self.chunked, self.room_for(span, coefficients)
-        logits, labels = chunked.logits(span), chunked.labels[span]
-        if self.triton:
-            row_max, log_sum = chunked.row_max[span], chunked.log_sum[span]
-            given = logits, labels, row_max, log_sum, coefficients, None
-            launch_dlogits(*given, chunked.head, chunked.ignore_index, out=out)
+    def backward(self, span: slice, coefficients: Tensor, entropy_coefficients: Tensor | None = None) -> None:
+        """Adds a span through which `forward` has gone, with dL/d(log-prob) of its tokens [n], and dL/d(entropy) where
+        that counts.
+        """
+        chunked, of_entropy = self.chunked, entropy_coefficients
+        counts = coefficients != 0 if of_entropy is None else (coefficients != 0) | (of_entropy != 0)
+        out = self.room_for(span, counts)
+        transform = chunked.head, chunked.ignore_index
+        if not self.triton:
+            given = chunked.logits(span), chunked.labels[span], coefficients
+            in_torch.dlogits(*given, *transform, out=out, entropy_coefficients=of_entropy)
+            return
+        rows = chunked.logits(span), chunked.labels[span], chunked.row_max[span], chunked.log_sum[span]
+        if of_entropy is None:
+            launch_dlogits(*rows, coefficients, None, *transform, out=out)
         else:
-            in_torch.dlogits(logits, labels, coefficients, chunked.head, chunked.ignore_index, out=out)
+            launch_entropy_dlogits(*rows, chunked.entropy[span], coefficients, of_entropy, *transform, out=out)
 
     def on_policy(self, span: slice, coefficients: Tensor) -> None:
         """Forward and backward of a span at once."""
@@ -61,15 +69,15 @@ class HeadGradients:
             chunked.forward(span)
             self.backward(span, coefficients)
             return
-        out = self.room_for(span, coefficients)
+        out = self.room_for(span, coefficients != 0)
         launch_on_policy(chunked.logits(span), chunked.labels[span], coefficients, None, chunked.head, out=out)
 
-    def room_for(self, span: slice, coefficients: Tensor) -> Tensor:
-        """The part of the buffer for the gradient of a span's logits, [n, V]."""
+    def room_for(self, span: slice, counts: Tensor) -> Tensor:
+        """The part of the buffer for the gradient of a span's logits, [n, V]. counts: [n] bool, which are not zero."""
         if self.waiting.number + span.stop - span.start > len(self.dlogits_buffer):
             self.multiply_waiting(last=False)
         begin = self.waiting.number
-        self.waiting.add(span, coefficients)
+        self.waiting.add(span, counts)
         return self.dlogits_buffer[begin : self.waiting.number, : self.chunked.plan.V]
 
     def multiply_waiting(self, *, last: bool) -> None:

@@ -27,7 +27,7 @@ class Chunk(NamedTuple):
     """
 
     units: slice  # numbers of its units
-    spans: list[slice]
+    spans: list[slice]  # none where its units are empty
 
 
 class HeadPlan(NamedTuple):
@@ -58,7 +58,7 @@ def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: in
             f"{V}: {logits_bytes + dlogits_bytes} bytes"
         )
     N = bounds[-1]
-    longest = max(end - begin for begin, end in pairwise(bounds))
+    longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
     # A quarter of the budget for logits, or what is left when the gradients of all tokens fit, or the longest unit; but
     # never so much that a span's gradients no longer fit beside it.
     wanted = max(budget // (4 * logits_bytes), (budget - N * dlogits_bytes) // logits_bytes, longest)
@@ -72,13 +72,18 @@ def divide(bounds: list[int], most: int) -> Iterator[Chunk]:
     first = 0
     for unit, (begin, end) in enumerate(pairwise(bounds)):
         if end - bounds[first] > most and unit > first:
-            yield Chunk(slice(first, unit), [slice(bounds[first], begin)])
+            yield Chunk(slice(first, unit), one_span(bounds[first], begin))
             first = unit
         if end - begin > most:
             yield Chunk(slice(unit, unit + 1), divide_unit(begin, end, most))
             first = unit + 1
-    if bounds[first] < bounds[-1]:
-        yield Chunk(slice(first, len(bounds) - 1), [slice(bounds[first], bounds[-1])])
+    if first < len(bounds) - 1:
+        yield Chunk(slice(first, len(bounds) - 1), one_span(bounds[first], bounds[-1]))
+
+
+def one_span(begin: int, end: int) -> list[slice]:
+    """None where there is no token."""
+    return [slice(begin, end)] if begin < end else []
 
 
 def divide_unit(begin: int, end: int, most: int) -> list[slice]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.head.head import Head
-from fastp3o_kernels.rows import eager
+from fastp3o_kernels.rows import eager, statistics
 from fastp3o_kernels.rows.eager import at_least_fp32
 
 
@@ -24,3 +24,12 @@ def linear_logprobs(hidden: Tensor, head: Head, labels: Tensor, ignore_index: in
     """hidden [N, D], labels [N] -> [N]."""
     logits = capped_logits(hidden, head, rounded)
     return eager.token_logprobs(logits, labels, temperature=head.temperature, ignore_index=ignore_index)
+
+
+def linear_outputs(
+    hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, rounded: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, and entropies, mean logits and is_top, [N] each."""
+    logits = capped_logits(hidden, head, rounded) / head.temperature
+    logprobs = eager.token_logprobs(logits, labels, temperature=1.0, ignore_index=ignore_index)
+    return logprobs, *statistics.of_logits(logits, labels, ignore_index)

@@ -19,6 +19,7 @@ from fastp3o_kernels.rows import in_torch
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_logprobs
+    from fastp3o_kernels.rows.statistics_kernel import launch_statistics
 
 
 class ChunkedHead:
@@ -26,14 +27,20 @@ class ChunkedHead:
 
     logprobs, and with Triton row_max and log_sum: [N], filled in span by span. One buffer has the logits of the span
     `resident`.
+
+    statistics: whether entropy, mean_logit and is_top [N] are filled in beside them.
     """
 
-    def __init__(self, labels: Tensor, ignore_index: int, plan: HeadPlan, *, triton: bool):
+    def __init__(self, labels: Tensor, ignore_index: int, plan: HeadPlan, *, triton: bool, statistics: bool = False):
         self.labels, self.ignore_index, self.plan, self.triton = labels, ignore_index, plan, triton
+        self.with_statistics = statistics
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
         self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
         self.resident: slice | None = None
         self.logprobs, self.row_max, self.log_sum = torch.empty(3, len(labels), **on_device)
+        if statistics:
+            self.entropy, self.mean_logit = torch.empty(2, len(labels), **on_device)
+            self.is_top = torch.empty(len(labels), dtype=torch.bool, device=labels.device)
 
     @contextmanager
     def holding(self, hidden: Tensor, head: Head) -> Iterator[None]:
@@ -63,3 +70,11 @@ class ChunkedHead:
             self.logprobs[span], self.row_max[span], self.log_sum[span] = results
         else:
             self.logprobs[span] = in_torch.logprobs(logits, labels, self.head, self.ignore_index)
+        if self.with_statistics:
+            self.entropy[span], self.mean_logit[span], self.is_top[span] = self.statistics(span, logits, labels)
+
+    def statistics(self, span: slice, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.triton:
+            known = self.row_max[span], self.log_sum[span]
+            return launch_statistics(logits, labels, *known, self.head, self.ignore_index)
+        return in_torch.statistics(logits, labels, self.head, self.ignore_index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape
+from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
 from fastp3o_kernels.rows.transform import LogitsTransform
 
 
@@ -42,6 +42,7 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
         if tensor.dim() != 2:
             raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
         check_floating(name, tensor)
+        check_whole(name, tensor)
     V, D = head.weight.shape
     if hidden.shape[1] != D:
         raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")

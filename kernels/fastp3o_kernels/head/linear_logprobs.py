@@ -3,6 +3,9 @@
 N tokens, D hidden size, V vocabulary, F = N V D.
 """
 
+from collections.abc import Collection
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
+from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -23,35 +27,43 @@ class LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, ignore_index, plan, triton):
-        chunked = ChunkedHead(labels, ignore_index, plan, triton=triton)
+    def forward(ctx, hidden, weight, bias, labels, head, ignore_index, plan, triton, statistics):
+        ctx.set_materialize_grads(False)
+        chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=statistics)
         with chunked.holding(hidden, head):
             for chunk in plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
         logprobs = chunked.logprobs
+        values = (chunked.entropy.clone(), chunked.mean_logit, chunked.is_top) if statistics else ()
+        ctx.mark_non_differentiable(*values[1:])
         if any(ctx.needs_input_grad):
             save_for_backward(ctx, hidden, head)
             # An output held by the context would hold its own graph.
             del chunked.logprobs
             ctx.chunked = chunked
-        return logprobs
+        return logprobs, *values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_logprobs):
+    def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         chunked = ctx.chunked
         hidden, head = saved_tensors(ctx)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
-            coefficients = grad_logprobs.masked_fill(chunked.labels == chunked.ignore_index, 0.0)
+            ignored = chunked.labels == chunked.ignore_index
+            if grad_logprobs is None:  # the entropy's alone
+                grad_logprobs = torch.zeros_like(chunked.row_max)
+            coefficients = grad_logprobs.masked_fill(ignored, 0.0)
+            of_entropy = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
             # The last span's logits are still in their buffer.
             spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
             for span in reversed(spans):
-                gradients.backward(span, coefficients[span])
-            return *gradients.results(), *[None] * 5
+                gradients.backward(span, coefficients[span], None if of_entropy is None else of_entropy[span])
+            return *gradients.results(), *[None] * 6
 
 
+@overload
 def linear_logprobs(
     hidden: Tensor,
     head: Head | Tensor,
@@ -60,9 +72,35 @@ def linear_logprobs(
     ignore_index: int = -100,
     cu_seqlens: Tensor | None = None,
     responses_per_prompt: int = 2,
+    outputs: None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def linear_logprobs(
+    hidden: Tensor,
+    head: Head | Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    cu_seqlens: Tensor | None = None,
+    responses_per_prompt: int = 2,
+    outputs: Collection[str],
+    memory_budget: int | None = None,
+    impl: str | None = None,
+) -> TokenOutputs: ...
+def linear_logprobs(
+    hidden: Tensor,
+    head: Head | Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    cu_seqlens: Tensor | None = None,
+    responses_per_prompt: int = 2,
+    outputs: Collection[str] | None = None,
+    memory_budget: int | None = None,
+    impl: str | None = None,
+) -> Tensor | TokenOutputs:
     """log softmax of a head's logits at each token's label; differentiable, for any loss over log-probabilities.
 
     Logits are fp32: the products of bf16 or fp16 operands are not rounded to 16 bits, which would move the log-ratio of
@@ -77,6 +115,8 @@ def linear_logprobs(
         cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to each, on any device.
             Tokens then go through the head in the chunks of `linear_p3o_loss`; with the same budget the ratio of two
             evaluations of the same weights is exactly 1.
+        outputs: of "entropy" (differentiable), "mean_logit" and "is_top", what to give beside the log-probs, from the
+            same matrix product.
         memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Beside it only
             the gradients take memory: the weight's is summed in fp32 over chunks. Logits that still lie in the budget's
             buffer are kept for the backward pass, the others computed again.
@@ -84,7 +124,7 @@ def linear_logprobs(
             PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
 
     Returns:
-        [N] fp32 (fp64 for fp64 hidden states), never above 0.
+        [N] fp32 (fp64 for fp64 hidden states), never above 0. With `outputs`: TokenOutputs.
 
     Raises:
         ValueError: for shapes, dtypes or devices that disagree, for a label out of range, and for a budget that holds
@@ -93,14 +133,19 @@ def linear_logprobs(
     """
     head = Head.from_weight(head)
     check_head(hidden, head, labels, ignore_index)
+    check_outputs(outputs or ())
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:
-        return eager.linear_logprobs(hidden, head, labels, ignore_index, dtypes.rounded)
+        if outputs is None:
+            return eager.linear_logprobs(hidden, head, labels, ignore_index, dtypes.rounded)
+        return asked_for(outputs, *eager.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded))
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     bounds = [0, len(hidden)] if cu_seqlens is None else cu_seqlens[::responses_per_prompt].tolist()
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
-    return LinearLogprobs.apply(hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan, triton)
+    given = hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan, triton
+    logprobs, *values = LinearLogprobs.apply(*given, outputs is not None)
+    return asked_for(outputs, logprobs, *values) if outputs is not None else logprobs

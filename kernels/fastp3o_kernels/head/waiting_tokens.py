@@ -25,14 +25,14 @@ class WaitingTokens:
         self.flags: list[Tensor] = []
         self.sent: torch.cuda.Event | None = None
 
-    def add(self, span: slice, coefficients: Tensor) -> None:
-        """A span's tokens have the next rows of the buffer."""
+    def add(self, span: slice, counts: Tensor) -> None:
+        """A span's tokens have the next rows of the buffer. counts: [n] bool, which of them have a coefficient."""
         self.number += span.stop - span.start
         self.tokens.append(torch.arange(span.start, span.stop))
-        self.flags.append((coefficients != 0).to("cpu", non_blocking=True))
-        if coefficients.is_cuda:
+        self.flags.append(counts.to("cpu", non_blocking=True))
+        if counts.is_cuda:
             self.sent = torch.cuda.Event()
-            self.sent.record(torch.cuda.current_stream(coefficients.device))
+            self.sent.record(torch.cuda.current_stream(counts.device))
 
     def release(self) -> tuple[Tensor, Moves]:
         """The k tokens with a coefficient, in the order of their rows after moves (from rows, to rows).

@@ -81,9 +81,36 @@ def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
 
 
-def test_data_is_memory_mapped(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+def test_data_is_memory_mapped_and_leaves_no_file(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    before = pa.total_allocated_bytes()
+    data, _ = load_prompts(jsonl(tmp_path, [{"prompt": "x" * 90}] * 10_000), tokenizer, max_prompt_tokens=100)
+    assert data.data.nbytes > 10_000 * 90
+    assert pa.total_allocated_bytes() - before < 10_000
+    # Not even while the data are in use, so that nothing can end the process too early.
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    def fingerprint(records: list[dict[str, str]], folder: str, **options: Any) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        source = jsonl(tmp_path / folder, records)
+        return load_demonstrations(source, tokenizer, **{**LENGTHS, **options})[0]._fingerprint
+
+    same = fingerprint([PAIR] * 3, "one")
+    assert same == fingerprint([PAIR] * 3, "two")
+    assert same == fingerprint([PAIR] * 5, "two", limit=3)
+    assert same != fingerprint([PAIR] * 2, "two")
+    assert same != fingerprint([PAIR, PAIR, PAIR | {"prompt": "Hj"}], "two")
+    assert same != fingerprint([PAIR, PAIR, PAIR | {"chosen": " yov"}], "two")
+    assert same != fingerprint([PAIR] * 3, "two", max_response_tokens=3)
+
+
+def test_data_can_be_mapped_and_shuffled(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     data, _ = load_prompts(jsonl(tmp_path, [PAIR] * 10), tokenizer, max_prompt_tokens=100)
-    assert data.cache_files
     assert data.shuffle(seed=0).map(lambda example: {"length": len(example["prompt_ids"])})["length"][:] == [2] * 10
 
 

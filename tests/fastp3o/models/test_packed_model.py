@@ -16,7 +16,7 @@ from transformers import (
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
 from fastp3o.models.packable import require_packable
 from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
-from fastp3o.models.trainable import add_lora, stack_of
+from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, by_group, pack
 from tests.fastp3o.models.model_families import (
     FAMILIES,
@@ -62,7 +62,7 @@ def test_so_does_one_whose_activations_are_computed_again(family):
     model.recompute_activations()
     model.train()
     calls = []
-    first_layer = stack_of(model.model.base_model, 2)[0]
+    first_layer = model.layers()[0]
     norm = next(module for module in first_layer.modules() if "Norm" in type(module).__name__)
     norm.register_forward_hook(lambda *_: calls.append(norm))
     assert_equal(packed(model, FOURS, rollout), expected)

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from fastp3o.models.frozen import on_device
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
-from fastp3o.models.reference import SecondModel, WithoutAdapters, on_device
+from fastp3o.models.reference import SecondModel, WithoutAdapters
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
 from tests.fastp3o.models.test_trainable import with_adapters
 
@@ -30,23 +31,6 @@ def test_a_policy_without_adapters_trains_on_afterwards():
     assert policy.training
     scored_logprobs(policy, PAIRS.row()).sum().backward()
     assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
-
-
-def test_a_wrapped_policy_is_called_by_its_wrapper():
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args):
-            calls.append(self)
-            return self.module(*args)
-
-    calls = []
-    policy = with_adapters("llama")
-    (logprobs,) = WithoutAdapters(Wrapper(policy))([PAIRS.row()])
-    assert len(calls) == 1
-    assert torch.equal(logprobs, WithoutAdapters(policy)([PAIRS.row()])[0])
 
 
 def test_a_second_model_is_frozen():
@@ -78,15 +62,15 @@ def test_offloading_moves_the_model_for_the_time_of_a_call():
     reference = SecondModel(model, there, offload=True)
     reference([PAIRS.row(), FOURS.row()])
     assert model.moves == ["cpu", "cuda:0", "called", "called", "cpu"]
-    with pytest.raises(RuntimeError, match="inside"), on_device(model, there, offload=True):
+    with pytest.raises(RuntimeError, match="inside"), on_device(model, there):
         raise RuntimeError("inside")
     assert model.moves[5:] == ["cuda:0", "cpu"]
 
 
-def test_without_offloading_it_stays_where_it_is():
+def test_without_offloading_it_stays_on_the_device():
     model = Moving(random_model("llama"))
     SecondModel(model, CPU, offload=False)([PAIRS.row()])
-    assert model.moves == ["called"]
+    assert model.moves == ["cpu", "called"]
 
 
 @pytest.mark.gpu

@@ -1,110 +1,168 @@
-"""Two processes on the CPU, as `accelerate launch` starts one on each GPU."""
+"""Two processes on the CPU, as `accelerate launch` starts one on each GPU, against one. Runs share them, for time."""
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.fastp3o.runs import metrics
+from tests.fastp3o.runs import assert_equal, metrics, weights
+from tests.fastp3o.torchrun import ROOT, torchrun
 
-ROOT = Path(__file__).parents[3]
-
-
-def launch(script: str, *flags: str, processes: int = 2) -> subprocess.CompletedProcess:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return subprocess.run(
-        [*torchrun, str(ROOT / "scripts" / script), "--report_to", "none", "--precision", "fp32", *flags],
-        env=os.environ
-        | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), ".", os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+RUNS = Path(__file__).with_name("runs_of_a_process.py")
+# Rows of few tokens: processes have different numbers of them.
+COMMON = ["--report_to", "none", "--tokens_per_row", "60"]
+ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--max_response_tokens", "6", "--updates", "3", "--samples_every", "0"]
+ONLINE += ["--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
+ONLINE += ["--learning_rate", "3e-4", "--reward", "rewards_for_tests:varied"]
+EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "5", "--eval_responses_per_prompt", "2"]
+SUPERVISED = [*COMMON, "--batch_size", "6", "--epochs", "2", "--learning_rate", "3e-4", "--max_response_tokens", "20"]
+FP32, FP16 = ["--precision", "fp32"], ["--precision", "fp16"]
 
 
-P3O = ("p3o.py", "--prompts", "prompts.jsonl", "--reward", "rewards_for_tests:vowels", "--max_response_tokens", "6")
-
-
-def test_two_processes_train_and_resume(workplace, tiny_model):
-    flags = ["--model", tiny_model, "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--save_every", "1"]
-    flags += ["--eval_prompts", "prompts.jsonl", "--learning_rate", "1e-3", "--clipping", "token"]
-    done = launch(*P3O, *flags, "--updates", "2", "--output_dir", "run")
+def train(runs: dict[str, Sequence[str]], folder: str, processes: int) -> None:
+    arguments = [[*arguments, "--output_dir", f"{folder}/{name}"] for name, arguments in runs.items()]
+    done = torchrun(RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes)
     assert done.returncode == 0, done.stderr
-    again = launch(*P3O, *flags, "--updates", "3", "--output_dir", "run", "--resume")
-    assert again.returncode == 0, again.stderr
-    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    evaluations = [json.loads(line) for line in Path("run/eval.jsonl").read_text().splitlines()]
-    assert all(evaluation["prompts"] == 8 for evaluation in evaluations)
-    assert evaluations[0]["kl"] == 0
-    AutoModelForCausalLM.from_pretrained("run/model")
 
 
-def test_two_processes_sample_what_one_does(workplace, tiny_model):
-    """Up to the first update, after which gradients are added in another order."""
-    flags = ["--model", tiny_model, "--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--updates", "1"]
-    flags += [
-        "--eval_prompts",
-        "prompts.jsonl",
-        "--eval_responses_per_prompt",
-        "2",
-        "--reward",
-        "rewards_for_tests:varied",
-    ]
-    for processes in (1, 2):
-        done = launch(*P3O, *flags, "--output_dir", f"run{processes}", processes=processes)
-        assert done.returncode == 0, done.stderr
-    (alone,), (together,) = (metrics(f"run{processes}") for processes in (1, 2))
-    for name in ("reward", "reward_difference", "kl", "entropy", "response_length", "missing_eos", "response_tokens"):
-        assert alone[name] == pytest.approx(together[name], rel=1e-5, abs=1e-6), name
-    assert max(alone["sampler_gap"], together["sampler_gap"]) < 1e-4
-    alone, together = (metrics(f"run{processes}", "eval.jsonl")[0] for processes in (1, 2))
-    assert alone == pytest.approx(together, rel=1e-5)
+def furthest(*runs: str) -> float:
+    """The largest difference of a weight of two runs' finished models."""
+    first, second = (load_file(f"{run}/model/model.safetensors") for run in runs)
+    assert first.keys() == second.keys()
+    return max((first[key].float() - second[key].float()).abs().max().item() for key in first)
 
 
-def test_ppo_trains_and_resumes_in_two_processes(workplace, tiny_model):
-    flags = [
-        "--model",
-        tiny_model,
-        "--prompts_per_update",
-        "8",
-        "--prompts_per_minibatch",
-        "4",
-        "--learning_rate",
-        "1e-3",
-    ]
-    for updates, more in (("1", ["--save_every", "1"]), ("2", ["--resume"])):
-        done = launch("ppo.py", *P3O[1:], *flags, "--updates", updates, "--output_dir", "run", *more)
-        assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()] == [1, 2]
+def assert_same_metrics(name: str, file: str = "metrics.jsonl", tolerance: float = 1e-4) -> None:
+    """But for those of rows, which are others, and of rounding."""
+    for one, two in zip(metrics(f"one/{name}", file), metrics(f"two/{name}", file), strict=True):
+        names = one.keys() - {"packing_efficiency", "ratio/noise", "sampler_gap"}
+        assert {key: two[key] for key in names} == pytest.approx({key: one[key] for key in names}, abs=tolerance)
 
 
-def test_weights_in_half_precision_train_in_two_processes(workplace, tiny_model):
-    flags = [
-        "--model",
-        tiny_model,
-        "--prompts_per_update",
-        "8",
-        "--prompts_per_minibatch",
-        "4",
-        "--learning_rate",
-        "1e-2",
-    ]
-    flags += ["--reward", "rewards_for_tests:varied"]
-    done = launch(*P3O, *flags, "--updates", "2", "--output_dir", "run", "--precision", "bf16")
-    assert done.returncode == 0, done.stderr
-    first, second = (json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines())
-    assert first["kl"] == 0
-    assert second["kl"] != 0
+def test_two_processes_train_what_one_does(workplace, tiny_model):
+    p3o, ppo = (["p3o.py", *ONLINE, "--model", tiny_model], ["ppo.py", *ONLINE, "--model", tiny_model])
+    sft = ["sft.py", *SUPERVISED, "--model", tiny_model, "--train_data", "sft.jsonl", "--eval_data", "sft.jsonl"]
+    judge = ["reward_model.py", *SUPERVISED, "--model", tiny_model, "--train_data", "preferences.jsonl"]
+    runs = {
+        "policy": [*p3o, *EVALUATED, *FP32],
+        "fp16": [*p3o, *FP16, "--gradient_checkpointing", "True"],
+        "adapters": [*p3o, *EVALUATED, *FP32, "--lora_rank", "2"],
+        "critic": [*ppo, *FP32],
+        "sft": [*sft, *FP32],
+        "judge": [*judge, *FP32, "--eval_data", "preferences.jsonl"],
+    }
+    rewarded = [*p3o, *EVALUATED, *FP32, "--offload", "True"]
+    for folder, processes in (("one", 1), ("two", 2)):
+        own = {"rewarded": [*rewarded, "--reward", f"{folder}/judge/model"]}
+        train(runs | own, folder, processes)
+    for name in (*runs, "rewarded"):
+        assert furthest(f"one/{name}", f"two/{name}") <= (1e-3 if name == "fp16" else 3e-6), name
+        assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4)
+    for name in ("policy", "adapters", "sft", "judge", "rewarded"):
+        assert_same_metrics(name, "eval.jsonl")
+    assert metrics("two/policy", "eval.jsonl")[0]["kl"] == 0
+    assert all(0.5 < line["balance"] <= 1 for line in metrics("two/policy"))
+    policy = AutoModelForCausalLM.from_pretrained("two/fp16/model")
+    assert policy.dtype == torch.float16
+    assert policy.lm_head.weight is policy.model.embed_tokens.weight
 
 
-def test_pairs_that_do_not_divide_are_refused(workplace, tiny_model):
-    flags = ["--model", tiny_model, "--prompts_per_update", "9", "--prompts_per_minibatch", "9", "--output_dir", "run"]
-    done = launch(*P3O, *flags)
+def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(workplace, tiny_model):
+    """As the defaults have them on eight GPUs; and HSDP."""
+    runs = {"hsdp": ["p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--prompts_per_minibatch", "2"]}
+    train(runs, "one", 1)
+    train({"hsdp": [*runs["hsdp"], "--shard_size", "2"]}, "two", 4)
+    assert furthest("one/hsdp", "two/hsdp") <= 3e-6
+    assert_same_metrics("hsdp")
+    assert all(line["balance"] <= 0.5 for line in metrics("two/hsdp"))  # two of four have no row in a step
+
+
+def test_a_run_of_two_processes_goes_on_in_one_and_in_two(workplace, tiny_model):
+    p3o = ["p3o.py", *ONLINE, *FP32, "--model", tiny_model]
+    begun, resumed = [*p3o, "--updates", "2", "--save_every", "1"], [*p3o, "--updates", "4", "--resume"]
+    train({"in one": begun, "in two": begun}, "runs", 2)
+    train({"in one": resumed, "whole": [*p3o, "--updates", "4"]}, "runs", 1)
+    train({"in two": resumed}, "runs", 2)
+    for name in ("in one", "in two"):
+        assert [line["step"] for line in metrics(f"runs/{name}")] == [1, 2, 3, 4]
+        assert furthest(f"runs/{name}", "runs/whole") <= 3e-6
+
+
+def test_prompts_that_do_not_divide_are_refused(workplace, tiny_model):
+    flags = ["--prompts_per_update", "9", "--prompts_per_minibatch", "9", "--output_dir", "run"]
+    done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, "--model", tiny_model, *flags)
     assert done.returncode != 0
     assert "--prompts_per_update (9) must be a multiple of the number of processes (2)" in done.stderr
+
+
+DIES_ONCE = """
+import os, pathlib, signal
+from rewards_for_tests import varied
+
+CALLS = 0
+
+def dies_once(prompts, responses):
+    global CALLS
+    CALLS += 1
+    once = pathlib.Path("died")
+    if CALLS == 3 and os.environ["RANK"] == "1" and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return varied(prompts, responses)
+"""
+
+
+def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tiny_model):
+    Path("dying.py").write_text(DIES_ONCE)
+    p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "4"]
+    p3o += ["--learning_rate", "1e-2", "--save_every", "1", "--resume"]
+    whole = torchrun(*p3o, "--output_dir", "whole")
+    assert whole.returncode == 0, whole.stderr
+    dying = [*p3o, "--reward", "dying:dies_once", "--output_dir", "run"]
+    broken = torchrun(*dying, options=("--max-restarts", "1"))
+    assert broken.returncode == 0, broken.stderr
+    assert Path("died").exists()
+    assert "resuming after update 2, from run/state/step-000002" in broken.stdout
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))
+    # What two processes wrote, one reads.
+    alone = torchrun(*dying, "--updates", "5", processes=1)
+    assert alone.returncode == 0, alone.stderr
+    assert "resuming on another number of processes: 2 before, 1 now" in alone.stdout
+    assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5]
+
+
+STOPS_TWICE = """
+import os, pathlib, signal
+from rewards_for_tests import varied
+
+def stops_twice(prompts, responses):
+    if os.environ["RANK"] == "1":
+        calls = pathlib.Path("calls")
+        count = len(calls.read_text()) if calls.exists() else 0
+        calls.write_text("x" * (count + 1))
+        if count == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if count == 4:
+            # As Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
+            os.killpg(0, signal.SIGTERM)
+    return varied(prompts, responses)
+"""
+
+
+def test_a_signal_to_one_process_or_all_stops_where_the_run_can_go_on(workplace, tiny_model):
+    Path("stopping.py").write_text(STOPS_TWICE)
+    p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "4", "--resume"]
+    p3o += ["--learning_rate", "1e-2", "--reward", "stopping:stops_twice"]
+    for signal, update in (("SIGUSR1", 2), ("SIGTERM", 3)):
+        stopped = torchrun(*p3o, "--output_dir", "run")
+        assert stopped.returncode != 0
+        assert f"{signal}: stopped after update {update}; --resume goes on from there" in stopped.stdout
+    for folder in ("run", "whole"):
+        done = torchrun(*p3o, "--output_dir", folder)
+        assert done.returncode == 0, done.stderr
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from fastp3o.stages.online import train
 from fastp3o.training.finite import NotFiniteError
+from fastp3o.training.states.changes import ResumeError
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
 
@@ -165,14 +166,48 @@ def test_a_nan_reward_stops_the_run_after_saving(workplace, tiny_model):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model):
-    with pytest.raises(NotFiniteError, match="the loss or the gradient"):
+    with pytest.raises(NotFiniteError, match=r"the loss or the gradient is NaN or infinite .*No state was"):
         train(config(tiny_model, "run", learning_rate=1e30))
-    assert list(Path("run").glob("stopped-in-*/state/progress.json"))
 
 
 def test_a_folder_with_a_run_is_not_overwritten(workplace, tiny_model):
     train(config(tiny_model, "run", updates=1))
     with pytest.raises(FileExistsError, match="--resume"):
         train(config(tiny_model, "run", updates=1))
-    with pytest.raises(FileNotFoundError, match="no state"):
-        train(config(tiny_model, "elsewhere", updates=1, resume=True))
+
+
+def test_resuming_where_there_is_no_state_begins(workplace, tiny_model, capsys):
+    train(config(tiny_model, "whole", updates=1))
+    train(config(tiny_model, "run", updates=1, resume=True))
+    assert "--resume: there is no state in run/state yet, the run begins" in capsys.readouterr().out
+    assert_equal(weights("whole"), weights("run"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"reward_scaling": "absolute"}, {"precision": "fp16"}])
+def test_a_stop_within_an_update_counts_its_rewards_once(workplace, tiny_model, changes):
+    settings = {"reward": "rewards_for_tests:stops_on_third_call"} | changes
+    with pytest.raises(SystemExit):
+        train(config(tiny_model, "run", **settings))
+    # The rewards of update 3 had entered the deviation that rewards are divided by.
+    assert metrics("run")[-1]["step"] == 2
+    train(config(tiny_model, "run", resume=True, **settings))
+    train(config(tiny_model, "whole", **(settings | {"reward": "rewards_for_tests:vowels"})))
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):
+    with pytest.raises(NotFiniteError, match="update 1: a difference or a sum of rewards is NaN or infinite"):
+        train(config(tiny_model, "run", reward="rewards_for_tests:huge"))
+
+
+def test_a_mended_reward_function_goes_on_and_other_prompts_do_not(workplace, tiny_model, capsys):
+    train(config(tiny_model, "run", updates=1))
+    source = Path("rewards_for_tests.py")
+    source.write_text(source.read_text() + "\n# mended\n")
+    train(config(tiny_model, "run", updates=2, resume=True))
+    assert "resuming with another source of the reward function" in capsys.readouterr().out
+    source = Path("prompts.jsonl")
+    source.write_text(source.read_text().replace("tree", "trees"))
+    with pytest.raises(ResumeError, match=r"--prompts \(prompts.jsonl\)"):
+        train(config(tiny_model, "run", updates=3, resume=True))

@@ -1,4 +1,5 @@
 import copy
+import json
 from itertools import product
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from fastp3o.precision import precision_of
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.prefill import layer_shapes
 from fastp3o.rollouts.room import Room
-from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
+from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from fastp3o_kernels.decoding import response_keys
+from tests.fastp3o.torchrun import torchrun
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision the CPU widens the
@@ -180,25 +182,72 @@ TRAINS = {
 }
 
 
+LARGE_LLAMAS = {
+    "8 B": LLAMAS["8 B"],
+    "70 B": LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+}
+FP16 = precision_of("fp16", "fp16")
+
+
+def readme() -> str:
+    return (Path(__file__).parents[3] / "fastp3o" / "training" / "README.md").read_text()
+
+
+def sizes_of(config: LlamaConfig, trainable: TrainableConfig) -> Model:
+    with torch.device("meta"):
+        model = PackedModel(LlamaForCausalLM(copy.deepcopy(config)))
+        choose_trainable(model, trainable)
+    return Model.from_config(
+        model.model.config,
+        model.model.num_parameters(),
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        trained_layers=trainable.trainable_layers,
+        head_trains=model.head().weight.requires_grad,
+    )
+
+
 def test_readmes_table_is_what_the_formula_gives():
-    readme = (Path(__file__).parents[3] / "fastp3o" / "training" / "README.md").read_text()
-    precision = precision_of("fp16", "fp16")
     for size, trains in product(LLAMAS, TRAINS):
         trainable, checkpointing = TRAINS[trains]
-        with torch.device("meta"):
-            model = PackedModel(LlamaForCausalLM(copy.deepcopy(LLAMAS[size])))
-            choose_trainable(model, trainable)
-        sizes = Model.from_config(
-            model.model.config,
-            model.model.num_parameters(),
-            sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-            trained_layers=trainable.trainable_layers,
-            head_trains=model.head().weight.requires_grad,
-        )
+        sizes = sizes_of(LLAMAS[size], trainable)
         cells = []
         for tokens, prompt, response in ((1, 350, 40), (1, 1024, 256), (8192, 350, 40)):
             lengths = Lengths.of_full_row(Packing(tokens), prompt=prompt, response=response)
-            reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, precision).weights
-            update = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
+            reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, FP16).weights
+            update = update_memory(sizes, lengths, FP16, checkpointing=checkpointing)
             cells.append(f"{(update.peak + reference) / 1e9:.1f}")
-        assert f"| {size} | {trains} | {' | '.join(cells)} |" in readme
+        assert f"| {size} | {trains} | {' | '.join(cells)} |" in readme()
+
+
+def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
+    for (size, config), gpus in product(LARGE_LLAMAS.items(), (8, 64)):
+        sizes = sizes_of(config, TrainableConfig())
+        lengths = Lengths.of_full_row(Packing(8192), prompt=350, response=40)
+        alone = update_memory(sizes, lengths, FP16, checkpointing=True)
+        update = sharded(alone, sizes, FP16, gpus)
+        frozen = 2 * sizes.parameters // gpus
+        whole = 2 * sizes.parameters + update.masters + update.optimizer
+        cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, whole + frozen)]
+        assert f"| {size} | {gpus} | {' | '.join(cells)} |" in readme()
+
+
+@pytest.mark.parametrize("case", ["deep", "wide", "large head"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_of_each_of_two_processes_is_predicted_within_a_tenth(two_processes, case, checkpointing):
+    measured, predicted = two_processes[f"{case} {checkpointing}"]
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    results = tmp_path_factory.mktemp("memory") / "results.json"
+    done = torchrun(Path(__file__).with_name("memory_of_a_process.py"), str(results))
+    assert done.returncode == 0, done.stderr
+    return json.loads(results.read_text())

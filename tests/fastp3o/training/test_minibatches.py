@@ -28,7 +28,7 @@ def rollouts() -> Rollouts:
 
 @pytest.mark.parametrize("packing", [Packing(1000), Packing(30), Packing(30, share_prompts=False)])
 def test_every_prompt_is_in_one_minibatch_and_minibatches_are_of_equal_counts(rollouts, packing):
-    minibatches = pack_minibatches(rollouts, 3, packing)
+    minibatches = pack_minibatches(Accelerator(cpu=True), rollouts, 3, packing)
     groups = [[group for row in rows for group in row.groups] for rows in minibatches]
     assert list(map(len, groups)) == [2, 2, 2]
     assert sorted(chain.from_iterable(groups)) == list(range(P))
@@ -47,7 +47,7 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
         accelerator,
         policy,
         SecondModel(reference, accelerator.device, offload=False),
-        pack_minibatches(rollouts, 2, Packing(30)),
+        pack_minibatches(accelerator, rollouts, 2, Packing(30)),
         rewards,
         averages_tokens=averages_tokens,
     )

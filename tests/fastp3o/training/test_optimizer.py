@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,7 +11,8 @@ from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.trainable import freeze_below
 from fastp3o.precision import precision_of
 from fastp3o.training.finite import NotFiniteError
-from fastp3o.training.optimizer import HalfWeights, Optimizer
+from fastp3o.training.masters import Masters
+from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.models.model_families import PAIRS
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -29,6 +32,10 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
+def masters_of(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    return list(Masters(model, dtype, torch.device("cpu")).parameters.values())
+
+
 def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
     config = StageConfig(
         model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
@@ -39,10 +46,9 @@ def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer
 def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
     """Of some microbatches; returns the sum of their losses."""
     total = torch.zeros(())
-    for number, gradient in enumerate(gradients, 1):
-        with optimizer.accumulating(last=number == len(gradients)):
-            loss = optimizer.model(torch.tensor(gradient))
-            optimizer.backward(loss)
+    for gradient in gradients:
+        loss = optimizer.model(torch.tensor(gradient))
+        optimizer.backward(loss)
         total += loss.detach()
     return total
 
@@ -50,13 +56,12 @@ def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
 @HALVES
 def test_gradients_add_up_in_fp32(dtype):
     model = Weights([1.0, 2.0])
-    weights = HalfWeights(Accelerator(cpu=True), model, dtype)
+    (master,) = masters_of(model, dtype)
     small = 2**-12
     assert torch.tensor(1.0, dtype=dtype) + small == 1  # lost where gradients are of the weights' dtype
     model(torch.tensor([1.0, -1.0])).backward()
     for _ in range(1000):
         model(torch.tensor([small, small])).backward()
-    (master,) = weights.parameters
     assert master.grad.tolist() == [1 + 1000 * small, -1 + 1000 * small]
     assert master.grad.dtype == torch.float32
     assert model.weight.grad is None
@@ -65,16 +70,16 @@ def test_gradients_add_up_in_fp32(dtype):
 @HALVES
 def test_only_what_trains_has_a_master(dtype):
     model = Weights([1.0, 2.0])
-    weights = HalfWeights(Accelerator(cpu=True), model, dtype)
-    assert [master.tolist() for master in weights.parameters] == [[1.0, 2.0]]
-    assert [master.dtype for master in weights.parameters] == [torch.float32]
+    (master,) = masters_of(model, dtype)
+    assert master.tolist() == [1.0, 2.0]
+    assert master.dtype == torch.float32
     assert model.weight.dtype == model.frozen.dtype == dtype
     assert model.fine.dtype == torch.float32  # buffers keep their precision
 
 
 def test_masters_are_of_the_weights_before_rounding():
     model = Weights([1 + 2**-12, 0.1])
-    (master,) = HalfWeights(Accelerator(cpu=True), model, torch.bfloat16).parameters
+    (master,) = masters_of(model, torch.bfloat16)
     assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
     assert torch.equal(model.weight, master.bfloat16())
 
@@ -83,7 +88,7 @@ def test_masters_are_of_the_weights_before_rounding():
 def test_masters_move_and_the_weights_are_their_rounding(dtype):
     model = Weights([1.0, -3.0])
     optimizer = optimizer_for(model, dtype, learning_rate=1e-5)
-    (master,) = optimizer.weights.parameters
+    (master,) = optimizer.parameters.values()
     seen, moved = [], []
     for _ in range(50):
         before = master.detach().clone()
@@ -109,7 +114,7 @@ def test_half_precision_steps_as_fp32_does_from_the_same_gradients(dtype):
         metrics = [o.step(backward(o, [0.5, step / 8], [0.25, -0.5])) for o in optimizers]
         assert optimizers[0].learning_rate == optimizers[1].learning_rate
         torch.testing.assert_close(metrics[0]["grad_norm"], metrics[1]["grad_norm"])
-    (master,) = optimizers[0].weights.parameters
+    (master,) = optimizers[0].parameters.values()
     torch.testing.assert_close(master, full.weight)
     assert metrics[1].keys() == {"grad_norm"}
 
@@ -127,40 +132,59 @@ def test_a_part_without_gradient_stands_still():
     assert model.weight.item() < 1
 
 
-def test_masters_survive_a_round_trip():
-    model, other = Weights([1.0, 0.1]), Weights([7.0, 8.0])
-    weights, others = (HalfWeights(Accelerator(cpu=True), m, torch.bfloat16) for m in (model, other))
-    state = {name: value.clone() for name, value in weights.state_dict().items()}
-    assert list(state) == ["0"]
-    others.load_state_dict(state)
-    assert torch.equal(others.parameters[0], torch.tensor([1.0, 0.1]))
-    assert torch.equal(other.weight, model.weight)
-    assert others.parameters[0].requires_grad
-
-
-@HALVES
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype):
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "inverse_sqrt"])
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, schedule):
     def run(optimizer, steps):
         for step in steps:
             optimizer.step(backward(optimizer, [1.0, 0.1 * step]))
-        return [optimizer.weights.parameters[0].tolist(), optimizer.model.weight.tolist()]
+        return [optimizer.parameters["weight"].tolist(), optimizer.model.weight.tolist()]
 
-    settings = {"lr_schedule": "cosine", "warmup_steps": 1}
+    settings = {"lr_schedule": schedule, "warmup_steps": 4}
     optimizer = optimizer_for(Weights([1.0, 2.0]), dtype, **settings)
     run(optimizer, range(3))
-    optimizer.accelerator.save_state(str(tmp_path))
+    tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    counters = json.loads(json.dumps(optimizer.state_dict()))
     expected = run(optimizer, range(3, 6))
     resumed = optimizer_for(Weights([9.0, 9.0]), dtype, **settings)
-    resumed.accelerator.load_state(str(tmp_path))
+    resume(resumed, tensors, counters)
+    assert torch.equal(resumed.model.weight, tensors["weights.weight"].to(dtype))
     assert run(resumed, range(3, 6)) == expected
     assert resumed.learning_rate == optimizer.learning_rate
     assert resumed.scaler.get_scale() == optimizer.scaler.get_scale()
 
 
+def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
+    def read(into: dict[str, Tensor]) -> None:
+        assert into.keys() == tensors.keys()
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])
+
+    optimizer.fill(tensors.keys(), read)
+    optimizer.load_state_dict(counters)
+
+
+def test_a_resumed_run_takes_its_own_settings_of_adamw():
+    first = optimizer_for(Weights([1.0, 2.0]), torch.float32)
+    first.step(backward(first, [1.0, 1.0]))
+    changed = {"learning_rate": 0.5, "adam_beta1": 0.5, "adam_eps": 1e-3, "lr_schedule": "linear"}
+    resumed = optimizer_for(Weights([1.0, 2.0]), torch.float32, **changed)
+    resume(resumed, first.tensors(), first.state_dict())
+    (group,) = resumed.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.5 * 0.99, (0.5, 0.95), 1e-3)
+    assert resumed.learning_rate == 0.5 * 0.99
+
+
+def test_a_state_of_another_model_is_refused_by_name():
+    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
+    with pytest.raises(ValueError, match=r"the state has exp_avg\.other, which is nothing that this model trains"):
+        optimizer.fill(["exp_avg.other"], lambda tensors: None)
+
+
 def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
     model = Weights([1.0, 2.0])
     optimizer = optimizer_for(model, torch.float16)
-    (master,) = optimizer.weights.parameters
+    (master,) = optimizer.parameters.values()
     scales = []
     while True:
         metrics = optimizer.step(backward(optimizer, [48.0, 0.0], [0.0, 1.0]))
@@ -189,7 +213,7 @@ def test_an_fp16_gradient_that_is_never_finite_stops():
         assert step()["grad_norm"] == 0
     with pytest.raises(NotFiniteError, match="the gradient is NaN or infinite at any scale"):
         step()
-    assert optimizer.weights.parameters[0].tolist() == [1.0, 2.0]
+    assert optimizer.parameters["weight"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", NAMES)
@@ -199,7 +223,7 @@ def test_a_loss_that_is_not_finite_moves_nothing(dtype):
     loss = backward(optimizer, [1.0, 1.0]) * float("nan")
     with pytest.raises(NotFiniteError, match="the loss"):
         optimizer.step(loss)
-    assert [p.tolist() for p in optimizer.weights.parameters] == [[1.0, 2.0]]
+    assert [p.tolist() for p in optimizer.parameters.values()] == [[1.0, 2.0]]
     assert model.weight.tolist() == [1.0, 2.0]
 
 
@@ -225,7 +249,7 @@ def test_gradients_are_scaled_down_to_a_norm():
 def test_fp32_weights_are_their_own_masters():
     model = Weights([1.0, 2.0])
     optimizer = optimizer_for(model, torch.float32)
-    assert [id(p) for p in optimizer.weights.parameters] == [id(model.weight)]
+    assert [id(p) for p in optimizer.parameters.values()] == [id(model.weight)]
     assert not optimizer.scaler.is_enabled()
 
 
@@ -238,10 +262,10 @@ def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype
     row = PAIRS.row()
     scored_logprobs(policy, row).sum().backward()
     scored_logprobs(plain, row).sum().backward()
-    named = list(plain.named_parameters())
-    assert len(named) == len(optimizer.weights.parameters)
-    for (name, parameter), master in zip(named, optimizer.weights.parameters, strict=True):
-        assert torch.equal(master.grad, parameter.grad.float()), name
+    named = dict(plain.named_parameters())
+    assert named.keys() == optimizer.parameters.keys()
+    for name, parameter in named.items():
+        assert torch.equal(optimizer.parameters[name].grad, parameter.grad.float()), name
     assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
 
 
@@ -251,11 +275,10 @@ def test_frozen_layers_take_no_memory_for_masters(tiny_model):
     optimizer = optimizer_for(policy, torch.bfloat16)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     assert 0 < len(trained) < len(list(policy.parameters()))
-    assert [p.shape for p in optimizer.weights.parameters] == [p.shape for p in trained]
+    assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
     before = [parameter.clone() for parameter in policy.parameters()]
-    with optimizer.accumulating(last=True):
-        loss = scored_logprobs(optimizer.model, PAIRS.row()).mean()
-        optimizer.backward(loss)
+    loss = scored_logprobs(optimizer.model, PAIRS.row()).mean()
+    optimizer.backward(loss)
     optimizer.step(loss.detach())
     for parameter, old in zip(policy.parameters(), before, strict=True):
         assert parameter.dtype == torch.bfloat16
@@ -271,9 +294,8 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     precision = precision_of(NAMES[dtype], "fp32")
     rates = {"critic": 2**-1}
     optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
-    with optimizer.accumulating(last=True):
-        loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
-        optimizer.backward(loss)
+    loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
+    optimizer.backward(loss)
     metrics = optimizer.step(loss.detach())
     assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), "of the model, and not shrunk by the critic's"
     # Adam's first step is the learning rate.
@@ -289,8 +311,7 @@ def test_a_submodule_that_explodes_stops_the_step():
     optimizer = Optimizer(
         Accelerator(cpu=True), model, precision_of("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
     )
-    with optimizer.accumulating(last=True):
-        optimizer.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
+    optimizer.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
     with pytest.raises(NotFiniteError):
         optimizer.step(torch.zeros(()))
     assert model.weight.item() == 1

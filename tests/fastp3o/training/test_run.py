@@ -1,11 +1,17 @@
 """What Run does between and around the steps of a loop, with a made-up loop."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from fastp3o.config import StageConfig
 from fastp3o.models.loading import load_policy
@@ -13,17 +19,27 @@ from fastp3o.precision import precision_of
 from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.run import Run
+from fastp3o.training.states.changes import ResumeError
+from tests.fastp3o.runs import assert_equal, weights
 
 STEPS = 4
 
 
-def start(tiny_model, tokenizer, evaluate=None, **changes) -> Run:
-    config = StageConfig(model=tiny_model, output_dir="run", report_to="none", **changes)
-    accelerator = Accelerator(cpu=True)
-    Path("run").mkdir(exist_ok=True)
+def start(tiny_model, tokenizer, evaluate=None, steps=STEPS, **changes) -> Run:
+    config = StageConfig(**({"model": tiny_model, "output_dir": "run", "report_to": "none"} | changes))
+    trackers = None if config.report_to == "none" else config.report_to
+    accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=config.output_dir)
     optimizer = Optimizer(accelerator, load_policy(tiny_model), precision_of("fp32", "fp32"), config, STEPS)
     return Run(
-        accelerator, config, optimizer, tokenizer, stage="test", step_name="step", steps=STEPS, evaluate=evaluate
+        accelerator,
+        config,
+        optimizer,
+        tokenizer,
+        stage="test",
+        step_name="step",
+        steps=steps,
+        evaluate=evaluate,
+        data={},
     )
 
 
@@ -63,7 +79,7 @@ def test_a_resumed_run_goes_on_behind_the_last_saved_step(workplace, tiny_model,
     run = start(tiny_model, tokenizer, save_every=2)
     for step in run:
         take_step(run)
-        run.phase.seconds["update"] = 1.0
+        run.phases.seconds["update"] = 1.0
         run.report(step, {"loss": 0.0}, tokens=1, shown=())
         if step == 3:
             break
@@ -86,7 +102,6 @@ def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_m
     assert Path("run/stopped-in-000001/model/config.json").exists()
     # Between the optimizer steps of an update there is nothing that could be resumed exactly.
     assert Path("run/state").exists() == (optimizer_steps == 0)
-    assert Path("run/stopped-in-000001/state").exists() == (optimizer_steps == 1)
 
 
 def test_a_warning_comes_once(workplace, tiny_model, tokenizer, capsys):
@@ -96,3 +111,180 @@ def test_a_warning_comes_once(workplace, tiny_model, tokenizer, capsys):
     printed = capsys.readouterr().out
     assert "warning 0" in printed
     assert "warning 1" not in printed
+
+
+def whole(tiny_model, tokenizer, **changes) -> dict[str, torch.Tensor]:
+    """The weights of an unbroken run."""
+    folder = "whole"
+    finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2, output_dir=folder, **changes))
+    return weights(folder)
+
+
+def kill_in(step_of_signal: int, number: signal.Signals, run: Run, *, before_optimizer: bool) -> None:
+    for step in run:
+        with run.phase("rollout"):
+            if step == step_of_signal and before_optimizer:
+                os.kill(os.getpid(), number)
+        with run.phase("update"):
+            take_step(run)
+            if step == step_of_signal and not before_optimizer:
+                os.kill(os.getpid(), number)
+        run.report(step, {"loss": step / 2}, tokens=10, shown=("loss",))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("before_optimizer", [False, True])
+def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, tokenizer, capfd, number, before_optimizer):
+    expected = whole(tiny_model, tokenizer)
+    run = start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2)
+    handler = signal.getsignal(number)
+    with pytest.raises(SystemExit) as stopped:
+        kill_in(2, number, run, before_optimizer=before_optimizer)
+    assert stopped.value.code == 128 + number
+    assert signal.getsignal(number) == handler
+    after = 1 if before_optimizer else 2
+    out, err = capfd.readouterr()
+    assert f"{number.name}: stopped after step {after}; --resume goes on from there\n" in out
+    assert f"{number.name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once" in err
+    assert os.listdir("run/state") == [f"step-{after:06}"]
+    assert not Path("run/model").exists()
+    finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2, resume=True))
+    assert f"resuming after step {after}, from run/state/step-{after:06}" in capfd.readouterr().out
+    assert_equal(weights("run"), expected)
+    # The evaluation that was due behind the step has been made up for.
+    assert [line["step"] for line in lines("eval.jsonl")] == [0, 2, 4]
+    assert [line["step"] for line in lines("metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_stop_in_an_evaluation_comes_behind_it(workplace, tiny_model, tokenizer):
+    def evaluate():
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"score": 1.0}
+
+    with pytest.raises(SystemExit):
+        finish(start(tiny_model, tokenizer, evaluate))
+    assert [line["step"] for line in lines("eval.jsonl")] == [0]
+    assert os.listdir("run/state") == ["step-000000"]
+    resumed = start(tiny_model, tokenizer, lambda: {"score": 1.0}, resume=True)
+    assert finish(resumed) == [1, 2, 3, 4]
+    assert [line["step"] for line in lines("eval.jsonl")] == [0, 4]
+
+
+def test_states_are_saved_by_time(workplace, tiny_model, tokenizer):
+    finish(start(tiny_model, tokenizer, save_minutes=1e-9))
+    assert sorted(os.listdir("run/state")) == ["step-000003", "step-000004"]
+    finish(start(tiny_model, tokenizer, output_dir="rarely"))
+    assert os.listdir("rarely/state") == ["step-000004"]
+
+
+def test_a_finished_run_only_writes_its_model_again(workplace, tiny_model, tokenizer):
+    finish(start(tiny_model, tokenizer))
+    before = weights("run")
+    shutil.rmtree("run/model")
+    assert finish(start(tiny_model, tokenizer, resume=True)) == []
+    assert_equal(weights("run"), before)
+
+
+def test_a_run_cannot_end_before_its_state(workplace, tiny_model, tokenizer):
+    finish(start(tiny_model, tokenizer))
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    with pytest.raises(ResumeError, match=r"run/state/step-000004 is after step 4, and this run would end at 2"):
+        start(tiny_model, tokenizer, steps=2, resume=True)
+    with pytest.raises(ResumeError, match="--seed"):
+        start(tiny_model, tokenizer, resume=True, seed=5)
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert finish(start(tiny_model, tokenizer, steps=6, resume=True)) == [5, 6]
+
+
+def test_another_starting_model_under_the_same_name_is_noticed(workplace, tiny_model, tokenizer):
+    shutil.copytree(tiny_model, "start")
+    finish(start("start", tokenizer))
+    model = load_policy("start")
+    with torch.no_grad():
+        model.head().weight.mul_(1.001)
+    model.model.save_pretrained("start")
+    with pytest.raises(ResumeError, match=r"the content another than when the run began: --model \(start\)"):
+        start("start", tokenizer, resume=True)
+
+
+def test_a_changed_learning_rate_takes_effect_and_is_said(workplace, tiny_model, tokenizer, capsys):
+    finish(start(tiny_model, tokenizer))
+    capsys.readouterr()
+    finish(start(tiny_model, tokenizer, steps=5, resume=True, learning_rate=0.25))
+    assert capsys.readouterr().out.splitlines() == [
+        "resuming with another learning_rate: 1e-05 before, 0.25 now",
+        "resuming after step 4, from run/state/step-000004",
+    ]
+    assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25]
+
+
+def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model, tokenizer):
+    scores = iter([1.0, float("nan"), 2.0, 3.0])
+    run = start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2)
+    with pytest.raises(
+        NotFiniteError, match=r"step 2: score of the evaluation is NaN or infinite; the model .*step-000002"
+    ):
+        finish(run)
+    assert [line["step"] for line in lines("eval.jsonl")] == [0]
+    assert finish(start(tiny_model, tokenizer, lambda: {"score": next(scores)}, eval_every=2, resume=True)) == [3, 4]
+    assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (2, 2), (4, 3)]
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 3e38}, {"adam_eps": 1e-300, "adam_beta2": 0.0}])
+def test_divergence_leaves_the_good_state_and_says_which(workplace, tiny_model, tokenizer, changes):
+    finish(start(tiny_model, tokenizer, steps=2, save_every=1))
+    good = weights("run")
+    run = start(tiny_model, tokenizer, save_every=1, resume=True, **changes)
+    message = r"is NaN or infinite.*last good state is run/state/step-00000\d: --resume"
+    with pytest.raises(NotFiniteError, match=message):  # noqa: PT012
+        for step in run:
+            with run.saved_if_not_finite(step), run.phase("update"):
+                (0 * sum(parameter.sum() for parameter in run.optimizer.model.parameters())).backward()
+                run.optimizer.step(torch.zeros(()))
+    assert_equal(weights("run"), good)
+    assert finish(start(tiny_model, tokenizer, resume=True))[-1] == 4
+
+
+def test_tensorboard_hides_the_steps_that_are_done_again(workplace, tiny_model, tokenizer):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def steps(run: Run) -> None:
+        for step in run:
+            with run.phase("update"):
+                take_step(run)
+            run.report(step, {"loss": 0.0}, tokens=1, shown=())
+            if step == 3:
+                break
+
+    steps(start(tiny_model, tokenizer, save_every=2, report_to="tensorboard"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    finish(start(tiny_model, tokenizer, save_every=2, resume=True, report_to="tensorboard"))
+    events = EventAccumulator("run/trackers").Reload()
+    assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
+SECOND_SIGNAL = """
+import os, signal, time
+from accelerate import Accelerator
+from fastp3o.training import stopping
+from fastp3o.training.stopping import Stops
+stopping.ONE_REQUEST = 0.5
+with Stops(Accelerator(cpu=True)) as stops:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
+    print(stops.agreed(False), flush=True)
+    time.sleep(0.6)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def test_a_second_signal_ends_at_once():
+    root = Path(__file__).parents[3]
+    paths = {"PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_SIGNAL], capture_output=True, text=True, env=os.environ | paths, timeout=50
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "(15, False)\n"
+    assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import scored_logprobs
@@ -19,7 +20,7 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
     rollouts = sampler(prompts, tokenizer(prompts).input_ids, responses_per_prompt=2, seed=0)
     microbatches = []
-    for row in (row for rows in pack_minibatches(rollouts, 2, Packing(30)) for row in rows):
+    for row in (row for rows in pack_minibatches(Accelerator(cpu=True), rollouts, 2, Packing(30)) for row in rows):
         with torch.no_grad():
             old = scored_logprobs(policy, row)
         sums = sequence_logprobs(old, row.cu_seqlens).view(-1, 2)

@@ -11,7 +11,7 @@ def test_tokens_with_a_coefficient_move_to_the_front(spans):
     begin, places, expected = 1000, [], set()
     for flags in spans:
         span = slice(begin, begin + len(flags))
-        waiting.add(span, torch.tensor(flags).float())
+        waiting.add(span, torch.tensor(flags).bool())
         places += range(span.start, span.stop)
         expected |= {token for token, flag in zip(range(span.start, span.stop), flags, strict=True) if flag}
         begin += 2 * len(flags)

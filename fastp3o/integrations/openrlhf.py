@@ -1,0 +1,107 @@
+"""OpenRLHF 0.11: an actor trainer with P3O's loss, and a replay buffer that keeps responses to one prompt together."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
+from openrlhf.trainer.ray import ppo_actor
+from torch import Tensor, nn
+
+from fastp3o.integrations.policy_loss import p3o_policy_loss
+from fastp3o_kernels import P3OSettings
+
+
+def register() -> None:
+    """Afterwards actors of this process train on P3O."""
+    ppo_actor.ActorPPOTrainer = P3OActorTrainer
+
+
+class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
+    """K is rollout.n_samples_per_prompt, epsilon the lower actor.eps_clip_low_high; the KL is in the reward.
+
+    Raises ValueError for options that would part siblings, count the KL twice or scale every difference alike.
+    """
+
+    replay_buffer: Any
+
+    def __init__(self, strategy: Any, *arguments: Any, **options: Any):
+        args = strategy.args
+        if args.train.dynamic_batch_enable or args.algo.kl.use_loss or args.algo.advantage.is_correction_enable:
+            raise ValueError("P3O needs train.dynamic_batch_enable, algo.kl.use_loss and is_correction_enable off")
+        if args.algo.advantage.estimator != "dr_grpo":
+            raise ValueError('P3O needs algo.advantage.estimator "dr_grpo": rewards less the mean of their prompt\'s')
+        super().__init__(strategy, *arguments, **options)
+        K = args.rollout.n_samples_per_prompt
+        self.actor_loss_fn = P3OLoss(K, P3OSettings(clip_range=args.actor.eps_clip_low_high[0], kl_coef=0.0))
+        old = self.replay_buffer
+        self.replay_buffer = SiblingsBuffer(
+            old.sample_batch_size, old.limit, old.cpu_offload, old.packing_samples, responses_per_prompt=K
+        )
+
+
+class P3OLoss(nn.Module):
+    """In place of PolicyLoss."""
+
+    def __init__(self, responses_per_prompt: int, settings: P3OSettings):
+        super().__init__()
+        self.responses_per_prompt, self.settings = responses_per_prompt, settings
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: Tensor | None = None,
+        global_batch_size: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Loss, share of clipped pairs, and how far the policy is from the one that sampled."""
+        K = self.responses_per_prompt
+        averaged = None if global_batch_size is None else global_batch_size / K / dp_size
+        loss, metrics = p3o_policy_loss(
+            log_probs, old_log_probs, advantages, action_mask, K, self.settings, averaged_prompts=averaged
+        )
+        clipped, kl = (log_probs.new_tensor(metrics[f"p3o/{name}"]) for name in ("clip_fraction", "kl"))
+        return loss, clipped, kl, None
+
+
+class SiblingsBuffer(NaiveReplayBuffer):
+    """Its items are prompts with all their responses, so that a loader's shuffling leaves these together."""
+
+    items: list
+
+    def __init__(self, sample_batch_size: int, *arguments: Any, responses_per_prompt: int):
+        if sample_batch_size % responses_per_prompt:
+            raise ValueError(
+                f"the micro batch size ({sample_batch_size}) must be a multiple of n_samples_per_prompt "
+                f"({responses_per_prompt})"
+            )
+        super().__init__(sample_batch_size // responses_per_prompt, *arguments)
+        self.responses_per_prompt = responses_per_prompt
+
+    @torch.no_grad()
+    def append(self, experience: Any) -> None:
+        super().append(experience)
+        groups: dict[str, list] = {}
+        for item in self.items:
+            groups.setdefault(item.prompts[0], []).append(item)
+        self.items = list(chain.from_iterable(groups.values()))
+
+    def __len__(self) -> int:
+        return len(self.items) // self.responses_per_prompt
+
+    def __getitem__(self, number: int) -> list:
+        K = self.responses_per_prompt
+        group = self.items[K * number : K * (number + 1)]
+        if len({item.prompts[0] for item in group}) != 1 or len(self.items) % K:
+            raise ValueError(
+                f"this process has not all {K} responses to each of its prompts: make the number of prompts of a "
+                "rollout a multiple of the number of actors, without dynamic filtering and train.balance"
+            )
+        return group
+
+    def collate_fn(self, batch: list[list]) -> Any:
+        return super().collate_fn(list(chain.from_iterable(batch)))

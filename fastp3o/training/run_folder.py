@@ -1,0 +1,118 @@
+"""The folder of a run: whose it is, who writes to it, its configuration, what is cleared away before it goes on.
+
+output_dir/fastp3o.lock    marks the folder as a run's, and is locked while a process trains in it
+output_dir/config.yaml     the configuration of the last start that got through its checks
+"""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+from pathlib import Path
+
+import yaml
+from accelerate import Accelerator
+
+from fastp3o.config import StageConfig
+from fastp3o.training.durable import LEFTOVER, clear_leftovers, write_file
+from fastp3o.training.log_files import EVALUATIONS, METRICS
+from fastp3o.training.processes import on_main_process
+from fastp3o.training.states.fingerprints import MODELS
+
+CONFIG = "config.yaml"
+LOCK = "fastp3o.lock"
+OURS = re.compile(rf"{CONFIG}|{METRICS}|{EVALUATIONS}|model|checkpoint-\d{{6,}}|stopped-in-\d{{6,}}")
+
+# Of this process, by folder: of a run that ended with an error, something may still hold the objects.
+locks: dict[Path, int] = {}
+
+
+def check_output_dir(accelerator: Accelerator, config: StageConfig) -> None:
+    """Before anything is loaded; writes nothing.
+
+    Raises FileExistsError where the folder holds a run that this one does not resume, or anything that is not a run;
+    ValueError where a model that the run starts from lies in it.
+    """
+    on_main_process(accelerator, lambda: require_usable(config))
+
+
+def require_usable(config: StageConfig) -> None:
+    folder = Path(config.output_dir)
+    for option in MODELS:
+        name = getattr(config, option, None)
+        if name and os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name another "
+                "--output_dir"
+            )
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
+    names = sorted(path.name for path in folder.iterdir())
+    if names and LOCK not in names:
+        raise FileExistsError(
+            f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({names[0]}): name a new or "
+            "empty folder. Nothing in it was touched"
+        )
+    if not config.resume and any(name != LOCK and not LEFTOVER.fullmatch(name) for name in names):
+        raise FileExistsError(f"{folder} holds a run already: continue it with --resume, or name another --output_dir")
+
+
+def claim(accelerator: Accelerator, config: StageConfig) -> Path:
+    """Makes the folder and locks it, until the process ends or `release` is called.
+
+    Raises what `check_output_dir` does, and FileExistsError where another process trains in it.
+    """
+    folder = Path(config.output_dir)
+
+    def make_and_lock() -> None:
+        require_usable(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock(folder)
+        try:
+            require_usable(config)
+        except BaseException:
+            release(folder)
+            raise
+
+    on_main_process(accelerator, make_and_lock)
+    return folder
+
+
+def lock(folder: Path) -> None:
+    release(folder)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise FileExistsError(
+            f"another process trains in {folder} ({holder}): wait for it, or name another --output_dir"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    locks[folder.resolve()] = descriptor
+
+
+def release(folder: Path) -> None:
+    descriptor = locks.pop(folder.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def write_config(folder: Path, config: StageConfig) -> None:
+    """What is None stands nowhere, so that the file can be given as one of flags."""
+    options = {name: value for name, value in vars(config).items() if value is not None}
+    write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
+
+
+def clear_away(folder: Path) -> None:
+    """Removes what earlier processes of this run have left unfinished."""
+    clear_leftovers(folder, OURS)
+    for stopped in folder.glob("stopped-in-*"):
+        clear_leftovers(stopped, OURS)

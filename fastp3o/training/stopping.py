@@ -1,0 +1,69 @@
+"""Ending a run when it is asked to: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, which Slurm sends ahead of its limit."""
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+import torch
+from accelerate import Accelerator
+
+ONE_REQUEST = 3.0  # seconds
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StoppedError(SystemExit):
+    """A signal has ended the run, after its state was saved. The exit status is 128 plus the signal's number."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+
+
+class Stops:
+    """Notes the first signal, for the loop to stop where it can be resumed; a later one ends the process at once.
+
+    One request may come twice: from the terminal or Slurm to every process, and again from torchrun to its workers.
+    Signals that were ignored (by nohup, or in the background of a shell) stay so.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.received, self.received_at = 0, 0.0
+        self.before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> "Stops":
+        # Python runs handlers in the main thread alone.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self.before[number] = signal.signal(number, self.note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self.before = {}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            if time.monotonic() - self.received_at > ONE_REQUEST:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.received, self.received_at = number, time.monotonic()
+        name = signal.Signals(number).name
+        os.write(
+            2,
+            f"\n{name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once\n".encode(),
+        )
+
+    def agreed(self, due: bool) -> tuple[int, bool]:
+        """The signal that any process has received, 0 for none, and whether something is due on any; a collective."""
+        if self.accelerator.num_processes == 1:
+            return self.received, due
+        own = torch.tensor([[self.received, int(due)]], device=self.accelerator.device)
+        number, any_due = self.accelerator.gather(own).amax(0).tolist()
+        return number, bool(any_due)

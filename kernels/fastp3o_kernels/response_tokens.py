@@ -1,0 +1,96 @@
+"""From a padded batch to the tokens of responses, which losses take without padding."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
+
+
+class ResponseTokens(NamedTuple):
+    """N tokens of B responses.
+
+    predicted_at: [N] int64, rows of hidden.flatten(0, 1) for hidden states [B, T, D]: each token's is that of the
+    position before it. labels: [N] int64, the tokens. cu_seqlens: [B + 1] int64 on the CPU, where each response begins.
+    order: [B] int64, which row of the batch each response is.
+    """
+
+    predicted_at: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    order: Tensor
+
+    def of(self, values: Tensor) -> Tensor:
+        """A batch's values of tokens [B, T], such as old log-probs, each at its token -> [N]."""
+        return values.flatten()[self.predicted_at + 1]
+
+
+def response_tokens(
+    input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1, order: Tensor | None = None
+) -> ResponseTokens:
+    """What losses need of a batch [B, T], padded on either side.
+
+        tokens = response_tokens(input_ids, response_mask, responses_per_prompt=2)
+        hidden = model.base_model(input_ids, attention_mask=attention_mask).last_hidden_state.flatten(0, 1)
+        linear_p3o_loss(hidden[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens, ...)
+
+    Args:
+        input_ids: [B, T] int64.
+        response_mask: [B, T], bool or of zeros and ones: 1 at the responses' own tokens, end-of-sequence included; 0 at
+            prompts, padding and what tools wrote. It is not shifted.
+        responses_per_prompt: K. Losses take the K responses to a prompt one after the other.
+        order: [B], which row of the batch comes first, second, ...; None: as they are. For all first responses followed
+            by all second ones: torch.arange(B).view(K, P).T.flatten().
+
+    Raises:
+        ValueError: for shapes that disagree; a mask with other values than 0 and 1, or with a response's token in the
+            first position, which nothing predicts; an order that is no permutation; K neighbours whose prompts differ.
+            Values on a GPU are looked at only with FASTP3O_DEBUG=1.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must have shape [B, T], got {list(input_ids.shape)}")
+    check_shape("response_mask", response_mask, tuple(input_ids.shape), "as input_ids")
+    check_same_device(input_ids=input_ids, response_mask=response_mask)
+    B, K = len(input_ids), responses_per_prompt
+    if B % K:
+        raise ValueError(f"the batch has {B} responses, which is no multiple of the {K} to each prompt")
+    order = torch.arange(B, device=input_ids.device) if order is None else order.to(input_ids.device)
+    check_shape("order", order, (B,), "a row of the batch for each response")
+    mask = response_mask.bool()
+    if may_look_at_values(mask):
+        check_values(input_ids, response_mask, mask, order, K)
+    mask = mask[order]
+    response, position = mask.nonzero(as_tuple=True)
+    places = order[response] * input_ids.shape[1] + position
+    cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).cpu()
+    return ResponseTokens(places - 1, input_ids.flatten()[places], cu_seqlens, order)
+
+
+def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, order: Tensor, K: int) -> None:
+    if (wrong := response_mask != mask).any():
+        row, position = first_index(wrong)
+        value = response_mask[row, position].item()
+        raise ValueError(f"response_mask must be of zeros and ones, and response_mask[{row}, {position}] is {value}")
+    if input_ids.shape[1] and mask[:, 0].any():
+        (row,) = first_index(mask[:, 0])
+        raise ValueError(
+            f"response_mask[{row}, 0] is 1: no hidden state predicts the first token of a row. The mask belongs to the "
+            "tokens themselves, not shifted"
+        )
+    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+        raise ValueError(f"order must have each row of the batch once, got {order.tolist()}")
+    for first in range(0, len(order), K):
+        check_siblings(input_ids, mask, order[first : first + K].tolist())
+
+
+def check_siblings(input_ids: Tensor, mask: Tensor, rows: list[int]) -> None:
+    """Responses to one prompt have the same tokens before them; a row without a response tells nothing."""
+    prompts = {row: input_ids[row, : first_index(mask[row])[0]] for row in rows if mask[row].any()}
+    known = list(prompts)
+    for row in known[1:]:
+        if not torch.equal(prompts[row], prompts[known[0]]):
+            raise ValueError(
+                f"rows {known[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "
+                "before their responses: put the responses to a prompt next to each other, by `order` if need be"
+            )

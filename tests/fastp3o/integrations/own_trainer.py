@@ -1,0 +1,150 @@
+"""fastp3o's own update on the rollouts of another trainer: what that trainer's update must be."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from fastp3o.models.loading import load_policy
+from fastp3o.models.reference import SecondModel
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.packing.pack import Packing
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training.minibatches import pack_minibatches, with_logprobs
+
+ROOT = Path(__file__).parents[3]
+LEARNING_RATE = 0.5
+
+
+class Group(NamedTuple):
+    """A prompt with its responses, as token ids, and their rewards."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+    rewards: list[float]
+
+
+def own_update(
+    model: str, rounds: list[list[list[Group]]], inner_epochs: int = 1, **settings
+) -> dict[str, torch.Tensor]:
+    """The weights after gradient descent on rounds of minibatches of groups, each minibatch a step."""
+    accelerator = Accelerator(cpu=True)
+    config = P3OConfig(model=model, output_dir="", prompts="", reward="", reward_scaling="none", **settings)
+    objective = config.objective()
+    policy = load_policy(model)
+    reference = SecondModel(load_policy(model), accelerator.device, offload=False)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)
+    for minibatches in rounds:
+        prepared = []
+        for groups in minibatches:
+            rollouts = Rollouts(
+                [""] * len(groups),
+                [group.prompt for group in groups],
+                [[""] * len(group.responses) for group in groups],
+                [group.responses for group in groups],
+                [[True] * len(group.responses) for group in groups],
+            )
+            rewards = torch.tensor([group.rewards for group in groups])
+            rows = pack_minibatches(rollouts, 1, Packing(100))
+            prepared += with_logprobs(accelerator, policy, reference, rows, rewards, averages_tokens=False)
+        for _ in range(inner_epochs):
+            for microbatches in prepared:
+                for microbatch in microbatches:
+                    (objective.loss(policy, microbatch).loss * microbatch.weight).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return policy.model.state_dict()
+
+
+def recorded(module: ModuleType) -> list[list[Group]]:
+    """The microbatches that a trainer's module computes the loss of, from now on."""
+    microbatches: list[list[Group]] = []
+    loss_of = module.padded_p3o_loss
+
+    def recording(model, batch, of_responses, *arguments, **options):
+        microbatches.append(groups_of(batch, of_responses["rewards"]))
+        return loss_of(model, batch, of_responses, *arguments, **options)
+
+    module.padded_p3o_loss = recording
+    return microbatches
+
+
+def groups_of(batch, rewards: torch.Tensor) -> list[Group]:
+    order = range(len(batch.input_ids)) if batch.order is None else batch.order.tolist()
+    is_response = batch.response_mask.bool()
+    prompts, responses = (
+        [batch.input_ids[row][mask[row]].tolist() for row in order]
+        for mask in (batch.attention_mask.bool() & ~is_response, is_response)
+    )
+    K = batch.responses_per_prompt
+    assert all(prompts[row] == prompts[row - row % K] for row in range(len(prompts)))
+    starts = range(0, len(prompts), K)
+    return [
+        Group(prompts[first], responses[first : first + K], values)
+        for first, values in zip(starts, rewards.tolist(), strict=True)
+    ]
+
+
+def minibatches_of(microbatches: list[list[Group]], accumulation: int) -> list[list[Group]]:
+    """The groups of each optimizer step."""
+    steps = range(0, len(microbatches), accumulation)
+    return [[group for part in microbatches[step : step + accumulation] for group in part] for step in steps]
+
+
+def varied(completions: list[str], **_) -> list[float]:
+    """Rewards of many values, so that responses to a prompt differ."""
+    return [sum(map(ord, completion)) % 64 / 16 for completion in completions]
+
+
+def plain_descent(model: nn.Module) -> tuple:
+    """Optimizer and schedule: plain gradient descent does not enlarge rounding as Adam's first steps do."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+
+def assert_own_update(found: dict, model: str, rounds: list[list[list[Group]]], *arguments, **settings) -> None:
+    """Weights are fastp3o's within rounding, and a long way from those at the start."""
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, expected in own_update(model, rounds, *arguments, **settings).items():
+        moved = (expected - start[name]).norm()
+        assert moved > 1e-3, name
+        assert (found[name] - expected).norm() < 1e-4 * moved, name
+
+
+def leave(folder: str, name: str, trainer, microbatches: list[list[Group]]) -> None:
+    """Of one process, for `two_processes`."""
+    rank = trainer.accelerator.process_index
+    Path(folder, f"{name}{rank}.json").write_text(json.dumps(microbatches))
+    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    whole = {key: weight.clone() for key, weight in weights.items()}
+    save_file(whole, Path(folder, f"{name}{rank}.safetensors"))
+
+
+def two_processes(program: str, folder: Path, model: str) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*torchrun, program, str(folder), model],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def left_by_two(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], list[list[Group]]]:
+    """The weights, which both processes have, and the microbatches of both together."""
+    weights, others = (load_file(folder / f"{name}{rank}.safetensors") for rank in range(2))
+    assert all(torch.equal(weights[key], others[key]) for key in weights)
+    ranks = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(2)]
+    return weights, [[Group(*group) for part in both for group in part] for both in zip(*ranks, strict=True)]

@@ -1,0 +1,90 @@
+"""P3O on padded batches: linear_p3o_loss where no response is empty, single pairs where one is."""
+
+import pytest
+import torch
+
+from fastp3o.integrations.padded_pairs import PaddedBatch, padded_logprobs, padded_p3o_loss
+from fastp3o_kernels import P3OSettings, expose_head, linear_p3o_loss, p3o_loss
+from tests.kernels.exposed_heads import IDS, MASK, gradients, model_of
+
+GENERATOR = torch.Generator().manual_seed(2)
+
+
+def of_responses(P: int, K: int) -> dict[str, torch.Tensor]:
+    values = torch.randn(3, P, K, generator=GENERATOR)
+    return {"rewards": values[0], "old_logprobs": values[1] / 9 - 17, "ref_logprobs": values[2] / 9 - 17}
+
+
+@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
+@pytest.mark.parametrize("K", [2, 4])
+def test_it_is_linear_p3o_loss(clipping, K):
+    ids = IDS.clone()
+    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
+    batch, settings = PaddedBatch(ids, torch.ones_like(ids), MASK, K), P3OSettings(clipping=clipping)
+    given, tokens = of_responses(8 // K, K), batch.tokens()
+    model = expose_head(model_of("llama"))
+    loss, metrics = padded_p3o_loss(model, batch, given, settings, temperature=1.5)
+    loss.backward()
+    found = gradients(model)
+
+    def expected(hidden, head):
+        from dataclasses import replace
+
+        log_probs = given["old_logprobs"], given["ref_logprobs"], given["rewards"]
+        at_tokens = hidden.flatten(0, 1)[tokens.predicted_at]
+        head = replace(head, temperature=1.5)
+        return linear_p3o_loss(at_tokens, head, tokens.labels, tokens.cu_seqlens, *log_probs, settings)
+
+    model.zero_grad()
+    output = model(ids, attention_mask=batch.attention_mask, of_hidden=expected)
+    output.loss.backward()
+    torch.testing.assert_close(loss, output.loss)
+    torch.testing.assert_close(found, gradients(model))
+    assert metrics["pairs"] == 1
+    for name in ("ratio_mean", "clip_fraction", "advantage_mean_abs", "kl"):
+        torch.testing.assert_close(metrics[name], output.metrics[name])
+
+
+def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
+    K = 4
+    ids = IDS.clone()
+    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
+    mask = MASK.clone()
+    mask[[1, 6]] = False
+    batch, settings = PaddedBatch(ids, torch.ones_like(ids), mask, K), P3OSettings()
+    given = of_responses(2, K)
+    model = expose_head(model_of("llama"))
+    loss, metrics = padded_p3o_loss(model, batch, given, settings)
+    logits = model(ids, attention_mask=batch.attention_mask).logits
+    tokens = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    logprobs = (tokens * mask[:, 1:]).sum(1).view(2, K)
+    torch.testing.assert_close(padded_logprobs(model, batch), logprobs.detach())
+    values = logprobs, given["old_logprobs"], given["ref_logprobs"], given["rewards"]
+    pairs = [
+        (p, [i, j])
+        for p in (0, 1)
+        for i in range(K)
+        for j in range(i + 1, K)
+        if not {(0, 1), (1, 2)} & {(p, i), (p, j)}
+    ]
+    losses = [p3o_loss(*(value[p, both][None] for value in values), settings).loss for p, both in pairs]
+    torch.testing.assert_close(loss, sum(losses) / 12)
+    assert metrics["pairs"] == len(pairs) / 12 == 0.5
+
+
+def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
+    model = expose_head(model_of("llama"))
+    batch = PaddedBatch(IDS, torch.ones_like(IDS), torch.zeros_like(MASK), 2)
+    loss, metrics = padded_p3o_loss(model, batch, of_responses(4, 2), P3OSettings())
+    loss.backward()
+    assert loss == metrics["pairs"] == 0
+    assert len(gradients(model)) == len(list(model.parameters()))
+    assert not any(gradient.any() for gradient in gradients(model).values())
+
+
+def test_what_cuts_batches_or_averages_tokens_is_refused():
+    model, batch = expose_head(model_of("llama")), PaddedBatch(IDS, torch.ones_like(IDS), MASK, 2)
+    with pytest.raises(ValueError, match="DataParallel"):
+        padded_p3o_loss(torch.nn.DataParallel(model), batch, of_responses(4, 2), P3OSettings())
+    with pytest.raises(ValueError, match="mean over tokens"):
+        padded_p3o_loss(model, batch, of_responses(4, 2), P3OSettings(clipping="token"))

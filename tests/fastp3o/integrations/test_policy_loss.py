@@ -1,0 +1,87 @@
+"""P3O from padded log-probabilities, as verl's and OpenRLHF's actors hand them over."""
+
+import pytest
+import torch
+
+from fastp3o.integrations.policy_loss import check_siblings, p3o_policy_loss
+from fastp3o_kernels import P3OSettings, p3o_loss
+
+B, C = 6, 5
+LENGTHS = torch.tensor([5, 3, 1, 4, 2, 5])
+MASK = torch.arange(C) < LENGTHS[:, None]
+SETTINGS = P3OSettings(kl_coef=0.0)
+
+
+def problem(K: int) -> list[torch.Tensor]:
+    """Log-probs, old ones, centred advantages; beyond a response's end there is rubbish."""
+    generator = torch.Generator().manual_seed(K)
+    logprobs, old = -torch.rand(2, B, C, generator=generator, dtype=torch.float64)
+    advantages = torch.randn(B // K, K, generator=generator, dtype=torch.float64)
+    advantages = (advantages - advantages.mean(1, keepdim=True)).view(B, 1).expand(B, C) * MASK
+    return [logprobs.masked_fill(~MASK, 9.0).requires_grad_(), old.masked_fill(~MASK, -9.0), advantages]
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_it_is_p3o_loss_of_the_responses(K):
+    logprobs, old, advantages = problem(K)
+    loss, metrics = p3o_policy_loss(logprobs, old, advantages, MASK, K, SETTINGS)
+    sums = [(values * MASK).sum(1).view(-1, K) for values in (logprobs, old)]
+    expected = p3o_loss(sums[0], sums[1], sums[1], advantages[:, 0].view(-1, K), SETTINGS)
+    torch.testing.assert_close(loss, expected.loss)
+    found, gradient = (torch.autograd.grad(value, logprobs)[0] for value in (loss, expected.loss))
+    assert gradient.any()
+    torch.testing.assert_close(found, gradient)
+    assert metrics["p3o/clip_fraction"] == pytest.approx(expected.metrics["clip_fraction"].item())
+
+
+@pytest.mark.parametrize("K", [2, 3])
+def test_microbatches_add_up_to_the_whole(K):
+    logprobs, old, advantages = problem(K)
+    whole, _ = p3o_policy_loss(logprobs, old, advantages, MASK, K, SETTINGS)
+    rows = [slice(first, first + K) for first in range(0, B, K)]
+    parts = [
+        p3o_policy_loss(
+            *(values[row] for values in (logprobs, old, advantages, MASK)), K, SETTINGS, averaged_prompts=B / K
+        )
+        for row in rows
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
+
+
+def test_strangers_for_siblings_are_refused():
+    _, _, advantages = problem(2)
+    check_siblings(advantages, MASK, 2, "")
+    order = torch.tensor([0, 2, 1, 3, 4, 5])
+    with pytest.raises(ValueError, match=r"in 2 of 3 groups .* Do this"):
+        check_siblings(advantages[order], MASK, 2, "Do this")
+    with pytest.raises(ValueError, match="no multiple of the 4"):
+        p3o_policy_loss(*problem(2), MASK, 4, SETTINGS)
+    with pytest.raises(ValueError, match="kl_coef must be 0"):
+        p3o_policy_loss(*problem(2), MASK, 2, P3OSettings())
+
+
+def test_verl_finds_it_by_its_name():
+    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not installed")
+    from types import SimpleNamespace
+
+    import fastp3o.integrations.verl  # noqa: F401
+
+    logprobs, old, advantages = problem(2)
+    config = SimpleNamespace(use_kl_loss=False, rollout_n=2, clip_ratio=0.2, global_batch_info={})
+    given = {"old_log_prob": old, "log_prob": logprobs, "advantages": advantages, "response_mask": MASK}
+    p3o = core_algos.get_policy_loss_fn("p3o")
+    loss, metrics = p3o(**given, loss_agg_mode="token-mean", config=config, rollout_is_weights=None)
+    expected, _ = p3o_policy_loss(logprobs, old, advantages, MASK, 2, SETTINGS)
+    assert loss == expected
+    assert "actor/p3o/kl" in metrics
+    config.global_batch_info = {"dp_size": 2, "global_batch_size": 12}
+    assert p3o(**given, config=config)[0] == expected
+    order = torch.tensor([0, 2, 1, 3, 4, 5])
+    with pytest.raises(ValueError, match="balance_batch=False"):
+        p3o(**{name: values[order] for name, values in given.items()}, config=config)
+    # What verl's own estimator gives, with the KL in the rewards.
+    rewards = torch.randn(B, C, generator=torch.Generator().manual_seed(5)) * MASK
+    index = [number // 2 for number in range(B)]
+    estimate = core_algos.get_adv_estimator_fn("grpo")
+    advantages, _ = estimate(rewards, MASK.float(), index=index, norm_adv_by_std_in_grpo=False)
+    check_siblings(advantages, MASK, 2, "")

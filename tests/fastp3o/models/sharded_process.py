@@ -1,0 +1,195 @@
+"""One of two processes that share models: what each case gives, in the file named by the first argument."""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fastp3o.config import StageConfig
+from fastp3o.models.frozen import FrozenModel
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.sharding import empty, is_main_process, process_mesh, shard, whole
+from fastp3o.models.trainable import add_lora, freeze_below
+from fastp3o.models.whole_copy import WholeCopy
+from fastp3o.objectives.critic import Critic
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.precision import precision_of
+from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.states.tensors import load_tensors, save_tensors, saved_names
+from fastp3o_kernels import linear_logprobs
+from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model
+
+CPU = torch.device("cpu")
+ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
+
+
+def plain(family: str) -> Callable[[], PackedModel]:
+    return lambda: PackedModel(random_model(family))
+
+
+def tied() -> PackedModel:
+    return PackedModel(random_model("llama", tie_word_embeddings=True))
+
+
+def checkpointed() -> PackedModel:
+    model = PackedModel(random_model("qwen2")).train()
+    model.recompute_activations()
+    return model
+
+
+def adapted() -> PackedModel:
+    model = PackedModel(random_model("llama"))
+    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
+    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
+    return model
+
+
+def top_layer() -> PackedModel:
+    model = PackedModel(random_model("gpt2"))
+    freeze_below(model, 1)
+    return model
+
+
+def with_critic() -> PackedModel:
+    model = PackedModel(random_model("llama"))
+    model.critic = Critic(model)
+    nn.init.ones_(model.critic.value_head.weight)
+    return model
+
+
+MODELS = {family: plain(family) for family in FAMILIES} | {
+    "tied": tied,
+    "checkpointed": checkpointed,
+    "LoRA": adapted,
+    "top layer": top_layer,
+    "critic": with_critic,
+}
+
+
+def loss_of(model: PackedModel, row: PackedRow) -> Tensor:
+    """Of log-probs, and values where there is a critic."""
+    critic = getattr(model, "critic", None)
+
+    def both(hidden: Tensor, head) -> Tensor:
+        values = 0.0 if critic is None else critic(row)
+        return (linear_logprobs(hidden, head, row.labels) + values).square().mean()
+
+    return model(row, row.scored_at, both)
+
+
+def given_by_main(model: PackedModel) -> PackedModel:
+    """What the other process has is empty."""
+    if not is_main_process():
+        empty(model)
+    return model
+
+
+def largest_error(name: str) -> float:
+    """Of a parameter's gradient, relative to the largest one's norm: sharded, and of the mean loss in one process."""
+    alone = MODELS[name]()
+    torch.stack([loss_of(alone, row) for row in ROWS]).mean().backward()
+    expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    model = given_by_main(MODELS[name]())
+    shard(model, CPU, process_mesh(CPU))
+    loss_of(model, ROWS[dist.get_rank()]).backward()
+    got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    norm = max(gradient.norm() for gradient in expected.values())
+    return max((got[n] - gradient).norm() / norm for n, gradient in expected.items()).item()
+
+
+def collectives(memory_budget: int) -> list[int]:
+    """Weights gathered, and gradients added up, in a pass over a row whose logits are within the budget."""
+    model = given_by_main(PackedModel(random_model("llama")))
+    shard(model, CPU, process_mesh(CPU))
+    row = ROWS[0]
+
+    def loss(hidden: Tensor, head) -> Tensor:
+        return linear_logprobs(hidden, head, row.labels, memory_budget=memory_budget).sum()
+
+    model(row, row.scored_at, loss).backward()
+    with CommDebugMode() as counted:
+        model(row, row.scored_at, loss).backward()
+    counts = {str(operation): count for operation, count in counted.get_comm_counts().items()}
+    return [sum(count for name, count in counts.items() if kind in name) for kind in ("gather", "reduce_scatter")]
+
+
+def copied(by_layer: bool) -> bool:
+    """Whether a copy of the sharded model gives the same bits, also where one process makes more passes."""
+    expected = scored_logprobs(tied(), ROWS[0]).detach()
+    model = given_by_main(tied())
+    whole_copy = WholeCopy(model, CPU, torch.float32, by_layer=by_layer)
+    shard(model, CPU, process_mesh(CPU))
+    with torch.no_grad(), whole_copy.gathered(model):
+        got = [scored_logprobs(whole_copy.model, ROWS[0]) for _ in range(1 + 2 * dist.get_rank())]
+    return all(torch.equal(logprobs, expected) for logprobs in got) and not whole_copy.memory.untyped_storage().nbytes()
+
+
+def offloaded() -> bool:
+    expected = scored_logprobs(tied(), ROWS[0]).detach()
+    frozen = FrozenModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=True)
+    rows = [ROWS[0]] * (1 + dist.get_rank())  # one more on one process
+    got = frozen.passes(rows, scored_logprobs)
+    return len(got) == len(rows) and all(torch.equal(logprobs, expected) for logprobs in got)
+
+
+def optimizer_for(precision: str) -> Optimizer:
+    config = StageConfig(model="", output_dir="", learning_rate=1e-2)
+    mesh = process_mesh(CPU)
+    return Optimizer(Accelerator(), given_by_main(tied()), precision_of(precision, "fp32"), config, 9, mesh=mesh)
+
+
+def step(optimizer: Optimizer) -> None:
+    rows = ROWS if optimizer.accelerator.num_processes == 1 else [ROWS[dist.get_rank()]]
+    for row in rows:
+        optimizer.backward(loss_of(optimizer.model, row) / len(rows))
+    optimizer.step(torch.zeros(()))
+
+
+def go_on(optimizer: Optimizer, state: Path) -> None:
+    optimizer.fill(saved_names(state), partial(load_tensors, state))
+    optimizer.load_state_dict(json.loads(state.with_suffix(".json").read_text()))
+
+
+def resumed(precision: str, folder: Path) -> dict[str, Tensor]:
+    """Weights after three steps, with the state after two in the folder; the same bits when gone on from there."""
+    optimizer = optimizer_for(precision)
+    step(optimizer)
+    step(optimizer)
+    save_tensors(folder / precision, optimizer.tensors())
+    if is_main_process():
+        (folder / precision).with_suffix(".json").write_text(json.dumps(optimizer.state_dict()))
+    dist.barrier()
+    again = optimizer_for(precision)
+    go_on(again, folder / precision)
+    for one in (optimizer, again):
+        step(one)
+    weights = [{n: whole(p.detach()) for n, p in one.parameters.items()} for one in (optimizer, again)]
+    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
+    return weights[0]
+
+
+def main(file: Path) -> None:
+    accelerator = Accelerator()
+    states = file.parent / "states"
+    results = {
+        "errors": {name: largest_error(name) for name in MODELS},
+        "collectives": [collectives(budget) for budget in (10**6, 1000)],
+        "copied": [copied(by_layer) for by_layer in (False, True)],
+        "offloaded": offloaded(),
+        "resumed": {precision: resumed(precision, states) for precision in ("fp32", "fp16")},
+    }
+    if accelerator.is_main_process:
+        torch.save(results, file)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

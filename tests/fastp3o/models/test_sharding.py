@@ -1,0 +1,90 @@
+"""Models that two processes share, against the same in one. `sharded_process.py` is what each of the two runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.device_mesh import init_device_mesh
+
+from fastp3o.config import StageConfig
+from fastp3o.models import sharding
+from fastp3o.models.sharding import process_mesh, whole
+from fastp3o.precision import precision_of
+from fastp3o.training.optimizer import Optimizer
+from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, go_on, loss_of, optimizer_for, step, tied
+from tests.fastp3o.torchrun import torchrun
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    done = torchrun(Path(__file__).with_name("sharded_process.py"), str(folder / "results"))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict:
+    return torch.load(folder / "results", weights_only=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_those_of_one_process(results, model):
+    assert results["errors"][model] < 1e-6
+
+
+def test_the_head_is_gathered_once_a_pass_whatever_chunks_its_logits_take(results):
+    # Two layers and the rest, which stays for the backward pass; and the gradients of each.
+    assert results["collectives"] == [[3 + 2, 3]] * 2
+
+
+def test_a_whole_copy_has_the_same_bits_and_gives_its_memory_back(results):
+    assert results["copied"] == [True, True]
+
+
+def test_an_offloaded_model_makes_equally_many_passes_and_has_the_same_bits(results):
+    assert results["offloaded"]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 3e-6), ("fp16", 1e-3)])
+def test_a_state_of_two_processes_goes_on_in_one(folder, results, precision, tolerance):
+    optimizer = optimizer_for(precision)
+    go_on(optimizer, folder / "states" / precision)
+    step(optimizer)
+    assert optimizer.parameters.keys() == results["resumed"][precision].keys()
+    for name, expected in results["resumed"][precision].items():
+        torch.testing.assert_close(optimizer.parameters[name].detach(), expected, atol=tolerance, rtol=0.0)
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_mesh_of_one_has_the_bits_of_none(group_of_one, precision):
+    assert process_mesh(CPU) is None
+    moved = []
+    for mesh in (None, init_device_mesh("cpu", (1,))):
+        config = StageConfig(model="", output_dir="", learning_rate=1e-2)
+        optimizer = Optimizer(Accelerator(cpu=True), tied(), precision_of(precision, "fp32"), config, 9, mesh=mesh)
+        for _ in range(3):
+            losses = []
+            for row in ROWS:
+                losses.append(loss_of(optimizer.model, row))
+                optimizer.backward(losses[-1])
+            optimizer.step(losses[-1].detach())
+        moved.append([*losses, *(whole(parameter) for parameter in optimizer.parameters.values())])
+    assert all(torch.equal(*both) for both in zip(*moved, strict=True))
+
+
+def test_processes_are_one_group_or_several(monkeypatch):
+    monkeypatch.setattr(sharding, "number_of_processes", lambda: 6)
+    monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, **names: shape)
+    assert [process_mesh(CPU), process_mesh(CPU, 6), process_mesh(CPU, 2)] == [(6,), (6,), (3, 2)]
+    with pytest.raises(ValueError, match=r"--shard_size \(4\) must divide the number of processes \(6\)"):
+        process_mesh(CPU, 4)

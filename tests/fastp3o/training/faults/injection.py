@@ -1,0 +1,106 @@
+"""Runs in a child process that ends, or finds its disk full, at a given file-system call."""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+WRITES = ("os.mkdir", "os.rename", "os.truncate")
+CALLS = ("open", *WRITES, "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+KILLED = 9
+
+
+def in_child(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
+    """The exit status of a fork that does `work`; what it prints goes to `log`."""
+    return wait(fork(work, log, prepare))
+
+
+def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        prepare()
+        work()
+        status = 0
+    except SystemExit as stopped:
+        status = int(stopped.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+class FileCalls:
+    """Counts the calls of Python that touch a folder, os.fsync among them, and acts before the one of a number.
+
+    power: bytes that were not synced are lost by half when it ends. Nothing of it can be taken back: for a child.
+    """
+
+    def __init__(self, folder: Path, *, kill_before: int = 0, full_from: int = 0, power: bool = False):
+        self.folder = folder.resolve()
+        self.kill_before, self.full_from, self.power = kill_before, full_from, power
+        self.count = 0
+        self.synced: dict[str, int] = {}
+        self.acting = False
+
+    def install(self) -> None:
+        sys.addaudithook(self.hook)
+        fsync = os.fsync
+
+        def counted(descriptor: int) -> None:
+            self.call("os.fsync", False)
+            fsync(descriptor)
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+            if path in self.synced:
+                self.synced[path] = os.path.getsize(path)
+
+        os.fsync = counted
+
+    def hook(self, event: str, arguments: tuple) -> None:
+        if self.acting or event not in CALLS:
+            return
+        name = arguments[0]
+        if isinstance(name, int) or (len(arguments) > 1 and arguments[-1] not in (-1, None) and event == "os.remove"):
+            self.call(event, False)
+            return
+        path = os.path.abspath(os.fsdecode(name))
+        if not Path(path).is_relative_to(self.folder):
+            return
+        is_write = event in WRITES or (event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR)))
+        self.call(event, is_write)
+        if event == "open" and is_write:
+            self.synced.setdefault(path, os.path.getsize(path) if os.path.exists(path) else 0)
+        if event == "os.rename":
+            target = os.path.abspath(os.fsdecode(arguments[1]))
+            moved = {p: s for p, s in self.synced.items() if p == path or p.startswith(path + os.sep)}
+            self.synced = {p: s for p, s in self.synced.items() if p not in moved}
+            self.synced |= {target + p.removeprefix(path): s for p, s in moved.items()}
+
+    def call(self, event: str, is_write: bool) -> None:
+        self.count += 1
+        if self.full_from and self.count >= self.full_from and is_write:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.count == self.kill_before:
+            self.acting = True
+            if self.power:
+                self.lose_what_is_not_synced()
+            os._exit(KILLED)
+
+    def lose_what_is_not_synced(self) -> None:
+        for path, synced in self.synced.items():
+            if os.path.exists(path):
+                os.truncate(path, synced + (os.path.getsize(path) - synced) // 2)

@@ -1,0 +1,66 @@
+"""What one of two processes that share a model allocates in an update, and what is predicted, into a JSON file."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from fastp3o.config import StageConfig
+from fastp3o.models.sharding import process_mesh
+from fastp3o.objectives.base import Microbatch
+from fastp3o.precision import precision_of
+from fastp3o.training.memory import Lengths, Model, sharded, update_memory
+from fastp3o.training.optimizer import Optimizer
+from tests.fastp3o.training.test_memory import DEEP, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
+
+CASES = {"deep": DEEP, "wide": WIDE, "large head": LARGE_HEAD}
+FP32 = precision_of("fp32", "fp32")
+
+
+def peak(update: Callable[[], None]) -> int:
+    """Bytes beyond those before, by the allocator's own count: FSDP gives storages back that tensors still have."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        update()
+    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
+    now = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest
+
+
+def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: bool) -> tuple[float, float]:
+    model_sizes, (P, prompt, response) = CASES[case]
+    model, row = random_model(*model_sizes, FP32), random_row(P, prompt, response, True)
+    if checkpointing:
+        model.recompute_activations()
+    parameters = model.model.num_parameters()
+    config = StageConfig(model="", output_dir="")
+    optimizer = Optimizer(accelerator, model, FP32, config, 9, mesh=process_mesh(accelerator.device))
+    old = torch.full((P, 2), -response * torch.tensor(float(model_sizes[-1])).log())
+    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old, 1.0)
+
+    def update() -> None:
+        loss, _ = OBJECTIVE.loss(model, microbatch)
+        optimizer.backward(loss)
+
+    update()
+    measured = peak(update)
+    sizes = Model.from_config(model.model.config, parameters, parameters)
+    lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
+    predicted = sharded(update_memory(sizes, lengths, FP32, checkpointing=checkpointing), sizes, FP32, 2)
+    # The others were there before.
+    return measured, predicted.peak - predicted.masters - predicted.gradients - predicted.optimizer
+
+
+if __name__ == "__main__":
+    accelerator = Accelerator()
+    found = {
+        f"{case} {again}": measured_and_predicted(accelerator, case, again) for case in CASES for again in (False, True)
+    }
+    if accelerator.is_main_process:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    accelerator.end_training()

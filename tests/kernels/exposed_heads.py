@@ -1,0 +1,94 @@
+"""Models and a batch for the tests of `expose_head`; as a program, gradients of two processes.
+
+torchrun --nproc_per_node 2 tests/kernels/exposed_heads.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
+
+from fastp3o_kernels import expose_head, linear_logprobs, linear_p3o_loss, response_tokens
+
+WRAPPERS = ("ddp", "fsdp", "fsdp, head alone")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40, "pad_token_id": 0}
+SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**SIZES, intermediate_size=24),
+    "tied llama": lambda: LlamaConfig(**SIZES, intermediate_size=24, tie_word_embeddings=True),
+    "gpt2": lambda: GPT2Config(**SIZES, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES, intermediate_size=24, head_dim=8, num_key_value_heads=1, final_logit_softcapping=2.0
+    ),
+    "granite": lambda: GraniteConfig(**SIZES, intermediate_size=24, logits_scaling=3.0),
+}
+IDS = torch.randint(3, 40, (8, 9), generator=torch.Generator().manual_seed(0))
+IDS[1::2, :4] = IDS[::2, :4]
+MASK = torch.arange(9)[None] >= 4
+MASK = MASK & (torch.arange(9)[None] < torch.tensor([9, 6, 8, 9, 5, 7, 9, 9])[:, None])
+REWARDS = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
+
+
+def p3o_of(groups: slice):
+    """The function of hidden states and head, for some prompts of the batch."""
+    rows = slice(2 * groups.start, 2 * groups.stop)
+    tokens = response_tokens(IDS[rows], MASK[rows], responses_per_prompt=2)
+    old = torch.full((groups.stop - groups.start, 2), -15.0)
+
+    def loss(hidden, head):
+        given = hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens
+        return linear_p3o_loss(*given, old, old, REWARDS[groups]).loss
+
+    return {"input_ids": IDS[rows], "attention_mask": torch.ones_like(IDS[rows]), "of_hidden": loss}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    if kind == "fsdp, head alone":
+        fully_shard(model.lm_head, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def gradients_of_two(folder: Path) -> None:
+    """Each process takes two of the four prompts, one at a time. FOLDER gets a file of each wrapper's gradients."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for kind in WRAPPERS:
+        model = wrapped(kind, expose_head(model_of("llama")))
+        for groups in (slice(2 * rank, 2 * rank + 1), slice(2 * rank + 1, 2 * rank + 2)):
+            (model(**p3o_of(groups)) / 2).backward()
+        whole = {
+            name.removeprefix("module."): getattr(gradient, "full_tensor", lambda gradient=gradient: gradient)()
+            for name, gradient in gradients(model).items()
+        }
+        if rank == 0:
+            save_file(whole, folder / f"{kind}.safetensors")
+        if kind == "fsdp":
+            try:
+                linear_logprobs(torch.zeros(1, 16), model.lm_head.weight, torch.zeros(1, dtype=torch.long))
+            except ValueError as error:
+                (folder / f"refused by {rank}").write_text(str(error))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    gradients_of_two(Path(sys.argv[1]))

@@ -1,0 +1,255 @@
+"""Each objective against its paper's formula, one pair, response or token at a time, in fp64."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels import P3OSettings, losses, p3o_loss
+
+
+def sigmoid(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def randn(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def odds(x):
+    return torch.exp(x) / (1 - torch.exp(x))
+
+
+# Of a pair: a, b are log-probs of the chosen and the rejected response (or of responses 1 and 2), k, n what is known of
+# them. Each entry is ours, of [P, 2] and what is known [P, 2], and the formula.
+PAIRS = {
+    "ppg": (losses.ppg, lambda a, b, k, n: -(k - n) / 2 * (a - b)),
+    "rebel": (
+        lambda logprobs, known: losses.rebel(logprobs, known, 2 * known, eta=0.7),
+        lambda a, b, k, n: (((a - k) - (b - n)) / 0.7 - (2 * k - 2 * n)) ** 2,
+    ),
+    "dpo": (
+        lambda logprobs, known: losses.dpo(logprobs, known, beta=0.3),
+        lambda a, b, k, n: -torch.log(sigmoid(0.3 * ((a - k) - (b - n)))),
+    ),
+    "smoothed dpo": (
+        lambda logprobs, known: losses.dpo(logprobs, known, beta=0.3, label_smoothing=0.2),
+        lambda a, b, k, n: (
+            -0.8 * torch.log(sigmoid(0.3 * ((a - k) - (b - n)))) - 0.2 * torch.log(sigmoid(-0.3 * ((a - k) - (b - n))))
+        ),
+    ),
+    "bpo": (
+        lambda logprobs, known: losses.bpo(logprobs, known, beta=0.3),
+        lambda a, b, k, n: -torch.log(sigmoid(0.3 * ((a - k) - (b - n)))),
+    ),
+    "ipo": (
+        lambda logprobs, known: losses.ipo(logprobs, known, tau=0.2),
+        lambda a, b, k, n: ((a - k) - (b - n) - 1 / 0.4) ** 2,
+    ),
+    "simpo": (
+        lambda logprobs, known: losses.simpo(logprobs, beta=2.5, gamma=0.4),
+        lambda a, b, k, n: -torch.log(sigmoid(2.5 * a - 2.5 * b - 0.4)),
+    ),
+    "orpo": (
+        lambda logprobs, known: losses.orpo(logprobs, weight=0.3),
+        lambda a, b, k, n: -a - 0.3 * torch.log(sigmoid(torch.log(odds(a) / odds(b)))),
+    ),
+    "cpo": (
+        lambda logprobs, known: losses.cpo(logprobs, beta=0.3, weight=0.5),
+        lambda a, b, k, n: -torch.log(sigmoid(0.3 * (a - b))) - 0.5 * a,
+    ),
+    "slic": (
+        lambda logprobs, known: losses.slic(logprobs, delta=0.8, weight=0.1),
+        lambda a, b, k, n: torch.clamp(0.8 - a + b, min=0) - 0.1 * a,
+    ),
+    "apo_zero": (
+        lambda logprobs, known: losses.apo_zero(logprobs, known, beta=0.3),
+        lambda a, b, k, n: (1 - sigmoid(0.3 * (a - k))) + sigmoid(0.3 * (b - n)),
+    ),
+    "apo_down": (
+        lambda logprobs, known: losses.apo_down(logprobs, known, beta=0.3),
+        lambda a, b, k, n: sigmoid(0.3 * (a - k)) + (1 - sigmoid(0.3 * ((a - k) - (b - n)))),
+    ),
+    "discopop": (
+        lambda logprobs, known: losses.discopop(logprobs, known, beta=0.3, tau=0.4),
+        lambda a, b, k, n: (
+            (1 - sigmoid(0.3 * ((a - k) - (b - n)) / 0.4)) * -torch.log(sigmoid(0.3 * ((a - k) - (b - n))))
+            + sigmoid(0.3 * ((a - k) - (b - n)) / 0.4) * torch.exp(-0.3 * ((a - k) - (b - n)))
+        ),
+    ),
+}
+
+
+def clipped(x, old, A, low, high):
+    ratio = torch.exp(x - old)
+    return max(-A * ratio, -A * torch.clamp(ratio, 1 - low, 1 + high))
+
+
+# Of one response or token: x its log-prob, o and A what is known of it.
+SINGLES = {
+    "reinforce": (lambda x, o, A: losses.reinforce(x, A), lambda x, o, A: -A * x),
+    "ppo": (
+        lambda x, o, A: losses.ppo_clip(x, o, A, clip_low=0.1, clip_high=0.3),
+        lambda x, o, A: clipped(x, o, A, 0.1, 0.3),
+    ),
+    "grpo": (
+        lambda x, o, A: losses.grpo(x, o, A, 1.1 * o, kl_coef=0.5),
+        lambda x, o, A: clipped(x, o, A, 0.2, 0.2) + 0.5 * (torch.exp(1.1 * o - x) - 1 - (1.1 * o - x)),
+    ),
+    "grpo without a reference": (losses.grpo, lambda x, o, A: clipped(x, o, A, 0.2, 0.2)),
+    "dapo": (losses.dapo, lambda x, o, A: clipped(x, o, A, 0.2, 0.28)),
+    "grpo_plus": (
+        lambda x, o, A: losses.grpo_plus(x, o, A, A > 0),
+        lambda x, o, A: clipped(x, o, A, 0.2, 0.28) if A > 0 else 0 * x,
+    ),
+    "gspo": (losses.gspo, lambda x, o, A: clipped(x, o, A, 3e-4, 4e-4)),
+    "kto": (
+        lambda x, o, A: losses.kto(x, o, A > 0, 0.2, beta=0.3, desirable_weight=1.1, undesirable_weight=0.9),
+        lambda x, o, A: (
+            1.1 * (1 - sigmoid(0.3 * (x - o - 0.2))) if A > 0 else 0.9 * (1 - sigmoid(0.3 * (0.2 - (x - o))))
+        ),
+    ),
+    "nash_md": (
+        lambda x, o, A: losses.nash_md(x, o, A.sigmoid(), tau=0.2),
+        lambda x, o, A: -(sigmoid(A) - 0.5 - 0.2 * (x.detach() - o)) * x,
+    ),
+    "k1": (lambda x, o, A: losses.k1(x, o), lambda x, o, A: x - o),
+    "k2": (lambda x, o, A: losses.k2(x, o), lambda x, o, A: (x - o) ** 2 / 2),
+    "k3": (lambda x, o, A: losses.k3(x, o), lambda x, o, A: torch.exp(o - x) - 1 - (o - x)),
+}
+
+
+def compare(ours, formula, logprobs: torch.Tensor, *known: torch.Tensor) -> None:
+    """Values and gradients by the log-probs, and that what is known of them gets no gradient."""
+    mine, theirs = (logprobs.clone().requires_grad_() for _ in range(2))
+    constants = [tensor.clone().requires_grad_() for tensor in known]
+    got = ours(mine, *constants)
+    rows = zip(*(tensor.unbind() for tensor in (theirs, *known)), strict=True)
+    expected = torch.stack([formula(*row) for row in rows])
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    weights = randn(len(expected), seed=9)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+    assert all(tensor.grad is None or not tensor.grad.any() for tensor in constants)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), P=st.integers(1, 5), scale=st.sampled_from([0.1, 1.0, 3.0]))
+def test_pairs(name, seed, P, scale):
+    ours, formula = PAIRS[name]
+    logprobs = -randn(P, 2, seed=seed, scale=scale).abs() - 0.01
+    known = logprobs + randn(P, 2, seed=seed + 1)
+    compare(ours, lambda pair, k: formula(*pair, *k), logprobs, known)
+
+
+@pytest.mark.parametrize("name", SINGLES)
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), n=st.integers(1, 9), scale=st.sampled_from([1e-4, 0.3, 2.0]))
+def test_responses_and_tokens(name, seed, n, scale):
+    ours, formula = SINGLES[name]
+    logprobs = -randn(n, seed=seed, scale=2.0).abs() - 0.01
+    compare(ours, formula, logprobs, logprobs + randn(n, seed=seed + 1, scale=scale), randn(n, seed=seed + 2))
+
+
+@pytest.mark.parametrize(("estimator", "gradient_of"), [("k1", None), ("k2", "reverse"), ("k3", "forward")])
+def test_what_the_gradients_of_kl_estimators_really_are(estimator, gradient_of):
+    """Means over all outcomes of a distribution, exactly."""
+    logits, ref = randn(6, seed=1).requires_grad_(), randn(6, seed=2).log_softmax(0)
+    logprobs = logits.log_softmax(0)
+    estimates = getattr(losses, estimator)(logprobs, ref)
+    (gradient,) = torch.autograd.grad((logprobs.detach().exp() * estimates).sum(), logits, retain_graph=True)
+    reverse, forward = (logprobs.exp() * (logprobs - ref)).sum(), (ref.exp() * (ref - logprobs)).sum()
+    if estimator != "k2":
+        torch.testing.assert_close((logprobs.exp() * estimates).sum(), reverse)
+    expected = {"reverse": reverse, "forward": forward, None: 0 * reverse}[gradient_of]
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
+
+
+@pytest.mark.parametrize("K", [2, 3, 5])
+def test_the_unclipped_pairwise_gradient_is_ppgs_and_leave_one_outs(K):
+    logprobs, rewards = randn(4, K, seed=1).requires_grad_(), randn(4, K, seed=2)
+    off = P3OSettings(clipping="none", kl_coef=0.0)
+    gradients = [
+        torch.autograd.grad(loss, logprobs)[0]
+        for loss in (
+            p3o_loss(logprobs, logprobs.detach(), logprobs.detach(), rewards, off).loss,
+            losses.ppg(logprobs, rewards).mean(),
+            losses.reinforce(logprobs, losses.rloo_advantages(rewards)).sum(1).mean() / K,
+        )
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1])
+    torch.testing.assert_close(gradients[0], gradients[2])
+
+
+def test_advantages_within_a_group():
+    rewards = torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]], dtype=torch.float64)
+    torch.testing.assert_close(losses.rloo_advantages(rewards)[0], torch.tensor([-3.0, -1.5, 4.5]).double())
+    torch.testing.assert_close(losses.group_advantages(rewards, scale=False)[0], torch.tensor([-2.0, -1, 3]).double())
+    scaled = losses.group_advantages(rewards)
+    torch.testing.assert_close(scaled[0], torch.tensor([-2.0, -1, 3]).double() / (math.sqrt(7) + 1e-4))
+    assert not scaled[1].any()
+    shifted = losses.group_advantages(rewards + torch.tensor([[5.0], [-7.0]]))
+    torch.testing.assert_close(shifted, scaled)
+    with pytest.raises(ValueError, match="2 responses or more"):
+        losses.rloo_advantages(rewards[:, :1])
+
+
+def test_overlong_responses_lose_step_by_step():
+    lengths = torch.tensor([10, 80, 90, 100, 120])
+    assert losses.overlong_penalty(lengths, longest=100, margin=20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="margin"):
+        losses.overlong_penalty(lengths, longest=100, margin=101)
+
+
+def test_ktos_reference_point_is_a_constant_that_is_not_negative():
+    logprobs = randn(5).requires_grad_()
+    assert losses.kto_reference_point(logprobs, logprobs + 1) == 0
+    point = losses.kto_reference_point(logprobs, logprobs - 2)
+    assert point == 2
+    assert not point.requires_grad
+
+
+def test_orpos_odds_keep_their_digits_and_gradients_at_both_ends():
+    for dtype in (torch.float32, torch.float64):
+        mean_logprobs = torch.tensor([[0.0, -1e-9], [-1e-4, -80.0], [-500.0, -0.693]], dtype=dtype, requires_grad=True)
+        loss = losses.orpo(mean_logprobs)
+        loss.sum().backward()
+        assert loss.isfinite().all()
+        assert mean_logprobs.grad.isfinite().all()
+    expected = torch.log1p(-torch.tensor(-1e-4, dtype=torch.float64).exp())
+    got = losses.orpo(torch.tensor([[-1e-4, -1e-4]])).double()  # equal odds: log 2 whatever they are
+    torch.testing.assert_close(got, torch.tensor([1e-4 + 0.1 * math.log(2)]).double(), rtol=1e-5, atol=0)
+    assert expected < -9
+
+
+def test_far_apart_responses_overflow_nothing():
+    logprobs = torch.tensor([[-1e4, -1.0], [-1.0, -1e4]], requires_grad=True)
+    known = torch.zeros(2, 2)
+    for name in ("dpo", "apo_zero", "apo_down", "bpo"):
+        loss = getattr(losses, name)(logprobs, known)
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert loss.isfinite().all(), name
+        assert gradient.isfinite().all(), name
+
+
+def test_trl_has_the_same_contrastive_losses():
+    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    logprobs = -randn(6, 2).abs() - 0.01
+    settings = {"alpha": 0.0, "beta": 0.4, "simpo_gamma": 0.6, "label_smoothing": 0.0, "nll": 1.0}
+    trainer = SimpleNamespace(**settings, accelerator=SimpleNamespace(device="cpu"))
+    columns = logprobs.unbind(1)
+    trainer.loss_type = "simpo"
+    theirs, *_ = cpo.CPOTrainer.cpo_loss(trainer, *columns)
+    torch.testing.assert_close(losses.simpo(logprobs, beta=0.4, gamma=0.6), theirs)
+    trainer.loss_type = "sigmoid"
+    theirs, *_ = cpo.CPOTrainer.cpo_loss(trainer, *columns)
+    torch.testing.assert_close(losses.cpo(logprobs, beta=0.4, weight=0.0), theirs)
+    theirs, *_ = orpo.ORPOTrainer.odds_ratio_loss(trainer, *columns)
+    mine = losses.orpo(logprobs, weight=0.4) + logprobs[:, 0]
+    torch.testing.assert_close(mine, -theirs.double(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,152 @@
+"""Entropy, mean logit and the likeliest token: of logits, of a head in chunks, and within linear_loss."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels import Groups, linear_logprobs, linear_loss, token_logprobs
+from tests.kernels.problems import CHUNKED, DEVICE, EXAMPLES, budget_for, random_hidden_states, vocabularies
+
+ALL = ("entropy", "mean_logit", "is_top")
+IMPLEMENTATIONS = ["eager", "triton"]
+
+
+def oracle(logits: torch.Tensor, labels: torch.Tensor):
+    """By the definitions, one token at a time."""
+    counts = labels != -100
+    p = logits.softmax(1)
+    entropy = torch.stack([-(row[row > 0] * row[row > 0].log()).sum() for row in p]) * counts
+    logprobs = p.log().gather(1, labels.clamp(min=0)[:, None])[:, 0].masked_fill(~counts, 0.0)
+    is_top = [bool(count and row[label] == row.max()) for row, label, count in zip(p, labels, counts, strict=True)]
+    means = logits.detach().mean(1).masked_fill(~counts, 0.0)
+    return logprobs, entropy, means, torch.tensor(is_top, device=logits.device)
+
+
+def problem(N: int, V: int, seed: int, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(N, V, generator=generator)).to(dtype)
+    labels = torch.randint(V, (N,), generator=generator)
+    labels[::3] = logits[::3].argmax(1)
+    labels[2::5] = -100
+    return logits.to(DEVICE), labels.to(DEVICE), torch.randn(2, N, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    N=st.integers(1, 9),
+    V=vocabularies(2, 90),
+    temperature=st.sampled_from([1.0, 0.7]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 10**6),
+)
+def test_outputs_of_logits_are_as_exact_as_their_dtype(impl, N, V, temperature, dtype, seed):
+    logits, labels, weights = problem(N, V, seed, dtype)
+    exact, leaf = (tensor.clone().requires_grad_() for tensor in (logits.double(), logits))
+    expected = oracle(exact / temperature, labels)
+    got = token_logprobs(leaf, labels, temperature=temperature, outputs=ALL, impl=impl)
+    for mine, target in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine.double(), target.double(), rtol=1e-5, atol=1e-5)
+    assert got.is_top.dtype == torch.bool
+    (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
+    (weights[0] * got.logprobs + weights[1] * got.entropy).sum().backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert (leaf.grad - exact.grad).norm() <= tolerance * (exact.grad.norm() + 1)
+    assert not got.mean_logit.requires_grad
+
+
+@pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    N=st.integers(1, 20),
+    V=vocabularies(2, 70),
+    held=st.integers(1, 20),
+    settings_of_head=st.sampled_from([{}, {"softcap": 4.0, "temperature": 1.3}]),
+    bias=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_outputs_of_a_head_at_every_budget(impl, N, V, held, settings_of_head, bias, seed):
+    states = random_hidden_states(N, V, 6, DEVICE, seed=seed, bias=bias, **settings_of_head)
+    _, labels, weights = problem(N, V, seed)
+    exact, leaves = states.to(torch.float64).leaves(), states.leaves()
+    expected = oracle(exact.logits(), labels)
+    (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
+    budget = budget_for(held, V)
+    got = linear_logprobs(leaves.hidden, leaves.head, labels, outputs=ALL, memory_budget=budget, impl=impl)
+    (weights[0] * got.logprobs + weights[1] * got.entropy).sum().backward()
+    for mine, target in zip(got[:3], expected[:3], strict=True):
+        torch.testing.assert_close(mine.double(), target.double(), rtol=1e-5, atol=2e-5)
+    for mine, target in zip(leaves.gradients(), exact.gradients(), strict=True):
+        assert (mine - target).norm() <= 1e-5 * target.norm() + 1e-4
+    without = linear_logprobs(leaves.hidden, leaves.head, labels, memory_budget=budget, impl=impl)
+    assert torch.equal(without, got.logprobs)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_the_gradient_of_the_entropy_alone(impl):
+    logits, labels, weights = problem(7, 20, 0)
+    exact, leaf = (tensor.clone().requires_grad_() for tensor in (logits.double(), logits))
+    (oracle(exact, labels)[1] * weights[0]).sum().backward()
+    (token_logprobs(leaf, labels, outputs=["entropy"], impl=impl).entropy * weights[0]).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_tokens_of_probability_zero_and_far_apart_logits(impl):
+    inf = float("inf")
+    logits = torch.tensor([[0.0, -inf, 1.0], [-inf, 5.0, -inf], [1e4, -1e4, 0.0]], device=DEVICE, requires_grad=True)
+    labels = torch.tensor([2, 1, 1], device=DEVICE)
+    got = token_logprobs(logits, labels, outputs=("is_top", "entropy"), impl=impl)
+    p = torch.tensor([0.0, 1.0]).softmax(0)
+    torch.testing.assert_close(got.entropy.cpu(), torch.tensor([-(p * p.log()).sum(), 0.0, 0.0]))
+    assert got.is_top.tolist() == [True, True, False]
+    assert got.mean_logit is None
+    got.entropy.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
+def test_an_entropy_bonus_in_linear_loss(impl):
+    lengths = [3, 5, 2, 4]
+    states = random_hidden_states(14, 30, 6, DEVICE)
+    labels = torch.arange(14, device=DEVICE)
+    old = torch.randn(14, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+    def objective(groups: Groups):
+        entropies = groups.means(groups.entropy)
+        top = groups.means(groups.is_top.float()).sum()
+        loss = groups.means((groups.token_logprobs - groups["old"]).square()) - 0.1 * entropies.exp()
+        return loss.sum(), {"entropy": entropies.sum(), "top": top, "mean_logit": groups.means(groups.mean_logit).sum()}
+
+    found = []
+    for how in ({"impl": "eager"}, {"impl": impl, "memory_budget": budget_for(5, 30)}, {"impl": impl}):
+        leaves = states.leaves()
+        output = linear_loss(
+            leaves.hidden,
+            leaves.head,
+            labels,
+            torch.tensor([0, *lengths]).cumsum(0),
+            objective,
+            responses_per_group=2,
+            of_tokens={"old": old},
+            outputs=ALL,
+            **how,
+        )
+        output.loss.backward()
+        found.append([output.loss.detach(), *output.metrics.values(), *leaves.gradients()])
+    for others in found[1:]:
+        for mine, target in zip(others, found[0], strict=True):
+            torch.testing.assert_close(mine, target, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("outputs", ["entropy", ["entropies"]])
+def test_unknown_outputs_are_refused(outputs):
+    states, labels = random_hidden_states(2, 5, 3, DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
+    for call in (
+        lambda: token_logprobs(states.logits(), labels, outputs=outputs),
+        lambda: linear_logprobs(states.hidden, states.head, labels, outputs=outputs),
+        lambda: linear_loss(states.hidden, states.head, labels, torch.tensor([0, 2]), lambda _: 0, outputs=outputs),
+    ):
+        with pytest.raises(ValueError, match="outputs must be among entropy, mean_logit, is_top"):
+            call()

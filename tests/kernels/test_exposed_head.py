@@ -1,0 +1,118 @@
+"""The loss within a model's forward call: alone, with adapters, under DDP and FSDP2, and what is refused."""
+
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+from fastp3o_kernels import expose_head, linear_logprobs
+from fastp3o_kernels.exposed_head import head_of
+from tests.kernels import exposed_heads
+from tests.kernels.exposed_heads import CONFIGS, IDS, SIZES, gradients, model_of, p3o_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_the_models_own_head(name):
+    model = expose_head(model_of(name))
+    logits = model(IDS).logits
+    expected = logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None]).squeeze(2)
+
+    def of_hidden(hidden, head):
+        return linear_logprobs(hidden[:, :-1].flatten(0, 1), head, IDS[:, 1:].flatten())
+
+    torch.testing.assert_close(model(IDS, of_hidden=of_hidden).view(expected.shape), expected)
+
+
+def test_adapters_count_and_checkpointing_changes_nothing():
+    peft = pytest.importorskip("peft")
+    found = []
+    for checkpoints in (False, True):
+        model = expose_head(model_of("llama")).train()
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        adapted = peft.get_peft_model(model, config)
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        adapted(**p3o_of(slice(0, 4))).backward()
+        found.append(gradients(adapted))
+        assert found[-1]
+        assert all("lora" in name for name in found[-1])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_copy_computes_with_its_own_weights():
+    model = expose_head(model_of("llama"))
+    copy = deepcopy(model)
+    batch = p3o_of(slice(0, 4))
+    logits, loss = copy(IDS).logits, copy(**batch)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert torch.equal(copy(IDS).logits, logits)
+    assert torch.equal(copy(**batch), loss)
+
+
+def test_autocast_holds():
+    model = expose_head(model_of("llama"))
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IDS, of_hidden=lambda hidden, head: seen.append(torch.is_autocast_enabled("cpu")))
+    assert seen == [True]
+
+
+def test_what_is_refused():
+    peft = pytest.importorskip("peft")
+    model = expose_head(model_of("llama"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is a peft.*plain linear layer"):
+        adapted(**p3o_of(slice(0, 1)))
+
+    class Quantised(nn.Linear):
+        pass
+
+    model = expose_head(model_of("llama"))
+    model.lm_head = Quantised(16, 40)
+    with pytest.raises(ValueError, match=r"Quantised.*quantisation"):
+        model(**p3o_of(slice(0, 1)))
+    with pytest.raises(ValueError, match="got a Linear"):
+        expose_head(nn.Linear(2, 2))
+    prepared = model_of("llama")
+    prepared._original_forward = prepared.forward
+    with pytest.raises(ValueError, match=r"before accelerator\.prepare"):
+        expose_head(prepared)
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*torchrun, exposed_heads.__file__, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    model = expose_head(model_of("llama"))
+    model(**p3o_of(slice(0, 4))).backward()
+    expected = gradients(model)
+    for kind in exposed_heads.WRAPPERS:
+        found = load_file(tmp_path / f"{kind}.safetensors")
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() < 1e-5 * gradient.norm(), (kind, name)
+    for rank in range(2):
+        assert "expose_head" in (tmp_path / f"refused by {rank}").read_text()
+
+
+def test_a_head_of_a_reward_model_is_its_score():
+    model = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, intermediate_size=24, num_labels=1))
+    assert head_of(model).weight is model.score.weight

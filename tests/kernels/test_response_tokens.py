@@ -1,0 +1,95 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels import linear_logprobs, response_tokens
+from tests.kernels.problems import random_hidden_states
+
+
+def padded(groups: list[tuple[list[int], list[list[int]]]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """input_ids and response_mask of prompts with their responses, padded with 0 on one side."""
+    rows = [(prompt + response, [0] * len(prompt) + [1] * len(response)) for prompt, rs in groups for response in rs]
+    width = max(len(ids) for ids, _ in rows)
+
+    def pad(values):
+        padding = [0] * (width - len(values))
+        return padding + values if left else values + padding
+
+    ids, mask = zip(*((pad(ids), pad(mask)) for ids, mask in rows), strict=True)
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+TOKENS = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+GROUPS = st.lists(
+    st.tuples(TOKENS, st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=2, max_size=2)), min_size=1, max_size=4
+)
+
+
+@settings(deadline=None)
+@given(groups=GROUPS, dtype=st.sampled_from([torch.bool, torch.int64, torch.float32]))
+def test_tokens_of_a_padded_batch(groups, dtype):
+    ids, mask = padded(groups, left=False)
+    tokens = response_tokens(ids, mask.to(dtype), responses_per_prompt=2)
+    responses = [response for _, rs in groups for response in rs]
+    assert tokens.labels.tolist() == [token for response in responses for token in response]
+    assert tokens.cu_seqlens.diff().tolist() == [len(response) for response in responses]
+    assert tokens.cu_seqlens.device.type == "cpu"
+    assert torch.equal(tokens.of(ids), tokens.labels)
+    states = random_hidden_states(ids.numel(), 10, 4, torch.device("cpu"))
+    whole = states.logits().view(*ids.shape, 10).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    got = linear_logprobs(states.hidden[tokens.predicted_at], states.head, tokens.labels)
+    torch.testing.assert_close(got, whole[mask[:, 1:].bool()])
+
+
+@settings(deadline=None)
+@given(groups=GROUPS, seed=st.integers(0, 1000))
+def test_an_order_brings_siblings_together(groups, seed):
+    ids, mask = padded(groups, left=False)
+    expected = response_tokens(ids, mask, responses_per_prompt=2)
+    shuffle = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+    got = response_tokens(ids[shuffle], mask[shuffle], responses_per_prompt=2, order=shuffle.argsort())
+    assert torch.equal(got.labels, expected.labels)
+    assert torch.equal(got.cu_seqlens, expected.cu_seqlens)
+    assert torch.equal(got.of(ids[shuffle]), expected.of(ids))
+
+
+def test_padding_on_the_left_and_masked_tokens_of_tools():
+    ids, mask = padded([([5, 6], [[1, 2, 3], [4, 4, 4]]), ([7, 8], [[2, 2, 2], [9, 8, 7]])], left=True)
+    mask[0, 3] = 0
+    tokens = response_tokens(ids, mask, responses_per_prompt=2)
+    assert tokens.labels.tolist() == [1, 3, 4, 4, 4, 2, 2, 2, 9, 8, 7]
+    assert tokens.predicted_at.tolist()[:2] == [1, 3]
+
+
+def test_first_and_second_responses_in_two_halves():
+    halves = torch.tensor([[5, 1], [6, 2], [5, 3], [6, 4]])
+    mask = torch.tensor([[0, 1]] * 4)
+    with pytest.raises(ValueError, match="rows 0 and 1 of the batch are taken for responses to one prompt"):
+        response_tokens(halves, mask, responses_per_prompt=2)
+    order = torch.arange(4).view(2, 2).T.flatten()
+    assert response_tokens(halves, mask, responses_per_prompt=2, order=order).labels.tolist() == [1, 3, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"input_ids": torch.zeros(4, dtype=torch.long)}, r"must have shape \[B, T\]"),
+        ({"response_mask": torch.ones(2, 2)}, r"response_mask must have shape \[2, 3\]"),
+        ({"response_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])}, r"response_mask\[1, 0\] is 1"),
+        ({"response_mask": torch.tensor([[0, 0.5, 1], [0, 1, 0]])}, r"response_mask\[0, 1\] is 0.5"),
+        ({"response_mask": torch.tensor([[0, 1, 1], [0, -100, 0]])}, r"response_mask\[1, 1\] is -100"),
+        ({"responses_per_prompt": 3}, "no multiple of the 3"),
+        ({"order": torch.tensor([0, 0])}, r"each row of the batch once, got \[0, 0\]"),
+        ({"order": torch.tensor([0])}, r"order must have shape \[2\]"),
+    ],
+)
+def test_bad_batches(changed, message):
+    given = {"input_ids": torch.ones(2, 3, dtype=torch.long), "response_mask": torch.tensor([[0, 1, 1], [0, 1, 0]])}
+    with pytest.raises(ValueError, match=message):
+        response_tokens(**(given | changed))
+
+
+def test_a_batch_without_responses():
+    tokens = response_tokens(torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3), responses_per_prompt=2)
+    assert (len(tokens.labels), tokens.cu_seqlens.tolist()) == (0, [0, 0, 0])
