@@ -102,20 +102,18 @@ class ChatTemplate:
             return (Piece(text, True),)
         if outline is None and not any(self.special.search(message["content"]) for message in conversation):
             return (Piece(text, True),)
-        pieces, rest = [], text
-        for number, part in enumerate(MARK.split(outline or "")):
-            content = number % 2 == 1
-            # Templates write contents as they are or without white space around them.
-            given = conversation[int(part)]["content"] if content else part
-            version = next((version for version in (given, given.strip()) if rest.startswith(version)), None)
-            if version is None:
-                break
-            pieces.append(Piece(version, not content))
-            rest = rest[len(version) :]
-        if rest or written(tuple(pieces)) != text:
+        parts = MARK.split(outline or "")
+        # Every second one is the number of a message. Templates write contents as they are, or trimmed.
+        versions = [
+            dict.fromkeys((content, content.strip())) if number % 2 else (part,)
+            for number, part in enumerate(parts)
+            for content in [conversation[int(part)]["content"] if number % 2 else ""]
+        ]
+        found = re.fullmatch("".join(f"({'|'.join(map(re.escape, either))})" for either in versions), text)
+        if found is None:
             expected = "no special token's text in content, which this chat template changes so that they look alike"
             raise RecordError(field, expected, Found("some"))
-        return tuple(piece for piece in pieces if piece.text)
+        return tuple(Piece(part, number % 2 == 0) for number, part in enumerate(found.groups()) if part)
 
     def outline_of(self, conversation: list[Message], *, add_generation_prompt: bool) -> str | None:
         """What the template writes around the contents; None where it does not take marks in their place."""

@@ -1,6 +1,8 @@
 """Contents can hold the text of special tokens, and what they become is text, in templates of several kinds."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastp3o.data.chat_template import ChatTemplate, Piece, written
 from fastp3o.data.encoding import Encoder
@@ -86,3 +88,21 @@ def test_the_beginning_of_an_earlier_thought_may_be_dropped():
     conversation = [{"role": role, "content": content} for role, content in roles]
     pieces = ChatTemplate(byte_tokenizer(template=template)).prompt(Part("prompt", conversation))
     assert written(pieces) == "user:Hi</s>assistant:Ho</s>user:Why?</s>"
+
+
+@given(
+    contents=st.lists(
+        st.lists(st.sampled_from([BOS, EOS, "</", "s>", "<", " ", "\n", "Hi", "[INST]", "é"]), min_size=1).map("".join),
+        min_size=1,
+        max_size=3,
+    ).filter(lambda contents: all(content.strip() for content in contents))
+)
+@pytest.mark.parametrize("template", [CHATML, TRIMMED, SYSTEM_IN_USER], ids=["chatml", "trimmed", "system in user"])
+def test_whatever_is_said_the_template_alone_places_special_tokens(template: str, contents: list[str]):
+    tokenizer = byte_tokenizer(template=template)
+    conversation = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    harmless = [{**message, "content": "x"} for message in conversation]
+    pieces, own = (ChatTemplate(tokenizer).prompt(Part("prompt", messages)) for messages in (conversation, harmless))
+    assert written(pieces) == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    got, expected = (Encoder(tokenizer, 999, None).tokenise([text])[0] for text in (pieces, own))
+    assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [expected.count(token) for token in (BOS_ID, EOS_ID)]
