@@ -35,13 +35,16 @@ def is_message(error: Exception) -> bool:
 
 
 def raised_by_us(traceback: TracebackType | None) -> bool:
-    """Whether the innermost frame is one of fastp3o, or of a script, at a raise statement."""
+    """Whether the innermost frame is one of fastp3o or its kernels, or of a script, at a raise statement."""
     if traceback is None:
         return False
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
     code, package = traceback.tb_frame.f_code, traceback.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in ("fastp3o", "__main__") and dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    return (
+        package in ("fastp3o", "fastp3o_kernels", "__main__")
+        and dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
+    )
 
 
 def one_line(error: Exception) -> str:

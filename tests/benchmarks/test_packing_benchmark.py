@@ -126,8 +126,9 @@ def test_other_goals_are_not_about_updates():
 def test_no_goal_is_met_by_times_on_a_cpu():
     precise = {"level": "precision", "implementation": "fastp3o", "log_ratio_error": 2e-5}
     results = [*UPDATES, precise]
-    assert report.judged({"benchmarks": results, "environment": {"cuda": None}}) == [precise]
-    assert report.judged({"benchmarks": results, "environment": {"cuda": "13.0"}}) == results
+    assert report.judged({"benchmarks": results, "environment": {"cuda": None}}) == [precise | {"cuda": False}]
+    everything = [result | {"cuda": True} for result in results]
+    assert report.judged({"benchmarks": results, "environment": {"cuda": "13.0"}}) == everything
 
 
 def test_tables():

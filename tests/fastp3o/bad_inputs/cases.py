@@ -84,7 +84,7 @@ FLAGS = [
     ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
     ("p3o", "--lora_rank 2 --lora_targets nosuch", "--lora_targets nosuch: Target modules {'nosuch'} not found"),
     ("p3o", "--lora_rank 2 --lora_alpha 0", "--lora_alpha must be above 0"),
-    ("p3o", "--lora_rank 2 --lora_targets lm_head", "Leave the head out of LoRA (--lora_targets"),
+    ("p3o", "--lora_rank 2 --lora_targets lm_head", "leave it out of --lora_targets"),
     ("p3o", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
     ("p3o", "--report_to nosuch", "--report_to: nosuch is not installed or not a tracker of accelerate's"),
     ("p3o", "--report_to tensorboard,aim", "--report_to: aim is not installed"),

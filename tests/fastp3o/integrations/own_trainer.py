@@ -54,7 +54,7 @@ def own_update(
                 [[True] * len(group.responses) for group in groups],
             )
             rewards = torch.tensor([group.rewards for group in groups])
-            rows = pack_minibatches(rollouts, 1, Packing(100))
+            rows = pack_minibatches(accelerator, rollouts, 1, Packing(100))
             prepared += with_logprobs(accelerator, policy, reference, rows, rewards, averages_tokens=False)
         for _ in range(inner_epochs):
             for microbatches in prepared:

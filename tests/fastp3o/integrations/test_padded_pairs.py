@@ -39,7 +39,7 @@ def test_it_is_linear_p3o_loss(clipping, K):
     output = model(ids, attention_mask=batch.attention_mask, of_hidden=expected)
     output.loss.backward()
     torch.testing.assert_close(loss, output.loss)
-    torch.testing.assert_close(found, gradients(model))
+    torch.testing.assert_close(found, gradients(model), rtol=1e-5, atol=2e-5)
     assert metrics["pairs"] == 1
     for name in ("ratio_mean", "clip_fraction", "advantage_mean_abs", "kl"):
         torch.testing.assert_close(metrics[name], output.metrics[name])

@@ -51,8 +51,8 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     # As on a GPU: slots that stay, rows of prompts of equal length.
     for tokens_per_row in (64, 2048):
 
-        def static(*arguments, rows=tokens_per_row):
-            return Engine(*arguments, static=True, tokens_per_row=rows)
+        def static(*arguments, rows=tokens_per_row, **options):
+            return Engine(*arguments, static=True, tokens_per_row=rows, **options)
 
         with monkeypatch.context() as patched:
             patched.setattr(engine_sampler, "Engine", static)
@@ -109,9 +109,9 @@ def chi_squared(tokens: torch.Tensor, probs: torch.Tensor) -> float:
 def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts, monkeypatch):
     rooms = []
 
-    def recorded(policy, shapes, room, *rest):
+    def recorded(policy, shapes, room, *rest, **options):
         rooms.append(room)
-        return Engine(policy, shapes, room, *rest, static=True)
+        return Engine(policy, shapes, room, *rest, static=True, **options)
 
     monkeypatch.setattr(engine_sampler, "Engine", recorded)
     bytes_per_token = 2 * 2 * 16 * 4  # layers, keys and values of one head of 16
