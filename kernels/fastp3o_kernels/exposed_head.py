@@ -73,8 +73,8 @@ def head_of(model: Any) -> Head:
     if kinds[0] is not nn.Linear:
         kind = f"{type(layer).__module__}.{type(layer).__name__}"
         raise ValueError(
-            f"the head of {name} is a {kind}; fastp3o's losses need a plain linear layer. LoRA of the head itself is not "
-            "supported: leave it out of --lora_targets, or of peft's target_modules; and out of quantisation "
+            f"the head of {name} is a {kind}; fastp3o's losses need a plain linear layer. LoRA of the head itself is "
+            "not supported: leave it out of --lora_targets, or of peft's target_modules; and out of quantisation "
             "(llm_int8_skip_modules of bitsandbytes)"
         )
     config = model.config
