@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
-from transformers.utils import cached_file, find_adapter_config_file
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, find_adapter_config_file
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NAMED = 3  # weights or tokens in an error
@@ -20,6 +20,8 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
     """A model without dropout, and what transformers says of weights that are missing, unexpected or mismatched."""
     with errors_naming(name), without_load_report():
         off = dropout_off(load_config(name, options["trust_remote_code"]))
+        if has_file(name, GENERATION_CONFIG_NAME):
+            GenerationConfig.from_pretrained(name)  # transformers passes over one that it cannot read
         return model_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
         )
@@ -76,7 +78,11 @@ def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
 
 def has_tokenizer(name: str) -> bool:
     """transformers makes up an empty tokenizer for some models without one."""
-    return any(cached_file(name, file, _raise_exceptions_for_missing_entries=False) for file in TOKENIZER_FILES)
+    return any(has_file(name, file) for file in TOKENIZER_FILES)
+
+
+def has_file(name: str, file: str) -> bool:
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
 
 
 @contextmanager

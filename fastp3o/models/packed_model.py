@@ -62,10 +62,11 @@ class PackedModel(nn.Module):
     def check_reach(self, tokens: int) -> None:
         """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""
         if self.longest_sequence is not None and tokens > self.longest_sequence:
+            name = self.model.name_or_path
             raise ValueError(
                 f"prompt and response take up to {tokens} tokens together, and the positions of "
-                f"{type(self.model).__name__} end at {self.longest_sequence}: lower --max_prompt_tokens or "
-                "--max_response_tokens"
+                f"{type(self.model).__name__}{f' ({name})' if name else ''} end at {self.longest_sequence}: lower "
+                "--max_prompt_tokens or --max_response_tokens"
             )
 
     def recompute_activations(self) -> None:

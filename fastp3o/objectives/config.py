@@ -73,6 +73,11 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     def minibatches_per_update(self) -> int:
         return self.prompts_per_update // self.prompts_per_minibatch
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and a response at most."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step in self.evaluated_at or super().evaluates_after(step, last=last)
 

@@ -20,6 +20,7 @@ from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.room import available_memory
@@ -158,7 +159,7 @@ def whole_copy(policy: PackedModel, accelerator: Accelerator, precision: Precisi
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
     model = load_policy(config.model, trust_remote_code=config.trust_remote_code).train()
-    model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
+    model.check_reach(config.longest_sequence)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
         model.recompute_activations()
@@ -173,7 +174,7 @@ def load_named_reward(
     tokenizer: PreTrainedTokenizerBase,
     mesh: DeviceMesh | None,
 ) -> Reward:
-    return load_reward(
+    reward = load_reward(
         name,
         tokenizer,
         device=accelerator.device,
@@ -183,6 +184,10 @@ def load_named_reward(
         offload=config.offload,
         trust_remote_code=config.trust_remote_code,
     )
+    # In another vocabulary, lengths are known with the texts.
+    if isinstance(reward, ModelReward) and reward.shares_vocabulary:
+        reward.model.model.check_reach(config.longest_sequence)
+    return reward
 
 
 def load_reference(
@@ -200,4 +205,5 @@ def load_reference(
         dtype=precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
+    frozen.check_reach(config.longest_sequence)
     return SecondModel(frozen, accelerator.device, mesh, offload=config.offload)

@@ -1,5 +1,6 @@
 """Every bad input ends in its one line, and trains nothing."""
 
+import os
 import runpy
 import shlex
 import sys
@@ -73,6 +74,7 @@ def test_a_bad_input_ends_in_one_line(
     assert usage or line.startswith("error: ")
     assert "Traceback" not in said
     assert not Path("o/model").exists(), "nothing is trained"
+    assert "bad_rewards:" in case.flags or not Path("o").exists() or not os.listdir("o"), "no run is begun"
 
 
 def not_in(content: str | bytes, flags: list[str]) -> list[str]:

@@ -135,7 +135,9 @@ def test_sequences_beyond_the_reach_of_absolute_positions_are_refused(workplace,
     settings = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**settings, eos_token_id=0, bos_token_id=0)).save_pretrained("gpt2")
     tokenizer.save_pretrained("gpt2")
-    with pytest.raises(ValueError, match="up to 66 tokens together, and the positions of GPT2LMHeadModel end at 64"):
+    with pytest.raises(
+        ValueError, match=r"up to 66 tokens together, and the positions of GPT2LMHeadModel .gpt2. end at 64"
+    ):
         train(config("gpt2", "run", max_prompt_tokens=60))
 
 
