@@ -86,7 +86,7 @@ def after_a_step(policy: PackedModel, microbatch: Microbatch, learning_rate: flo
     moved = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(moved.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     config = P3OConfig(model="", output_dir="", prompts="", reward="", learning_rate=learning_rate)
-    config.objective().loss(moved, microbatch)[0].backward()
+    config.build().loss(moved, microbatch)[0].backward()
     optimizer.step()
     return moved
 

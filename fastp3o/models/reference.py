@@ -1,6 +1,7 @@
-"""The frozen policy that the KL is measured against: a second model, or a LoRA policy without its adapters."""
+"""The policy that the KL is measured against: a second model, or a LoRA policy without its adapters."""
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,11 +14,19 @@ from fastp3o.models.sharding import passes
 from fastp3o.models.trainable import adapters_off
 from fastp3o.packing.packed_row import PackedRow
 
-# Rows -> log-probabilities of the scored tokens of each, [N] fp32.
-Reference = Callable[[Sequence[PackedRow]], list[Tensor]]
+
+class Reference(ABC):
+    """Log-probabilities of a frozen policy; some move between updates."""
+
+    @abstractmethod
+    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
+        """Of the scored tokens of each row, [N] fp32."""
+
+    def follow(self, policy: PackedModel, update: int) -> None:  # noqa: B027 - most stay where they are
+        """Goes after the policy, once an update of it is made."""
 
 
-class SecondModel:
+class SecondModel(Reference):
     """A model of its own."""
 
     def __init__(self, model: PackedModel, device: torch.device, mesh: DeviceMesh | None = None, *, offload: bool):
@@ -27,7 +36,7 @@ class SecondModel:
         return self.frozen.passes(rows, scored_logprobs)
 
 
-class WithoutAdapters:
+class WithoutAdapters(Reference):
     """The base of a LoRA policy; takes no memory of its own."""
 
     def __init__(self, policy: PackedModel):

@@ -3,11 +3,12 @@
 P prompts with K responses each and N scored tokens of a packed row.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import PackedRow
@@ -26,6 +27,7 @@ class Microbatch:
     ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
     prompt_share: float = field(default=1.0, kw_only=True)  # what weight is where a loss averages prompts
+    counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, what takes part in the loss; None: all
 
 
 # A loss, 0-d, and metrics of it, 0-d and detached; names that end in `_max` are maxima, the others means.
@@ -33,31 +35,37 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 SumOverProcesses = Callable[[Tensor], Tensor]
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """An update of the policy from rollouts with rewards, old and reference log-probs.
 
     averages_tokens: whether the loss is a mean over response tokens, rather than over prompts.
     clip_range: of log-ratios of whole responses, which rounding must leave alone; None where there is none.
     scaler: what rewards go through.
-    learning_rates: of submodules that the objective adds to the policy, by name.
     """
 
-    learning_rates: dict[str, float]
+    averages_tokens: bool = False
+    clip_range: float | None = None
+    scaler: Scaler
 
     @property
-    def averages_tokens(self) -> bool: ...
-    @property
-    def clip_range(self) -> float | None: ...
-    @property
-    def scaler(self) -> Scaler: ...
+    def learning_rates(self) -> Mapping[str, float]:
+        """Of submodules that the objective adds to the policy, by name."""
+        return {}
 
-    def add_to(self, policy: PackedModel) -> None:
-        """Adds what trains beside the policy."""
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """What of it changes from update to update, by the names that these have in a state."""
+        return {"reward_scaling": self.scaler}
+
+    def add_to(self, policy: PackedModel) -> None:  # noqa: B027 - most add nothing
+        """Adds what trains beside the policy, such as a critic."""
 
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
         """What is computed once an update, before the first optimizer step."""
+        return minibatches
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        """The loss of one microbatch."""
+    @abstractmethod
+    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
+        """The loss of one microbatch. on_policy: no optimizer step has been made since its old log-probs."""

@@ -12,7 +12,7 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     """Rollouts, rewards, evaluations: all but the objective's own settings."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("updates", "missing_eos_penalty", "offload", "eval_batch_size", "eval_at", "samples_every"),
+        *("updates", "missing_eos_penalty", "offload", "eval_batch_size", "eval_at", "samples_every", "ptx_coef"),
     )
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
@@ -23,6 +23,14 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     )
     reference: str | None = option(
         None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
+    )
+    reference_every: int = option(
+        0, "The policy's own weights become the reference after every this many updates; 0: it stays."
+    )
+    reference_decay: float = option(
+        0.0,
+        "The reference becomes decay * reference + (1 - decay) * policy after each update, an exponential mean; 0: it "
+        "stays.",
     )
     offload: bool = option(False, "Keep reference and reward model on the CPU between uses.")
 
@@ -39,8 +47,20 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     )
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
 
+    ptx_data: str | None = option(
+        None, "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files."
+    )
+    ptx_coef: float = option(1.0, "Weight of the mix's loss, in nats per token, beside the objective's.")
+    ptx_batch_size: int = option(8, "Texts of the mix in each optimizer step, over all processes.")
+
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
     missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
+    mask_truncated: bool = option(
+        False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
+    )
+    dynamic_sampling: int = option(
+        0, "Sample the responses of a prompt again while all their rewards are equal, at most so often; 0 never."
+    )
 
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
     eval_responses_per_prompt: int = option(1, "Responses to each prompt in an evaluation.")
@@ -56,7 +76,12 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
         positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
         self.check_at_least(1, *positive, "eval_batch_size", "eval_responses_per_prompt")
         self.check_at_least(2, "responses_per_prompt")
-        self.check_at_least(0, "samples_every", "missing_eos_penalty")
+        self.check_at_least(0, "reference_every")
+        self.check_at_least(1, "ptx_batch_size")
+        self.check(self.ptx_coef > 0, "ptx_coef", "above 0")
+        self.check_alone("ptx_data", "ptx_coef", "ptx_batch_size")
+        self.check_reference()
+        self.check_at_least(0, "samples_every", "missing_eos_penalty", "dynamic_sampling")
         numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
         self.check(numbers, "eval_at", "whole numbers separated by commas")
         self.check(
@@ -68,6 +93,19 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
                 f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
             )
+
+    def check_reference(self) -> None:
+        self.check(0 <= self.reference_decay < 1, "reference_decay", "at least 0 and below 1")
+        if self.reference_every and self.reference_decay:
+            raise ValueError("--reference_every and --reference_decay exclude each other")
+        if self.reference_moves and self.lora_rank:
+            raise ValueError(
+                "--reference_every and --reference_decay need whole weights that train: without --lora_rank"
+            )
+
+    @property
+    def reference_moves(self) -> bool:
+        return bool(self.reference_every or self.reference_decay)
 
     @property
     def minibatches_per_update(self) -> int:
@@ -85,6 +123,6 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     def evaluated_at(self) -> set[int]:
         return {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
 
-    def objective(self) -> Objective:
-        """What this configuration trains with; each objective's own configuration says which."""
+    def build(self) -> Objective:
+        """What this configuration trains with; each objective's own says which, under its name in `objective`."""
         raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")

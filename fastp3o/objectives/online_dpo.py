@@ -3,69 +3,56 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fastp3o.config import option
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.rewards.scaling import AbsoluteScaler, differences
-from fastp3o_kernels import sequence_logprobs
+from fastp3o.config import objective_name, option
+from fastp3o.objectives.labelled_pairs import LabelledPairs, LabelledPairsConfig
+from fastp3o_kernels.head.groups import Groups
+from fastp3o_kernels.losses import dpo
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOConfig(OnlineConfig):
+class OnlineDPOConfig(LabelledPairsConfig):
     """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("kl_coef",)
 
+    objective: str = objective_name("online_dpo")
     kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.kl_coef > 0, "kl_coef", "above 0")
 
-    def objective(self) -> "OnlineDPO":
+    def build(self) -> "OnlineDPO":
         return OnlineDPO(self)
 
 
-class OnlineDPO:
-    """An Objective: of two fresh responses the one with the higher reward is the chosen one."""
+class OnlineDPO(LabelledPairs):
+    """−log σ(β Δ), Δ the difference of log π/π_ref (Rafailov et al. 2023, equation 7)."""
 
-    averages_tokens = False
-    clip_range = None
+    config: OnlineDPOConfig
 
-    def __init__(self, config: OnlineDPOConfig):
-        self.config = config
-        self.learning_rates: dict[str, float] = {}
-        # The loss reads which reward is higher, nothing else.
-        self.scaler = AbsoluteScaler(0.0, scale=False)
+    def losses(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return dpo(logprobs, ref_logprobs, beta=self.config.kl_coef)
 
-    def add_to(self, policy: PackedModel) -> None:
-        """There is no critic."""
-
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
-        """Rewards and reference log-probs are all that the loss takes."""
-        return minibatches
-
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        row, ref_logprobs = microbatch.row, microbatch.ref_logprobs
-        logprobs = sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)
-        log_ratios = logprobs.view_as(ref_logprobs) - ref_logprobs
-        return dpo_loss(log_ratios, microbatch.rewards, kl_coef=self.config.kl_coef)
+    def anchor(self, groups: Groups) -> Tensor:
+        return groups["ref"]
 
 
-def dpo_loss(log_ratios: Tensor, rewards: Tensor, *, kl_coef: float) -> LossAndMetrics:
-    """−log σ(β [log π(y_w) − log π_ref(y_w) − log π(y_l) + log π_ref(y_l)]), Rafailov et al. 2023, equation 7.
+@dataclass(frozen=True, kw_only=True)
+class BPOConfig(OnlineDPOConfig):
+    """BPO (behaviour preference optimization, arXiv 2406.12168): online DPO against the policy that sampled."""
 
-    log_ratios: log π(y|x) − log π_ref(y|x), [P, K] fp32. rewards: [P, K] fp32; y_w is the response with the higher one.
-    The mean over all K (K − 1) / 2 pairs of all prompts; equal rewards choose none and count as zero.
-    """
-    labels = differences(rewards).sign()
-    margins = labels * kl_coef * differences(log_ratios)
-    loss = (labels.abs() * -F.logsigmoid(margins)).mean()
-    metrics = {"accuracy": (margins > 0).float().mean(), "tied": (labels == 0).float().mean(), "margin": margins.mean()}
-    return loss, {name: value.detach() for name, value in metrics.items()}
+    objective: str = objective_name("bpo")
+    kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the policy that sampled.")
+
+    def build(self) -> "BPO":
+        return BPO(self)
+
+
+class BPO(OnlineDPO):
+    """DPO's loss against the policy that sampled, another one in every update; evaluations keep the reference."""
+
+    def anchor(self, groups: Groups) -> Tensor:
+        return groups["old"]

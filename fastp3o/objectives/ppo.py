@@ -4,33 +4,36 @@ Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et a
 penalty at each token, clipped values, whitened advantages. N tokens of a packed row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 
-from fastp3o.config import option
+from fastp3o.config import objective_name, option
 from fastp3o.models.packed_model import PackedModel, label_logprobs
 from fastp3o.models.sharding import passes
 from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, SumOverProcesses
-from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
 from fastp3o.objectives.critic import Critic
+from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(OnlineConfig):
+class PPOConfig(KLConfig):
     """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("clip_range", "kl_coef", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),
+        *("clip_range", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),
         "reward_clip",
     )
 
+    objective: str = objective_name("ppo")
     clip_range: float = option(0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).")
     kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")
     gae_lambda: float = option(0.95, "Lambda of generalised advantage estimation; nothing is discounted.")
@@ -49,14 +52,13 @@ class PPOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.clip_range > 0, "clip_range", "above 0")
-        self.check(self.kl_coef >= 0, "kl_coef", "0 or more")
         self.check(0 <= self.gae_lambda <= 1, "gae_lambda", "within 0 and 1")
         self.check(self.critic_learning_rate > 0, "critic_learning_rate", "above 0")
         self.check(self.value_coef >= 0, "value_coef", "0 or more")
         self.check(self.value_clip_range > 0, "value_clip_range", "above 0")
         self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
 
-    def objective(self) -> "PPO":
+    def build(self) -> "PPO":
         return PPO(self)
 
 
@@ -69,16 +71,23 @@ class PPOMicrobatch(Microbatch):
     returns: Tensor  # [N] fp32, the targets of the values
 
 
-class PPO:
-    """An Objective: token-level PPO."""
+class PPO(Objective):
+    """Token-level PPO."""
 
     averages_tokens = True
-    clip_range = None
 
     def __init__(self, config: PPOConfig):
         self.config = config
-        self.learning_rates = {"critic": config.critic_learning_rate}
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
+        self.kl = KLCoefficient(config.kl_coef, config.target_kl)
+
+    @property
+    def learning_rates(self) -> Mapping[str, float]:
+        return {"critic": self.config.critic_learning_rate}
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        return super().parts | self.kl.parts
 
     def add_to(self, policy: PackedModel) -> None:
         """The critic, as a submodule of the policy: what wraps, trains and saves one does so with the other."""
@@ -89,6 +98,7 @@ class PPO:
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
         """Adds values, advantages and returns to every microbatch."""
+        self.kl.adapt(minibatches, sum_over_processes)
         microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
         values = passes([microbatch.row for microbatch in microbatches], policy.get_submodule("critic"))
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
@@ -111,13 +121,14 @@ class PPO:
             microbatch.old_token_logprobs,
             microbatch.ref_token_logprobs,
             microbatch.row.cu_seqlens,
-            kl_coef=self.config.kl_coef,
+            kl_coef=self.kl.value,
         )
         return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
         prepared = cast(PPOMicrobatch, microbatch)
-        return ppo_loss(*logprobs_and_values(policy, microbatch.row), prepared, self.config)
+        loss, metrics = ppo_loss(*logprobs_and_values(policy, microbatch.row), prepared, self.config)
+        return loss, metrics | self.kl.metrics(loss)
 
 
 def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,8 @@ class Scaler(ABC):
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "sum": self.sum, "sum_of_squares": self.sum_of_squares}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        vars(self).update(state)
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        vars(self).update(state_dict)
 
 
 class DifferenceScaler(Scaler):

@@ -1,5 +1,6 @@
 """What a sampler returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -30,6 +31,15 @@ class Rollouts:
     def response_lengths(self) -> list[list[int]]:
         """[P][K], in tokens."""
         return [[len(ids) for ids in group] for group in self.response_ids]
+
+    def with_prompts(self, numbers: Sequence[int], others: "Rollouts") -> "Rollouts":
+        """With other rollouts in the places of some prompts, counted from 0."""
+        places = {number: place for place, number in enumerate(numbers)}
+        columns = {
+            name: value and [getattr(others, name)[places[p]] if p in places else mine for p, mine in enumerate(value)]
+            for name, value in vars(self).items()
+        }
+        return Rollouts(**columns)
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Prompts and responses side by side, P K of each."""

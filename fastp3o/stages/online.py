@@ -5,15 +5,17 @@ Other objectives go through the same loop (`fastp3o.objectives`).
 
 from functools import partial
 
+from torch import Tensor
+
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.rewards.reward import Reward, penalize_missing_eos
+from fastp3o.rewards.reward import Reward
 from fastp3o.stages.online_report import report_update
 from fastp3o.stages.online_setup import set_up
 from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import (
+    finished,
     first_microbatch,
     gather_rollouts,
-    optimizer_step,
     pack_minibatches,
     with_logprobs,
 )
@@ -29,7 +31,9 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
 
     Raises NotFiniteError, after saving model and state, when a reward, a loss or a gradient is not finite.
     """
-    accelerator, prompts, sampler, reward, objective, policy, reference, optimizer, run = set_up(config, reward, gold)
+    accelerator, prompts, sampler, score, resample, objective, policy, reference, step, run = set_up(
+        config, reward, gold
+    )
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
@@ -39,23 +43,23 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                     seed=seed_of(config.seed, update),
                 )
             with run.phase("reward"), accelerator.autocast():
-                rewards = reward(rollouts).to(accelerator.device)
-                rewards = penalize_missing_eos(rewards, rollouts, config.missing_eos_penalty)
-                require_finite(accelerator, "a reward", rewards)
-                rollouts, rewards = gather_rollouts(accelerator, rollouts, rewards)
-                scaled_rewards = objective.scaler(rewards)
-                require_finite(accelerator, "a difference or a sum of rewards", scaled_rewards)
+                rollouts, rewards = gather_rollouts(accelerator, rollouts, score(rollouts))
+                rollouts, rewards, ties = resample(update, rollouts, rewards)
+                scaled = objective.scaler(rewards)
+                require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
+                counted = finished(rollouts) if config.mask_truncated else None
                 minibatches = with_logprobs(
-                    accelerator, policy, reference, rows, scaled_rewards, averages_tokens=objective.averages_tokens
+                    accelerator, policy, reference, rows, scaled, counted, averages_tokens=objective.averages_tokens
                 )
-                sum_over_processes = partial(accelerator.reduce, reduction="sum")
-                minibatches = objective.prepare(policy, minibatches, sum_over_processes)
+                minibatches = objective.prepare(policy, minibatches, partial(accelerator.reduce, reduction="sum"))
                 noise = ratio_noise(policy, rollouts, first_microbatch(minibatches))
             with run.phase("update"):
-                step_metrics = []
+                step_metrics: list[dict[str, Tensor]] = []
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
-                        step_metrics.append(optimizer_step(optimizer, minibatches, index, objective.loss))
-        report_update(run, config, objective, update, rollouts, rewards, minibatches, step_metrics, noise)
+                        loss = partial(objective.loss, on_policy=not step_metrics)
+                        step_metrics.append(step(minibatches, index, loss))
+                reference.follow(policy, update)
+        report_update(run, config, objective, update, rollouts, rewards, minibatches, step_metrics, noise, ties)

@@ -26,8 +26,12 @@ def report_update(
     minibatches: list[list[Microbatch]],
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
+    ties: int,
 ) -> None:
+    """ties: how often a prompt was sampled again."""
     metrics = update_metrics(run.accelerator, rollouts, rewards, minibatches, step_metrics, noise)
+    if config.dynamic_sampling:
+        metrics["sampled_again"] = ties / len(rollouts)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
     metrics["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
     if run.accelerator.num_processes > 1:
@@ -51,11 +55,11 @@ def update_metrics(
 ) -> dict[str, float]:
     """Means over all processes: of all their rollouts as they were sampled, and of the optimizer steps on them.
 
-    reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; kl: mean log π_old(y|x) −
-    log π_ref(y|x), in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token;
-    missing_eos: share of responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, and
-    sampler_gap: by how much the sampler's own log π(y|x) differs from the old one where it gives it, both root mean
-    squares in nats per response.
+    reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; tied_prompts: share of prompts
+    whose rewards are all equal; kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response; entropy: −mean log
+    π_old of the responses' tokens, in nats per token; missing_eos: share of responses without an end-of-sequence;
+    ratio/noise: what rounding adds to a log-ratio, and sampler_gap: by how much the sampler's own log π(y|x) differs
+    from the old one where it gives it, both root mean squares in nats per response.
     """
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
     lengths = torch.tensor(rollouts.response_lengths, dtype=torch.float32)
@@ -66,6 +70,7 @@ def update_metrics(
     means = {
         "reward": rewards.mean(),
         "reward_difference": differences(rewards).abs().mean(),
+        "tied_prompts": (rewards == rewards[:, :1]).all(1).float().mean(),
         "kl": log_ratios.sum() * processes / rewards.numel(),
         "entropy": -old_token_logprobs.sum() * processes / lengths.sum(),
         "response_length": lengths.mean(),

@@ -1,16 +1,20 @@
 """What the online loop works with, built from its configuration."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data import load_prompts
+from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, load_tokenizer, require_same_vocabulary
+from fastp3o.models.moving_reference import MovingReference
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import loading_device, process_mesh
@@ -19,17 +23,25 @@ from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
-from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rewards.reward import Reward, load_reward, penalize_missing_eos
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
+from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.room import available_memory
 from fastp3o.rollouts.sampler import Sampler
+from fastp3o.stages.dynamic_sampling import DynamicSampling
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
+from fastp3o.training.finite import require_finite
+from fastp3o.training.minibatches import optimizer_step
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.order import examples_of_step, process_share
+from fastp3o.training.order import examples_of_step, process_share, seed_of
+from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.run import Run
 from fastp3o.training.run_folder import check_output_dir
+
+# Sets seeds of responses that are sampled again apart from those of the order of minibatches.
+AGAIN = 2**32 - 3
 
 
 class PromptsOfUpdate:
@@ -39,12 +51,14 @@ class PromptsOfUpdate:
         self.accelerator, self.examples = accelerator, examples
         self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
 
-    def __call__(self, update: int) -> tuple[list[str], list[list[int]], list[int]]:
+    def __call__(self, update: int, numbers: list[int] | None = None) -> tuple[list[str], list[list[int]], list[int]]:
+        """numbers: of other prompts of the update than this process's."""
         chosen = examples_of_step(
             update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
         )
-        examples = self.examples[process_share(chosen, self.accelerator)]
-        numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
+        if numbers is None:
+            numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
+        examples = self.examples[[chosen[number] for number in numbers]]
         return examples["prompt"], examples["prompt_ids"], numbers
 
 
@@ -54,11 +68,12 @@ class Online(NamedTuple):
     accelerator: Accelerator
     prompts: PromptsOfUpdate
     sampler: Sampler
-    reward: Reward
+    score: Reward
+    resample: DynamicSampling
     objective: Objective
     policy: PackedModel
     reference: Reference
-    optimizer: Optimizer
+    step: Callable[..., dict[str, Tensor]]  # optimizer_step
     run: Run
 
 
@@ -81,7 +96,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     examples, eval_examples = load_data(
         accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
     )
-    objective = config.objective()
+    objective = config.build()
     mesh = process_mesh(accelerator.device, config.shard_size)
     policy = load_trainable_policy(config)
     copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
@@ -93,6 +108,10 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     reference = load_reference(config, accelerator, precision, policy, mesh)
+    # Evaluations measure how far the policy has come from where the reference began.
+    start = (
+        load_second_model(config, accelerator, precision, mesh, offload=True) if config.reference_moves else reference
+    )
 
     def sampler(batch_size: int) -> Sampler:
         own = named_sampler(
@@ -112,7 +131,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         evaluation = Evaluation(
             accelerator,
             policy,
-            reference,
+            start,
             sampler(config.eval_batch_size),
             {"reward": reward} if gold is None else {"reward": reward, "gold": gold},
             eval_examples,
@@ -120,6 +139,12 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
             config.eval_responses_per_prompt,
             config.seed,
         )
+    texts, pretraining = None, None
+    if config.ptx_data:
+        check_divisible(accelerator, config.ptx_batch_size, "ptx_batch_size")
+        lengths = {"max_response_tokens": config.max_response_tokens}
+        texts, _ = load_data(accelerator, load_demonstrations, config.ptx_data, None, tokenizer, config, **lengths)
+        pretraining = PretrainingMix(optimizer, texts, config)
     run = Run(
         accelerator,
         config,
@@ -129,18 +154,33 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         step_name="update",
         steps=config.updates,
         evaluate=evaluation,
-        data={"prompts": examples, "eval_prompts": eval_examples},
-        parts={"reward_scaling": objective.scaler},
+        data={"prompts": examples, "eval_prompts": eval_examples, "ptx_data": texts},
+        parts=objective.parts,
+        tensors=reference.tensors if isinstance(reference, MovingReference) else dict,
     )
+    prompts = PromptsOfUpdate(accelerator, examples, config)
+    rollouts = sampler(config.rollout_batch_size)
+
+    def sample_again(update: int, numbers: list[int], attempt: int) -> Rollouts:
+        seed = seed_of(config.seed, update, AGAIN, attempt)
+        return rollouts(*prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
+
+    def score(rollouts: Rollouts) -> Tensor:
+        rewards = reward(rollouts).to(accelerator.device)
+        rewards = penalize_missing_eos(rewards, rollouts, config.missing_eos_penalty)
+        require_finite(accelerator, "a reward", rewards)
+        return rewards
+
     return Online(
         accelerator,
-        PromptsOfUpdate(accelerator, examples, config),
-        sampler(config.rollout_batch_size),
-        reward,
+        prompts,
+        rollouts,
+        score,
+        DynamicSampling(accelerator, sample_again, score, config.dynamic_sampling),
         objective,
         policy,
         reference,
-        optimizer,
+        partial(optimizer_step, optimizer, beside=pretraining),
         run,
     )
 
@@ -199,6 +239,15 @@ def load_reference(
 ) -> Reference:
     if config.lora_rank and not config.reference:
         return WithoutAdapters(policy)
+    second = load_second_model(config, accelerator, precision, mesh, offload=config.offload)
+    if config.reference_moves:
+        return MovingReference(second, every=config.reference_every, decay=config.reference_decay)
+    return second
+
+
+def load_second_model(
+    config: OnlineConfig, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh | None, *, offload: bool
+) -> SecondModel:
     frozen = load_policy(
         config.reference or config.model,
         device=loading_device(accelerator.device, mesh),
@@ -206,4 +255,4 @@ def load_reference(
         trust_remote_code=config.trust_remote_code,
     )
     frozen.check_reach(config.longest_sequence)
-    return SecondModel(frozen, accelerator.device, mesh, offload=config.offload)
+    return SecondModel(frozen, accelerator.device, mesh, offload=offload)

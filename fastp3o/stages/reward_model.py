@@ -10,7 +10,8 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import Examples, SupervisedConfig, train_supervised
+from fastp3o.stages.supervised import SupervisedConfig, train_supervised
+from fastp3o.training.order import Examples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import Examples, SupervisedConfig, train_supervised
+from fastp3o.stages.supervised import SupervisedConfig, train_supervised
+from fastp3o.training.order import Examples
 
 
 @dataclass(frozen=True, kw_only=True)

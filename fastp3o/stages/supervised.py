@@ -20,11 +20,9 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.order import deal, examples_of_step, process_share
+from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
 from fastp3o.training.run import Run
 from fastp3o.training.run_folder import check_output_dir
-
-Examples = dict[str, list]  # columns of a data set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +126,6 @@ def train_supervised(task: SupervisedTask) -> None:
         }
         tokens = sum(row.tokens for row in rows) * accelerator.num_processes
         run.report(step, values, tokens=tokens, shown=shown)
-
-
-def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
-    """The examples of a batch that fall to this process: about as many tokens as to each other one."""
-    texts = [column for name, column in examples.items() if name.endswith("_ids")]
-    sizes = [sum(map(len, example)) for example in zip(*texts, strict=True)]
-    (parts,) = deal([sizes], accelerator.num_processes)
-    own = parts[accelerator.process_index]
-    return {name: [column[example] for example in own] for name, column in examples.items()}
 
 
 def optimizer_step(

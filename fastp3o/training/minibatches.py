@@ -67,10 +67,12 @@ def with_logprobs(
     reference: Reference,
     minibatches: list[list[PackedRow]],
     rewards: Tensor,
+    counted: Tensor | None = None,
     *,
     averages_tokens: bool,
 ) -> list[list[Microbatch]]:
-    """Minibatches as the loss takes them; `rewards` [P, K] of all prompts, in the order they were sampled.
+    """Minibatches as the loss takes them; `rewards` [P, K] of all prompts, in the order they were sampled, and which of
+    the responses count, [P, K] bool.
 
     The old log-probs come from the policy on the very rows that it is trained on: before the first step every ratio is
     exactly 1, which neither the sampler's log-probs nor another packing would give.
@@ -78,8 +80,8 @@ def with_logprobs(
     minibatches = [[row.to(accelerator.device) for row in rows] for rows in minibatches]
     rows = [row for minibatch in minibatches for row in minibatch]
     prompt_shares, weights = (
-        list(chain.from_iterable(loss_weights(accelerator, minibatches, of_tokens)))
-        for of_tokens in (False, averages_tokens)
+        list(chain.from_iterable(loss_weights(accelerator, minibatches, size)))
+        for size in (prompts_of, partial(tokens_of, counted=counted) if averages_tokens else prompts_of)
     )
     old_token_logprobs = passes(rows, partial(scored_logprobs, policy))
     microbatches = iter(
@@ -92,6 +94,7 @@ def with_logprobs(
             ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(len(row.groups), -1),
             weight=weight,
             prompt_share=prompt_share,
+            counted=None if counted is None else counted[list(row.groups)].to(rewards.device),
         )
         for row, old, ref, weight, prompt_share in zip(
             rows, old_token_logprobs, reference(rows), weights, prompt_shares, strict=True
@@ -101,16 +104,34 @@ def with_logprobs(
 
 
 def loss_weights(
-    accelerator: Accelerator, minibatches: list[list[PackedRow]], averages_tokens: bool
+    accelerator: Accelerator, minibatches: list[list[PackedRow]], size: Callable[[PackedRow], int]
 ) -> list[list[float]]:
-    """Each row's share of its minibatch: of its prompts, or of its response tokens where the loss averages those.
+    """Each row's share of its minibatch's size.
 
     Gradients are averaged over processes, so shares are relative to the mean over processes.
     """
-    sizes = [[len(row.labels) if averages_tokens else len(row.groups) for row in rows] for rows in minibatches]
+    sizes = [[size(row) for row in rows] for rows in minibatches]
     totals = torch.tensor(list(map(sum, sizes)), device=accelerator.device, dtype=torch.float32)
     totals = accelerator.reduce(totals, reduction="mean").tolist()
-    return [[size / total for size in row_sizes] for row_sizes, total in zip(sizes, totals, strict=True)]
+    # Where nothing counts, the loss is 0 in any case.
+    return [[size / (total or 1.0) for size in row_sizes] for row_sizes, total in zip(sizes, totals, strict=True)]
+
+
+def prompts_of(row: PackedRow) -> int:
+    return len(row.groups)
+
+
+def tokens_of(row: PackedRow, counted: Tensor | None) -> int:
+    """Response tokens that count."""
+    if counted is None:
+        return len(row.labels)
+    counts = counted[list(row.groups)].flatten().tolist()
+    return sum(length for length, counts in zip(row.scored_lengths, counts, strict=True) if counts)
+
+
+def finished(rollouts: Rollouts) -> Tensor:
+    """[P, K] bool: which responses have an end-of-sequence."""
+    return torch.tensor(rollouts.finished)
 
 
 def optimizer_step(
@@ -118,9 +139,12 @@ def optimizer_step(
     minibatches: list[list[Microbatch]],
     index: int,
     loss: Callable[[nn.Module, Microbatch], LossAndMetrics],
+    beside: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """Backward passes over one of the minibatches and one step. Returns its metrics as 0-d tensors: means, or the
     largest where a name ends in `_max`.
+
+    beside: makes the backward passes of what else goes into the step; it returns metrics of its own.
 
     Raises NotFiniteError before the step when the loss or the gradient is not finite.
     """
@@ -136,6 +160,8 @@ def optimizer_step(
                 metrics[name] = torch.maximum(metrics[name], metric) if name in metrics else metric
             else:
                 metrics[name] = metrics.get(name, 0.0) + weight * metric
+    if beside is not None:
+        metrics |= beside()
     return metrics | optimizer.step(metrics["loss"])
 
 

@@ -1,6 +1,6 @@
 """AdamW over what trains: gradients of a minibatch's packed rows add up in fp32, then one step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Optimizer:
         precision: Precision,
         config: StageConfig,
         steps: int,
-        learning_rates: dict[str, float] | None = None,
+        learning_rates: Mapping[str, float] | None = None,
         mesh: DeviceMesh | None = None,
     ):
         self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
@@ -143,7 +143,7 @@ class Optimizer:
 
 
 def parameter_groups(
-    parameters: dict[str, nn.Parameter], learning_rate: float, learning_rates: dict[str, float]
+    parameters: dict[str, nn.Parameter], learning_rate: float, learning_rates: Mapping[str, float]
 ) -> list[dict]:
     """AdamW's groups: each submodule with a learning rate of its own, behind all that has the common one."""
     common: list[nn.Parameter] = []

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+Examples = dict[str, list]  # columns of a data set
+
 
 def seed_of(*parts: int) -> int:
     """A well-mixed 63-bit seed from a few small integers."""
@@ -54,3 +56,12 @@ def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]
         before = [sum(pair) for pair in zip(before, tokens, strict=True)]
         dealt.append([sorted(part) for part in parts])
     return dealt
+
+
+def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
+    """The examples of a batch that fall to this process: about as many tokens as to each other one."""
+    texts = [column for name, column in examples.items() if name.endswith("_ids")]
+    sizes = [sum(map(len, example)) for example in zip(*texts, strict=True)]
+    (parts,) = deal([sizes], accelerator.num_processes)
+    own = parts[accelerator.process_index]
+    return {name: [column[example] for example in own] for name, column in examples.items()}

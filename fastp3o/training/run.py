@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import StageConfig
@@ -37,6 +38,7 @@ class Run:
         steps: the number of the last one.
         evaluate: gives the metrics of an evaluation; None where there is no evaluation data.
         data: the examples, by the option that names them. parts: with a state of their own beside the optimizer's.
+        tensors: gives those that change beside the optimizer's, to be filled in place.
 
     Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError where the folder is not
     this run's, ResumeError where the run would be another than the one it goes on from, and CorruptStateError where
@@ -56,13 +58,14 @@ class Run:
         evaluate: Callable[[], dict[str, float]] | None,
         data: Mapping[str, Dataset | None],
         parts: Mapping[str, Counts] | None = None,
+        tensors: Callable[[], dict[str, Tensor]] = dict,
     ):
         self.accelerator, self.config, self.optimizer, self.tokenizer = accelerator, config, optimizer, tokenizer
         self.step_name, self.steps, self.evaluate = step_name, steps, evaluate
         self.folder = claim(accelerator, config)
         try:
             self.fingerprints = on_main_process(accelerator, lambda: fingerprints_of(config, data))
-            self.states = States(accelerator, self.folder / STATES, optimizer, dict(parts or {}))
+            self.states = States(accelerator, self.folder / STATES, optimizer, dict(parts or {}), tensors)
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(accelerator, self.begin)

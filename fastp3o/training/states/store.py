@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from fastp3o.training.durable import LEFTOVER, beside, clear_leftovers, move_into_place, remove, sync, write_file
 from fastp3o.training.finite import require_all_finite
@@ -54,10 +56,20 @@ class Progress:
 
 
 class States:
-    """The states of a run in `folder`, of which the newest two stay. What is there under other names stays too."""
+    """The states of a run in `folder`, of which the newest two stay. What is there under other names stays too.
 
-    def __init__(self, accelerator: Accelerator, folder: Path, optimizer: Optimizer, parts: dict[str, Counts]):
-        self.accelerator, self.folder, self.optimizer = accelerator, folder, optimizer
+    tensors: gives those that change beside the optimizer's, which are filled in place.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        optimizer: Optimizer,
+        parts: dict[str, Counts],
+        tensors: Callable[[], dict[str, Tensor]] = dict,
+    ):
+        self.accelerator, self.folder, self.optimizer, self.other_tensors = accelerator, folder, optimizer, tensors
         self.parts = {"optimizer": optimizer, **parts}
         self.good: list[Path] = []
         self.corrupt: list[Path] = []
@@ -79,7 +91,7 @@ class States:
         place = self.folder / f"step-{progress.step:06}"
         if place in self.good:
             return
-        tensors = self.optimizer.tensors()
+        tensors = self.optimizer.tensors() | self.other_tensors()
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
         main, number = self.accelerator.is_main_process, self.accelerator.process_index
         unfinished = on_main_process(self.accelerator, lambda: self.begin(place))
@@ -188,7 +200,10 @@ class States:
             sync(self.folder)
         self.good[-1] = folder
         self.accelerator.wait_for_everyone()
-        self.optimizer.fill(saved_names(folder), partial(load_tensors, folder))
+        others = self.other_tensors()
+        self.optimizer.fill(saved_names(folder) - others.keys(), partial(load_tensors, folder))
+        if others:
+            load_tensors(folder, others)
         counters = json.loads((folder / COUNTERS).read_text())
         for name, part in self.parts.items():
             part.load_state_dict(counters[name])

@@ -39,7 +39,7 @@ def own_update(
     """The weights after gradient descent on rounds of minibatches of groups, each minibatch a step."""
     accelerator = Accelerator(cpu=True)
     config = P3OConfig(model=model, output_dir="", prompts="", reward="", reward_scaling="none", **settings)
-    objective = config.objective()
+    objective = config.build()
     policy = load_policy(model)
     reference = SecondModel(load_policy(model), accelerator.device, offload=False)
     optimizer = torch.optim.SGD(policy.parameters(), lr=LEARNING_RATE)

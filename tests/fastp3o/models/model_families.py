@@ -184,7 +184,7 @@ def packed(
         ref_logprobs=sums(ref),
         weight=1.0,
     )
-    loss, _ = loss_config(clipping).objective().loss(model, microbatch)
+    loss, _ = loss_config(clipping).build().loss(model, microbatch)
     return outcome(model.model, logprobs, loss)
 
 

@@ -1,0 +1,44 @@
+"""The pairwise policy gradient (arXiv 2310.00212, equation 6): P3O's gradient before any clipping."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from fastp3o.config import objective_name, option
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.p3o import P3O, P3OConfig
+from fastp3o_kernels import P3OLossOutput
+from fastp3o_kernels.p3o.settings import described
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPGConfig(P3OConfig):
+    """PPG: one step a round, from the policy that sampled."""
+
+    objective: str = objective_name("ppg")
+    clipping: str = described("none", "The gradient has nothing to clip.", choices=("none",))
+    prompts_per_minibatch: int = option(64, "Prompts of a round's only optimizer step: prompts_per_update.")
+    inner_epochs: int = option(1, "A round's only pass: after a step the policy is another than the one that sampled.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check(self.inner_epochs == 1, "inner_epochs", "1, since the gradient is on-policy (p3o has more)")
+        if self.minibatches_per_update != 1:
+            raise ValueError(
+                f"--prompts_per_minibatch ({self.prompts_per_minibatch}) must be --prompts_per_update "
+                f"({self.prompts_per_update}): the gradient is on-policy, and a round has one step (p3o has more)"
+            )
+
+    def build(self) -> "PPG":
+        return PPG(self)
+
+
+class PPG(P3O):
+    """P3O's loss where all ratios are 1."""
+
+    def __init__(self, config: PPGConfig):
+        super().__init__(config)
+        self.clip_range = None
+
+    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = True) -> P3OLossOutput:
+        return super().loss(policy, microbatch, on_policy=True)

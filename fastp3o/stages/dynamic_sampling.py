@@ -1,0 +1,44 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so it is sampled again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training.order import process_share
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Replaces the responses to each prompt whose rewards are all equal, until they are not, or `attempts` times.
+
+    sample: rollouts of an update's prompts with these numbers, other ones in each attempt, which are counted from 1.
+    score: their rewards, [P, K].
+    """
+
+    accelerator: Accelerator
+    sample: Callable[[int, list[int], int], Rollouts]
+    score: Callable[[Rollouts], Tensor]
+    attempts: int
+
+    def __call__(self, update: int, rollouts: Rollouts, rewards: Tensor) -> tuple[Rollouts, Tensor, int]:
+        """Rollouts and rewards [P, K] of all processes, the same on each, as those given; and how often a prompt was
+        sampled again.
+        """
+        count = 0
+        for attempt in range(1, self.attempts + 1):
+            tied = (rewards == rewards[:, :1]).all(1).nonzero().flatten().tolist()
+            if not tied:
+                break
+            count += len(tied)
+            # Processes wait for one another in passes, so each takes part: with a prompt of another's, if need be.
+            share = process_share(tied, self.accelerator) or tied[:1]
+            fresh = self.sample(update, share, attempt)
+            for numbers, others, of_others in gather_object([(share, fresh, self.score(fresh).cpu())]):
+                rollouts = rollouts.with_prompts(numbers, others)
+                rewards = rewards.index_copy(0, torch.tensor(numbers, device=rewards.device), of_others.to(rewards))
+        return rollouts, rewards, count

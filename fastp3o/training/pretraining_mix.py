@@ -1,0 +1,48 @@
+"""A pretraining mix (Ouyang et al. 2022, "PPO-ptx"): each optimizer step also raises the likelihood of given texts."""
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.sharding import in_step
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.packing.pack import pack
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.order import examples_of_step, own_part, seed_of
+
+# Sets the order of texts apart from that of prompts.
+TEXTS = 2**32 - 2
+
+
+class PretrainingMix:
+    """Adds −ptx_coef · the mean of log π over the tokens of a batch of texts, prompts and all, to each step.
+
+    texts: with the columns `prompt_ids` and `response_ids`.
+    """
+
+    def __init__(self, optimizer: Optimizer, texts: Dataset, config: OnlineConfig):
+        self.optimizer, self.texts, self.config = optimizer, texts, config
+
+    def __call__(self) -> dict[str, Tensor]:
+        """The backward passes for the step that comes next. Returns `ptx_loss`, in nats per token, 0-d."""
+        optimizer, accelerator = self.optimizer, self.optimizer.accelerator
+        rows = self.rows(optimizer.schedule.last_epoch)
+        tokens = torch.tensor(float(sum(len(row.labels) for row in rows)), device=accelerator.device)
+        mean_tokens = accelerator.reduce(tokens, "mean")
+        loss = torch.zeros((), device=accelerator.device)
+        for row, counts in in_step(rows, rows[0]):
+            with accelerator.autocast():
+                row_loss = -scored_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
+                optimizer.backward(self.config.ptx_coef * row_loss)
+            loss += row_loss.detach()
+        return {"ptx_loss": loss}
+
+    def rows(self, step: int) -> list[PackedRow]:
+        """This process's, of an optimizer step's texts."""
+        config, total = self.config, len(self.texts)
+        seed = seed_of(config.seed, TEXTS)
+        chosen = examples_of_step(step, batch_size=config.ptx_batch_size, total=total, seed=seed)
+        texts = own_part(self.optimizer.accelerator, self.texts[chosen])
+        return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], config.packing, score_prompts=True)
