@@ -159,15 +159,20 @@ def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
 
 def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
     """The same from the hidden states [N, D] that predict them."""
-    # The loss cuts its chunks between prompts; the same chunks give the same bits.
+    return linear_logprobs(hidden, head, row.labels, **chunks_of(row))
+
+
+def label_entropies(hidden: Tensor, head: Head, row: PackedRow) -> tuple[Tensor, Tensor]:
+    """The same, and the entropy of what each scored token was sampled from, in nats; differentiable."""
+    outputs = linear_logprobs(hidden, head, row.labels, outputs=("entropy",), **chunks_of(row))
+    assert outputs.entropy is not None
+    return outputs.logprobs, outputs.entropy
+
+
+def chunks_of(row: PackedRow) -> dict[str, Any]:
+    """The loss cuts its chunks between prompts; the same chunks give the same bits."""
     K = row.responses_per_prompt or 1
-    return linear_logprobs(
-        hidden,
-        head,
-        row.labels,
-        cu_seqlens=row.cu_seqlens_on_host if K > 1 else None,
-        responses_per_prompt=K,
-    )
+    return {"cu_seqlens": row.cu_seqlens_on_host if K > 1 else None, "responses_per_prompt": K}
 
 
 def scores(model: nn.Module, row: PackedRow) -> Tensor:

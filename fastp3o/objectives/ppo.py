@@ -4,16 +4,17 @@ Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et a
 penalty at each token, clipped values, whitened advantages. N tokens of a packed row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from functools import partial
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.config import objective_name, option
-from fastp3o.models.packed_model import PackedModel, label_logprobs
+from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs
 from fastp3o.models.sharding import passes
 from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
@@ -22,6 +23,9 @@ from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
+from fastp3o_kernels.losses import ppo_clip
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class PPOConfig(KLConfig):
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
         *("clip_range", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),
+        "entropy_coef",
         "reward_clip",
     )
 
@@ -38,6 +43,7 @@ class PPOConfig(KLConfig):
     kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")
     gae_lambda: float = option(0.95, "Lambda of generalised advantage estimation; nothing is discounted.")
     critic_learning_rate: float = option(1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).")
+    entropy_coef: float = option(0.0, "Weight of an entropy bonus, the mean over tokens, in nats.")
     value_coef: float = option(0.1, "Weight of the value loss beside the policy's (TRL: 0.1).")
     value_clip_range: float = option(0.2, "Values move at most this far from the rollout's before their loss is cut.")
     reward_scaling: str = field(
@@ -54,6 +60,7 @@ class PPOConfig(KLConfig):
         self.check(self.clip_range > 0, "clip_range", "above 0")
         self.check(0 <= self.gae_lambda <= 1, "gae_lambda", "within 0 and 1")
         self.check(self.critic_learning_rate > 0, "critic_learning_rate", "above 0")
+        self.check(self.entropy_coef >= 0, "entropy_coef", "0 or more")
         self.check(self.value_coef >= 0, "value_coef", "0 or more")
         self.check(self.value_clip_range > 0, "value_clip_range", "above 0")
         self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
@@ -126,39 +133,64 @@ class PPO(Objective):
         return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        prepared = cast(PPOMicrobatch, microbatch)
-        loss, metrics = ppo_loss(*logprobs_and_values(policy, microbatch.row), prepared, self.config)
+        of_head = label_entropies if self.config.entropy_coef else label_logprobs
+        found, values = with_values(policy, microbatch.row, of_head)
+        loss, metrics = ppo_loss(found, values, cast(PPOMicrobatch, microbatch), self.config)
         return loss, metrics | self.kl.metrics(loss)
 
 
-def logprobs_and_values(policy: nn.Module, row: PackedRow) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the scored tokens and the value before each, [N] fp32 both."""
+def with_values(
+    policy: nn.Module, row: PackedRow, of_head: Callable[[Tensor, Head, PackedRow], Result]
+) -> tuple[Result, Tensor]:
+    """What `of_head` makes of hidden states and head, and the value before each scored token, [N] fp32."""
     critic = policy.get_submodule("critic")
-
-    def both(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-        return label_logprobs(hidden, head, row), critic(row)
-
-    return policy(row, row.scored_at, both)
+    return policy(row, row.scored_at, lambda hidden, head: (of_head(hidden, head, row), critic(row)))
 
 
-def ppo_loss(logprobs: Tensor, values: Tensor, microbatch: PPOMicrobatch, config: PPOConfig) -> LossAndMetrics:
-    """Clipped policy loss and clipped value loss, means over tokens; log-probs and values [N] fp32."""
+def ppo_loss(
+    found: Tensor | tuple[Tensor, Tensor], values: Tensor, microbatch: PPOMicrobatch, config: PPOConfig
+) -> LossAndMetrics:
+    """Clipped policy loss and clipped value loss, means over tokens that count.
+
+    found: log-probs, or these and entropies, [N] fp32, as the values.
+    """
+    logprobs, entropy = found if isinstance(found, tuple) else (found, None)
     advantages, old_values, returns = microbatch.advantages, microbatch.old_values, microbatch.returns
+    mean = partial(mean_where, takes_part=counted_tokens(microbatch))
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
-    clipped_ratio = ratio.clamp(1 - config.clip_range, 1 + config.clip_range)
-    policy_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio).mean()
+    policy_losses = ppo_clip(logprobs, microbatch.old_token_logprobs, advantages, clip_low=config.clip_range)
+    policy_loss = mean(policy_losses)
 
     reach = config.value_clip_range
     clipped_values = old_values + (values - old_values).clamp(-reach, reach)
-    value_loss = (torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2).mean()
+    value_loss = mean(torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2)
 
+    outside = (ratio < 1 - config.clip_range) | (ratio > 1 + config.clip_range)
     metrics = {
-        "ratio_mean": ratio.mean(),
+        "ratio_mean": mean(ratio),
         "ratio_max": ratio.max(),
-        "clip_fraction": (ratio != clipped_ratio).float().mean(),
+        "clip_fraction": mean(outside.float()),
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "value_clip_fraction": ((values - old_values).abs() > reach).float().mean(),
+        "value_clip_fraction": mean(((values - old_values).abs() > reach).float()),
     }
     loss = policy_loss + config.value_coef * value_loss
+    if entropy is not None:
+        metrics["policy_entropy"] = mean(entropy)
+        loss = loss - config.entropy_coef * metrics["policy_entropy"]
     return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def counted_tokens(microbatch: Microbatch) -> Tensor | None:
+    """[N] bool: which tokens take part in the loss; None for all."""
+    if microbatch.counted is None:
+        return None
+    lengths = microbatch.row.cu_seqlens.diff()
+    return microbatch.counted.flatten().repeat_interleave(lengths, output_size=len(microbatch.row.labels))
+
+
+def mean_where(values: Tensor, takes_part: Tensor | None) -> Tensor:
+    """0 where nothing takes part."""
+    if takes_part is None:
+        return values.mean()
+    return values.where(takes_part, 0.0).sum() / takes_part.sum().clamp(min=1)

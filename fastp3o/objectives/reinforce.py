@@ -12,6 +12,7 @@ from torch import Tensor
 from fastp3o.config import objective_name, option
 from fastp3o.objectives.base import SumOverProcesses
 from fastp3o.objectives.policy_gradient import PolicyGradient, PolicyGradientConfig
+from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels.head.groups import Groups
 from fastp3o_kernels.losses import reinforce, rloo_advantages
 
@@ -57,6 +58,11 @@ class REINFORCEConfig(RLOOConfig):
 
 class REINFORCE(RLOO):
     """Unclipped, with the mean reward of an update as the baseline."""
+
+    def __init__(self, config: REINFORCEConfig, *, loss_mean: str):
+        super().__init__(config, loss_mean=loss_mean)
+        # Differences within a prompt would be rewards without what prompts differ in.
+        self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
     def all_advantages(self, rewards: list[Tensor], sum_over_processes: SumOverProcesses) -> list[Tensor]:
         together = torch.cat(rewards).double()
