@@ -79,6 +79,7 @@ class WinRateConfig(SamplerConfig):
         self.sampling_settings()
         if not (self.reward or self.judge or self.judge_url):
             raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
+        self.check_alone("judge_url", "judge_requests")
         if self.judge and self.judge_url:
             raise ValueError("--judge and --judge_url exclude each other")
         if bool(self.judge_url) != bool(self.judge_model):

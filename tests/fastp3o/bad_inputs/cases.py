@@ -139,6 +139,7 @@ FLAGS = [
             "top_k -1": "top_k must be",
             "seed -1": "--seed must be at least 0",
             "limit 0": "--limit must be at least 1",
+            "judge_requests 2": "--judge_requests does nothing without --judge_url",
             "judge_requests 0": "--judge_requests must be at least 1",
             "judge_url http://a": "--judge_url and --judge_model go together",
             "judge m:f --judge_url http://a --judge_model m": "--judge and --judge_url exclude each other",
