@@ -1,7 +1,8 @@
 """What a sampler returns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +18,8 @@ class Rollouts:
     finished: list[list[bool]]  # [P][K], whether the response ended with an end-of-sequence
     # [P][K], of each token as the sampler computed it, in nats under the policy itself; None where it does not say.
     logprobs: list[list[list[float]]] | None = None
+    # [P] by name: what the data have on each prompt besides, for rewards.
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """The number of prompts."""
@@ -33,8 +36,11 @@ class Rollouts:
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Prompts and responses side by side, P K of each."""
-        prompts = [prompt for prompt, group in zip(self.prompts, self.responses, strict=True) for _ in group]
-        return prompts, list(chain.from_iterable(self.responses))
+        return self.beside_responses(self.prompts), list(chain.from_iterable(self.responses))
+
+    def beside_responses(self, of_prompts: list[Any]) -> list[Any]:
+        """What belongs to the prompts [P], once for each response, [P K]."""
+        return [value for value, group in zip(of_prompts, self.responses, strict=True) for _ in group]
 
 
 def decode_rollouts(

@@ -7,6 +7,7 @@ from functools import partial
 
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.reward import Reward, penalize_missing_eos
+from fastp3o.rollouts.sampler import sample
 from fastp3o.stages.online_report import report_update
 from fastp3o.stages.online_setup import set_up
 from fastp3o.training.finite import require_finite
@@ -33,7 +34,8 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
-                rollouts = sampler(
+                rollouts = sample(
+                    sampler,
                     *prompts(update),
                     responses_per_prompt=config.responses_per_prompt,
                     seed=seed_of(config.seed, update),

@@ -1,5 +1,6 @@
 """What the online loop works with, built from its configuration."""
 
+from functools import partial
 from typing import NamedTuple
 
 from accelerate import Accelerator
@@ -19,7 +20,7 @@ from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
-from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rewards.reward import Reward, columns_of, load_reward
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
@@ -33,19 +34,18 @@ from fastp3o.training.run_folder import check_output_dir
 
 
 class PromptsOfUpdate:
-    """The prompts of an update that fall to this process: their texts, token ids, and numbers in the update."""
+    """The prompts of an update that fall to this process: their examples, and their numbers in the update."""
 
     def __init__(self, accelerator: Accelerator, examples: Dataset, config: OnlineConfig):
         self.accelerator, self.examples = accelerator, examples
         self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
 
-    def __call__(self, update: int) -> tuple[list[str], list[list[int]], list[int]]:
+    def __call__(self, update: int) -> tuple[dict[str, list], list[int]]:
         chosen = examples_of_step(
             update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
         )
-        examples = self.examples[process_share(chosen, self.accelerator)]
         numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
-        return examples["prompt"], examples["prompt_ids"], numbers
+        return self.examples[process_share(chosen, self.accelerator)], numbers
 
 
 class Online(NamedTuple):
@@ -78,8 +78,16 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     if config.reference:
         require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
+    asked = columns_of([config.reward]) if reward is None else {}
+    asked_of_eval = asked | (columns_of([config.gold_reward]) if gold is None and config.gold_reward else {})
     examples, eval_examples = load_data(
-        accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
+        accelerator,
+        partial(load_prompts, columns=asked),
+        config.prompts,
+        config.eval_prompts,
+        tokenizer,
+        config,
+        eval_loader=partial(load_prompts, columns=asked_of_eval),
     )
     objective = config.objective()
     mesh = process_mesh(accelerator.device, config.shard_size)

@@ -34,11 +34,15 @@ def gather_rollouts(accelerator: Accelerator, rollouts: Rollouts, rewards: Tenso
     def in_order(of_shares: Sequence[list]) -> list:
         return list(chain.from_iterable(zip(*of_shares, strict=True)))
 
-    columns: dict[str, Any] = {
-        name: None if value is None else in_order([vars(share)[name] for share, _ in shares])
-        for name, value in vars(rollouts).items()
-    }
-    return Rollouts(**columns), torch.stack([share for _, share in shares], 1).flatten(0, 1).to(rewards.device)
+    def of_all(values: list[Any]) -> Any:
+        """Of the same field of each share."""
+        first = values[0]
+        if isinstance(first, dict):
+            return {name: of_all([value[name] for value in values]) for name in first}
+        return None if first is None else in_order(values)
+
+    fields = {name: of_all([vars(share)[name] for share, _ in shares]) for name in vars(rollouts)}
+    return Rollouts(**fields), torch.stack([share for _, share in shares], 1).flatten(0, 1).to(rewards.device)
 
 
 def pack_minibatches(

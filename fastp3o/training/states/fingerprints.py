@@ -13,6 +13,8 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import CONFIG_NAME, cached_file
 
+from fastp3o.rewards.names import is_function
+
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
 
@@ -25,7 +27,7 @@ def fingerprints_of(config: Any, data: Mapping[str, Dataset | None]) -> dict[str
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     for option in MODELS:
         name = getattr(config, option, None)
-        if name and ":" in name and not os.path.exists(name):
+        if name and is_function(name):
             fingerprints[option + FUNCTION] = of_function(name)
         elif name:
             fingerprints[option] = of_model(name)

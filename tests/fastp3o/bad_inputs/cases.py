@@ -299,11 +299,15 @@ def nested(prompts, responses): return [[1.0]] * len(responses)
 def table(prompts, responses): return numpy.ones((len(responses), 2))
 def huge(prompts, responses): return [10**400] * len(responses)
 def not_finite(prompts, responses): return [float("nan")] * len(responses)
+def answered(prompts, responses, answer): return [1.0] * len(responses)
+def reversed(responses, prompts): return [1.0] * len(responses)
+def of_prompt(prompts, responses, prompt): return [1.0] * len(responses)
 def endless(prompts, responses): return (1.0 for _ in iter(int, 1))
 def leaves(prompts, responses): sys.exit(0)
 def leaves_with_text(prompts, responses): sys.exit("done")
 constant = 3
 """
+HOLES = lines({"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None})
 REWARD_FUNCTIONS = [
     ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
     ("text", "bad_rewards:text must return a list of 8 entries, got a str"),
@@ -320,6 +324,22 @@ REWARD_FUNCTIONS = [
     ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
     ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
     ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
+    (
+        "answered",
+        "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks "
+        "for, got nothing: the record has the fields prompt",
+    ),
+    (
+        "answered --prompts holes.jsonl",
+        "holes.jsonl record 2 field 'answer': expected a value, which the reward function bad_rewards:answered asks "
+        "for, got null",
+    ),
+    (
+        "numbers --eval_prompts prompts.jsonl --gold_reward bad_rewards:answered",
+        "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks",
+    ),
+    ("reversed", "bad_rewards:reversed must take prompts and responses first, in this order"),
+    ("of_prompt", "bad_rewards:of_prompt asks for the column 'prompt', which is the prompt itself"),
     ("constant", "cannot load the reward function 'bad_rewards:constant': it is a int, not a function"),
     ("nosuch", "cannot load the reward function 'bad_rewards:nosuch': module 'bad_rewards' has no attribute"),
 ]
@@ -410,7 +430,7 @@ CASES = [
         {"data.jsonl": lines({"prompt": [USER]})},
     ),
     *(
-        Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": REWARDS})
+        Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": REWARDS, "holes.jsonl": HOLES})
         for name, message in REWARD_FUNCTIONS
     ),
     *(

@@ -198,6 +198,15 @@ def test_a_stop_within_an_update_counts_its_rewards_once(workplace, tiny_model, 
     assert_equal(weights("run"), weights("whole"))
 
 
+def test_columns_travel_with_their_prompts(workplace, tiny_model):
+    """The function asserts that they do; what it adds for the prompt cancels."""
+    evaluated = {"eval_prompts": "answers.jsonl", "gold_reward": "rewards_for_tests:answered"}
+    train(config(tiny_model, "answered", prompts="answers.jsonl", reward="rewards_for_tests:answered", updates=2))
+    train(config(tiny_model, "varied", reward="rewards_for_tests:varied", updates=2, **evaluated))
+    assert_equal(weights("answered"), weights("varied"))
+    assert "gold" in metrics("varied", "eval.jsonl")[0]
+
+
 def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):
     with pytest.raises(NotFiniteError, match="update 1: a difference or a sum of rewards is NaN or infinite"):
         train(config(tiny_model, "run", reward="rewards_for_tests:huge"))
