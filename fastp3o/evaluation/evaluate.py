@@ -14,6 +14,7 @@ from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import passes
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rewards.reward import Reward
+from fastp3o.rewards.scoring import scored
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.sampler import Sampler, sample
 from fastp3o.training.order import process_share, seed_of
@@ -55,7 +56,7 @@ class Evaluation:
             seed=seed_of(self.seed, EVALUATION),
         )
         with self.accelerator.autocast():
-            with_deviation = {name: reward(rollouts) for name, reward in self.rewards.items()}
+            with_deviation = scored(self.rewards, rollouts)
             with_deviation["kl"] = self.sequence_log_ratios(rollouts)
         values = {
             **with_deviation,

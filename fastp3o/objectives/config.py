@@ -5,22 +5,17 @@ from typing import ClassVar
 
 from fastp3o.config import EVALUATION_FLAGS, SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.objectives.base import Objective
+from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
+class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, StageConfig):
     """Rollouts, rewards, evaluations: all but the objective's own settings."""
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("updates", "missing_eos_penalty", "offload", "eval_batch_size", "eval_at", "samples_every"),
-    )
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (*("updates", "offload", "eval_batch_size", "eval_at", "samples_every"),)
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
-    reward: str = required("What is maximised: a reward model (folder or hub name) or a function, as module:function.")
-    gold_reward: str | None = option(
-        None, "A second reward, read in evaluations only: what the first one stands for, where that is known."
-    )
     reference: str | None = option(
         None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
     )
@@ -40,7 +35,6 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
 
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
-    missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
 
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
     eval_responses_per_prompt: int = option(1, "Responses to each prompt in an evaluation.")
@@ -53,10 +47,12 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
         super().__post_init__()
         self.check_trainable()
         self.check_sampler()
+        self.check_rewards()
         positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
         self.check_at_least(1, *positive, "eval_batch_size", "eval_responses_per_prompt")
         self.check_at_least(2, "responses_per_prompt")
-        self.check_at_least(0, "samples_every", "missing_eos_penalty")
+        self.check_at_least(0, "samples_every")
+        self.check_penalties(self.max_response_tokens)
         numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
         self.check(numbers, "eval_at", "whole numbers separated by commas")
         self.check(

@@ -55,8 +55,3 @@ def columns_of(names: Iterable[str]) -> dict[str, str]:
         if is_function(name)
         for column in FunctionReward(name).columns
     }
-
-
-def penalize_missing_eos(rewards: Tensor, rollouts: Rollouts, penalty: float) -> Tensor:
-    """Rewards [P, K], less the penalty where a response has no end-of-sequence."""
-    return rewards - penalty * ~torch.tensor(rollouts.finished, device=rewards.device)

@@ -6,7 +6,8 @@ Other objectives go through the same loop (`fastp3o.objectives`).
 from functools import partial
 
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.rewards.reward import Reward, penalize_missing_eos
+from fastp3o.rewards.reward import Reward
+from fastp3o.rewards.scoring import rewards_of
 from fastp3o.rollouts.sampler import sample
 from fastp3o.stages.online_report import report_update
 from fastp3o.stages.online_setup import set_up
@@ -41,8 +42,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                     seed=seed_of(config.seed, update),
                 )
             with run.phase("reward"), accelerator.autocast():
-                rewards = reward(rollouts).to(accelerator.device)
-                rewards = penalize_missing_eos(rewards, rollouts, config.missing_eos_penalty)
+                rewards, parts = rewards_of(accelerator, reward, rollouts, config, config.max_response_tokens)
                 require_finite(accelerator, "a reward", rewards)
                 rollouts, rewards = gather_rollouts(accelerator, rollouts, rewards)
                 scaled_rewards = objective.scaler(rewards)
@@ -60,4 +60,4 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
                         step_metrics.append(optimizer_step(optimizer, minibatches, index, objective.loss))
-        report_update(run, config, objective, update, rollouts, rewards, minibatches, step_metrics, noise)
+        report_update(run, config, objective, update, rollouts, rewards, parts, minibatches, step_metrics, noise)

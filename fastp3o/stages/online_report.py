@@ -23,11 +23,12 @@ def report_update(
     update: int,
     rollouts: Rollouts,
     rewards: Tensor,
+    parts: dict[str, Tensor],
     minibatches: list[list[Microbatch]],
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
 ) -> None:
-    metrics = update_metrics(run.accelerator, rollouts, rewards, minibatches, step_metrics, noise)
+    metrics = update_metrics(run.accelerator, rollouts, rewards, parts, minibatches, step_metrics, noise)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
     metrics["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
     if run.accelerator.num_processes > 1:
@@ -45,17 +46,18 @@ def update_metrics(
     accelerator: Accelerator,
     rollouts: Rollouts,
     rewards: Tensor,
+    parts: dict[str, Tensor],
     minibatches: list[list[Microbatch]],
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
 ) -> dict[str, float]:
     """Means over all processes: of all their rollouts as they were sampled, and of the optimizer steps on them.
 
-    reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; kl: mean log π_old(y|x) −
-    log π_ref(y|x), in nats per response; entropy: −mean log π_old of the responses' tokens, in nats per token;
-    missing_eos: share of responses without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, and
-    sampler_gap: by how much the sampler's own log π(y|x) differs from the old one where it gives it, both root mean
-    squares in nats per response.
+    parts: of the rewards, on this process alone. reward: unscaled, penalties included; reward_difference: mean
+    |ri − rj| of pairs; kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response; entropy: −mean log π_old of the
+    responses' tokens, in nats per token; missing_eos: share of responses without an end-of-sequence; ratio/noise: what
+    rounding adds to a log-ratio, and sampler_gap: by how much the sampler's own log π(y|x) differs from the old one
+    where it gives it, both root mean squares in nats per response.
     """
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
     lengths = torch.tensor(rollouts.response_lengths, dtype=torch.float32)
@@ -73,6 +75,7 @@ def update_metrics(
         "response_tokens": lengths.sum(),
         "ratio/noise": noise,
     }
+    means |= {name: values.mean() for name, values in parts.items()}
     gap = sampler_gap(rollouts, microbatches)
     if gap is not None:
         means["sampler_gap"] = gap

@@ -22,6 +22,7 @@ from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, columns_of, load_reward
 from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rewards.scoring import weighted
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.room import available_memory
@@ -78,7 +79,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     if config.reference:
         require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
-    asked = columns_of([config.reward]) if reward is None else {}
+    asked = columns_of(config.rewards) if reward is None else {}
     asked_of_eval = asked | (columns_of([config.gold_reward]) if gold is None and config.gold_reward else {})
     examples, eval_examples = load_data(
         accelerator,
@@ -94,9 +95,10 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     policy = load_trainable_policy(config)
     copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
     objective.add_to(policy)
-    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer, mesh)
+    load = partial(load_named_reward, config, accelerator, precision, tokenizer, mesh)
+    reward = reward or weighted({name: load(name) for name in config.rewards}, config.weights)
     if gold is None and config.gold_reward:
-        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer, mesh)
+        gold = load(config.gold_reward)
 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
@@ -175,12 +177,12 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 
 
 def load_named_reward(
-    name: str,
     config: OnlineConfig,
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,
     mesh: DeviceMesh | None,
+    name: str,
 ) -> Reward:
     reward = load_reward(
         name,

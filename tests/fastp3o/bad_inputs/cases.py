@@ -25,6 +25,7 @@ def lines(*records: object) -> str:
 
 # --- flags ----------------------------------------------------------------------------------------------------------
 
+TWO = "rewards_for_tests:varied,rewards_for_tests:vowels"
 FLAGS = [
     # (flag with a value, what it must be)
     *[("p3o", f"--learning_rate={value}", "--learning_rate must be above 0") for value in ("0", "-1e-5")],
@@ -34,6 +35,27 @@ FLAGS = [
         for value in ("inf", "nan")
     ],
     ("p3o", "--missing_eos_penalty nan", "--missing_eos_penalty must be a finite number"),
+    *[
+        ("p3o", f"--{name}={value}", f"--{name} must be {expected}")
+        for name in ("length_penalty", "repetition_penalty")
+        for value, expected in (("nan", "a finite number"), ("-1", "0 or more"))
+    ],
+    ("p3o", "--length_penalty_after 2", "--length_penalty_after does nothing without --length_penalty"),
+    ("p3o", "--length_penalty 1 --length_penalty_after 8", "must be below --max_response_tokens (8), got 8"),
+    ("p3o", "--length_penalty 1 --length_penalty_after -1", "--length_penalty_after must be 0 or more"),
+    ("p3o", "--repetition_ngram 2", "--repetition_ngram does nothing without --repetition_penalty"),
+    ("p3o", "--repetition_penalty 1 --repetition_ngram 0", "--repetition_ngram must be at least 1"),
+    ("p3o", "--overlong_margin 9", "--overlong_margin must be at most --max_response_tokens (8), got 9"),
+    ("p3o", "--overlong_margin -1", "--overlong_margin must be 0 or more"),
+    *[
+        ("p3o", f"--reward {TWO} --reward_weights={weights}", "--reward_weights must be 2 finite numbers, as many as")
+        for weights in ("1", "1,2,3", "1,nan", "1,inf", "1,", "1\\;2", "0,0", "a,b")
+    ],
+    ("p3o", "--reward_weights 1,2", "--reward_weights must be 1 finite number, as many as there are rewards"),
+    ("p3o", f"--reward {TWO},", "--reward must be names separated by commas, none of them empty"),
+    ("p3o", f"--reward {TWO},rewards_for_tests:varied", "--reward must be different names"),
+    ("p3o", f"--reward {TWO},rewards_for_tests:nosuch", "cannot load the reward function 'rewards_for_tests:nosuch'"),
+    ("p3o", f"--reward {TWO},./nosuch", "cannot load ./nosuch: there is no such folder"),
     ("p3o", "--reward_clip nan", "--reward_clip must be a finite number"),
     ("p3o", "--rollout_memory nan", "--rollout_memory must be a finite number"),
     ("p3o", "--lora_rank 2 --lora_alpha inf", "--lora_alpha must be a finite number"),

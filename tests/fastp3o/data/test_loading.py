@@ -102,10 +102,7 @@ def test_further_columns_are_what_the_records_have(tmp_path: Path, tokenizer: Pr
     [
         ({"id": 1}, "expected a value, which f asks for, got nothing: the record has the fields prompt, id"),
         ({"answer": None}, "expected a value, which f asks for, got null"),
-        (
-            Line('{"prompt": "Hi", "answer": NaN}'),
-            "expected a value that JSON has, which f asks for, got the number nan",
-        ),
+        ({"answer": float("nan")}, "expected a value that JSON has, which f asks for, got the number nan"),
     ],
 )
 def test_a_record_without_an_asked_column_is_refused_or_skipped(tmp_path, tokenizer, record, said):

@@ -8,39 +8,18 @@ import torch
 from fastp3o.models.loading import load_reward_model
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
-from fastp3o.rewards.reward import load_reward, penalize_missing_eos
+from fastp3o.rewards.reward import load_reward
 from fastp3o.rewards.reward_model import ModelReward
-from fastp3o.rollouts.rollouts import Rollouts
 
 SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
-
-
-@pytest.fixture
-def rollouts(tokenizer) -> Rollouts:
-    prompts, responses = ["Say a:", "Say b:"], [[" aei", " xyz"], [" o", " u"]]
-    finished = [[True, False], [True, True]]
-    return Rollouts(
-        prompts=prompts,
-        prompt_ids=[tokenizer(prompt).input_ids for prompt in prompts],
-        responses=responses,
-        response_ids=[
-            [
-                tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished
-                for text, finished in zip(*group, strict=True)
-            ]
-            for group in zip(responses, finished, strict=True)
-        ],
-        finished=finished,
-    )
 
 
 def load(name, tokenizer):
     return load_reward(name, tokenizer, dtype=torch.float32, **SETTINGS)
 
 
-def test_a_function_sees_texts_and_a_missing_end_costs_the_penalty(workplace, tokenizer, rollouts):
-    rewards = load("rewards_for_tests:vowels", tokenizer)(rollouts)
-    assert penalize_missing_eos(rewards, rollouts, 0.5).tolist() == [[0.75, -0.5], [0.25, 0.25]]
+def test_a_function_sees_texts(workplace, tokenizer, rollouts):
+    assert load("rewards_for_tests:vowels", tokenizer)(rollouts).tolist() == [[0.75, 0], [0.25, 0.25]]
 
 
 def test_a_function_must_reward_every_response(workplace, tokenizer, rollouts):

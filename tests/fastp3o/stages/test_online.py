@@ -207,6 +207,24 @@ def test_columns_travel_with_their_prompts(workplace, tiny_model):
     assert "gold" in metrics("varied", "eval.jsonl")[0]
 
 
+def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_model):
+    twice = {"reward": "rewards_for_tests:varied,rewards_for_tests:vowels", "reward_weights": "2,0", "updates": 2}
+    train(config(tiny_model, "two", **twice, eval_prompts="prompts.jsonl", length_penalty=0.5))
+    train(config(tiny_model, "one", reward="rewards_for_tests:varied", updates=2, length_penalty=0.25))
+    # Rewards are divided by their deviation.
+    assert_equal(weights("two"), weights("one"))
+    for step in metrics("two"):
+        assert step["reward"] == pytest.approx(2 * step["reward/rewards_for_tests:varied"] - step["penalty/length"])
+        assert step["penalty/length"] == pytest.approx(step["response_length"] / 2)
+    last = metrics("two", "eval.jsonl")[-1]
+    assert last["reward"] == pytest.approx(2 * last["reward/rewards_for_tests:varied"])
+    assert last.keys() >= {"reward/rewards_for_tests:vowels", "reward/rewards_for_tests:vowels_std"}
+    assert metrics("one")[0].keys() == metrics("two")[0].keys() - {
+        "reward/rewards_for_tests:varied",
+        "reward/rewards_for_tests:vowels",
+    }
+
+
 def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):
     with pytest.raises(NotFiniteError, match="update 1: a difference or a sum of rewards is NaN or infinite"):
         train(config(tiny_model, "run", reward="rewards_for_tests:huge"))
