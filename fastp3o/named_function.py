@@ -33,14 +33,16 @@ def import_function(name: str, role: str) -> Callable:
     return found
 
 
-def call_for_list(function: Callable, name: str, *arguments: list[str]) -> list:
+def call_for_list(function: Callable, name: str, *arguments: list[str], **columns: list) -> list:
     """What the function returns, one entry for each of its last argument's: a list, a tuple, an array or a tensor.
+
+    columns: arguments that it takes by name.
 
     Raises ValueError, with the function's name, where it returns another thing or another number of entries, and where
     it ends the program, which would look like the end of a run. What else it raises goes through.
     """
     try:
-        result = function(*arguments)
+        result = function(*arguments, **columns)
     except SystemExit as error:
         raise ValueError(f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning") from error
     if hasattr(result, "tolist"):

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import cast
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.data.columns import PROMPT_COLUMNS, Asked, column_texts
 from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Layout, find_layout
@@ -55,6 +57,7 @@ def load_prompts(
     max_characters: int = LONGEST_TEXT,
     skip_bad_records: bool = False,
     limit: int | None = None,
+    columns: Asked | None = None,
 ) -> tuple[Dataset, DataReport]:
     """The prompts of any layout (README.md lists them).
 
@@ -66,18 +69,23 @@ def load_prompts(
         max_characters: of a prompt or a response; a record with more cannot be used.
         skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
         limit: stop reading after this many usable records.
+        columns: further fields to keep, each with what asks for it, in words of a message. Every record must have them.
 
     Returns:
         Dataset with the columns `prompt` (str, the text as the model sees it: after the chat template, without a
-        truncated beginning, without the token that the tokenizer itself puts first) and `prompt_ids` (list of int32);
-        and the report.
+        truncated beginning, without the token that the tokenizer itself puts first), `prompt_ids` (list of int32), and
+        those of `columns` (JSON text, which `columns.column_values` reads); and the report.
 
     Raises:
         DataError: the source cannot be read, a record cannot be used, or none can.
-        ValueError: a limit leaves no room.
+        ValueError: a limit leaves no room, or a field is asked for that has the name of a column.
     """
+    columns = columns or {}
+    for name in PROMPT_COLUMNS:
+        if name in columns:
+            raise ValueError(f"{columns[name]} asks for the column '{name}', which is the prompt itself")
     encoder = Encoder(tokenizer, max_prompt_tokens, None, max_characters)
-    return Loading(encoder, (), skip_bad_records, limit).load(source, split)
+    return Loading(encoder, (), skip_bad_records, limit, columns).load(source, split)
 
 
 def load_demonstrations(
@@ -137,6 +145,7 @@ class Loading:
     response_columns: tuple[str, ...]
     skip_bad_records: bool
     limit: int | None
+    columns: Asked = field(default_factory=dict)
     report: DataReport = field(default_factory=DataReport)
 
     def __post_init__(self) -> None:
@@ -149,7 +158,7 @@ class Loading:
         """
         ids = List(Value("int32"))
         columns = {"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(self.response_columns, ids)}
-        schema = Features(columns).arrow_schema
+        schema = Features(columns | dict.fromkeys(self.columns, Value("string"))).arrow_schema
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
@@ -166,24 +175,28 @@ class Loading:
     def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
         readable = self.readable(records)
         while batch := list(islice(readable, self.batch_size())):
-            encoded = self.encoder.encode([texts for _, texts in batch])
-            examples = [self.example(record, result) for (record, _), result in zip(batch, encoded, strict=True)]
+            encoded = self.encoder.encode([texts for _, texts, _ in batch])
+            examples = [
+                self.example(record, result, columns)
+                for (record, _, columns), result in zip(batch, encoded, strict=True)
+            ]
             yield [example for example in examples if example is not None]
 
     def batch_size(self) -> int:
         """Records to encode next: never so many that a bad record past the limit could stop the run."""
         return BATCH if self.limit is None else min(BATCH, self.limit - self.report.examples)
 
-    def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts]]:
-        """The records that fit the layout of their file, with their texts."""
+    def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, str]]]:
+        """The records that fit the layout of their file, with their texts and the further fields that are kept."""
         layouts: dict[str, Layout] = {}
         for record in records:
             try:
                 texts = self.read(record, layouts)
+                columns = column_texts(cast(Mapping, record.content), self.columns)
             except RecordError as problem:
                 self.reject(record, problem)
             else:
-                yield record, texts
+                yield record, texts, columns
 
     def read(self, record: Record, layouts: dict[str, Layout]) -> Texts:
         """Reads a record by its file's layout. The first record that has one decides it for the whole file."""
@@ -202,7 +215,7 @@ class Loading:
         responses = layout.responses(record.content) if self.response_columns else ()
         return self.encoder.render(prompt, responses[: len(self.response_columns)])
 
-    def example(self, record: Record, result: Encoded | RecordError) -> dict | None:
+    def example(self, record: Record, result: Encoded | RecordError, columns: dict[str, str]) -> dict | None:
         """The record's example, counted; None where the record was skipped."""
         if isinstance(result, Encoded) and is_equal_pair(result.response_ids):
             result = RecordError("rejected", "another response than 'chosen'", Found("the same"))
@@ -214,7 +227,7 @@ class Loading:
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
         responses = dict(zip(self.response_columns, result.response_ids, strict=True))
-        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses}
+        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses, **columns}
 
     def reject(self, record: Record, problem: RecordError) -> None:
         """Counts the record as skipped, or raises DataError where none may be."""

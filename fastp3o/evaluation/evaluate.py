@@ -14,8 +14,9 @@ from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import passes
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rewards.reward import Reward
+from fastp3o.rewards.scoring import scored
 from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.sampler import Sampler, sample
 from fastp3o.training.order import process_share, seed_of
 from fastp3o_kernels import sequence_logprobs
 
@@ -27,7 +28,8 @@ EVALUATION = 2**32 - 1
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them.
 
-    rewards: by the name that their means get. prompts: with the columns `prompt` and `prompt_ids`.
+    rewards: by the name that their means get. prompts: with the columns `prompt` and `prompt_ids`, and
+    those that rewards ask for.
     """
 
     accelerator: Accelerator
@@ -46,16 +48,15 @@ class Evaluation:
         prompts.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
-        examples = self.prompts[numbers]
-        rollouts = self.sampler(
-            examples["prompt"],
-            examples["prompt_ids"],
+        rollouts = sample(
+            self.sampler,
+            self.prompts[numbers],
             numbers,
             responses_per_prompt=self.responses_per_prompt,
             seed=seed_of(self.seed, EVALUATION),
         )
         with self.accelerator.autocast():
-            with_deviation = {name: reward(rollouts) for name, reward in self.rewards.items()}
+            with_deviation = scored(self.rewards, rollouts)
             with_deviation["kl"] = self.sequence_log_ratios(rollouts)
         values = {
             **with_deviation,

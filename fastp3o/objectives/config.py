@@ -5,22 +5,19 @@ from typing import ClassVar
 
 from fastp3o.config import EVALUATION_FLAGS, SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.objectives.base import Objective
+from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
+class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, StageConfig):
     """Rollouts, rewards, evaluations: all but the objective's own settings."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("updates", "missing_eos_penalty", "offload", "eval_batch_size", "eval_at", "samples_every", "ptx_coef"),
+        *("updates", "offload", "eval_batch_size", "eval_at", "samples_every", "ptx_coef"),
     )
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
-    reward: str = required("What is maximised: a reward model (folder or hub name) or a function, as module:function.")
-    gold_reward: str | None = option(
-        None, "A second reward, read in evaluations only: what the first one stands for, where that is known."
-    )
     reference: str | None = option(
         None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
     )
@@ -54,7 +51,6 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
     ptx_batch_size: int = option(8, "Texts of the mix in each optimizer step, over all processes.")
 
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
-    missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
     mask_truncated: bool = option(
         False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
     )
@@ -73,15 +69,16 @@ class OnlineConfig(SamplerConfig, TrainableConfig, StageConfig):
         super().__post_init__()
         self.check_trainable()
         self.check_sampler()
+        self.check_rewards()
         positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
         self.check_at_least(1, *positive, "eval_batch_size", "eval_responses_per_prompt")
         self.check_at_least(2, "responses_per_prompt")
-        self.check_at_least(0, "reference_every")
         self.check_at_least(1, "ptx_batch_size")
+        self.check_at_least(0, "samples_every", "reference_every", "dynamic_sampling")
         self.check(self.ptx_coef > 0, "ptx_coef", "above 0")
         self.check_alone("ptx_data", "ptx_coef", "ptx_batch_size")
         self.check_reference()
-        self.check_at_least(0, "samples_every", "missing_eos_penalty", "dynamic_sampling")
+        self.check_penalties(self.max_response_tokens)
         numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
         self.check(numbers, "eval_at", "whole numbers separated by commas")
         self.check(

@@ -7,7 +7,7 @@ penalty at each token, clipped values, whitened advantages. N tokens of a packed
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, TypeVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
 from fastp3o_kernels.losses import ppo_clip
 
-Result = TypeVar("Result")
+# Log-probabilities of scored tokens, or these and entropies, [N] fp32 each.
+OfHead = Callable[[Tensor, Head, PackedRow], Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +134,13 @@ class PPO(Objective):
         return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        of_head = label_entropies if self.config.entropy_coef else label_logprobs
+        of_head: OfHead = label_entropies if self.config.entropy_coef else label_logprobs
         found, values = with_values(policy, microbatch.row, of_head)
         loss, metrics = ppo_loss(found, values, cast(PPOMicrobatch, microbatch), self.config)
         return loss, metrics | self.kl.metrics(loss)
 
 
-def with_values(
-    policy: nn.Module, row: PackedRow, of_head: Callable[[Tensor, Head, PackedRow], Result]
-) -> tuple[Result, Tensor]:
+def with_values(policy: nn.Module, row: PackedRow, of_head: OfHead) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
     """What `of_head` makes of hidden states and head, and the value before each scored token, [N] fp32."""
     critic = policy.get_submodule("critic")
     return policy(row, row.scored_at, lambda hidden, head: (of_head(hidden, head, row), critic(row)))

@@ -1,5 +1,8 @@
-"""A user's Python function of texts as a reward."""
+"""A user's Python function of texts, and of what the data have beside them, as a reward."""
 
+import inspect
+from collections.abc import Callable
+from inspect import Parameter
 from numbers import Real
 
 import torch
@@ -10,20 +13,34 @@ from fastp3o.rollouts.rollouts import Rollouts
 
 
 class FunctionReward:
-    """`function(prompts: list[str], responses: list[str]) -> list[float]`, given as `module:function`.
+    """`function(prompts: list[str], responses: list[str], ...) -> list[float]`, given as `module:function`.
 
-    It sees the P K responses one after the other, each beside its prompt.
+    It sees the P K responses one after the other, each beside its prompt. Further parameters without a default are
+    columns of the prompts' data, of which it gets a list as long, by name; those with one, and `**columns`, get what
+    else is kept (`--reward_columns`). It may be an `async def`.
     """
 
     def __init__(self, name: str):
+        """Raises ValueError where there is no such function, or none that takes prompts and responses."""
         self.name = name
         self.function = import_function(name, "reward function")
+        parameters = further_parameters(self.function, name)
+        self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
+        self.optional = {p.name for p in parameters}
+        self.takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """[P, K] fp32. Raises ValueError where the function does not return one number for each response."""
+        columns = {
+            name: rollouts.beside_responses(values)
+            for name, values in rollouts.columns.items()
+            if self.takes_all or name in self.optional
+        }
+        if missing := [name for name in self.columns if name not in columns]:
+            raise ValueError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
         rewards = [
             self.number(reward, index)
-            for index, reward in enumerate(call_for_list(self.function, self.name, *rollouts.texts()))
+            for index, reward in enumerate(call_for_list(self.function, self.name, *rollouts.texts(), **columns))
         ]
         return torch.tensor(rewards, dtype=torch.float32).view(len(rollouts), -1)
 
@@ -37,3 +54,23 @@ class FunctionReward:
             return float(reward)
         except OverflowError as error:
             raise ValueError(f"{self.name}: reward {index} must be a number of fp32, got a larger one") from error
+
+
+def further_parameters(function: Callable, name: str) -> list[Parameter]:
+    """Those behind prompts and responses that can be given by name; none of a function that has no signature."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return []
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
+    names = [p.name for p in positional]
+    misplaced = "prompts" in names[1:] or not {"responses", "completions"}.isdisjoint([*names[:1], *names[2:]])
+    taken = len(positional) >= 2 or any(p.kind == Parameter.VAR_POSITIONAL for p in parameters)
+    if misplaced or not taken:
+        raise ValueError(
+            f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
+            f"behind them; it takes {signature}"
+        )
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+    return [p for p in parameters if p not in positional[:2] and p.kind in by_name]

@@ -1,7 +1,6 @@
 """What every reward is, and how one is loaded by name."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
+from fastp3o.rewards.names import is_function
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.rollouts import Rollouts
 
@@ -34,7 +34,7 @@ def load_reward(
 
     mesh: of processes over which a model is spread; None for one.
     """
-    if ":" in name and not os.path.exists(name):
+    if is_function(name):
         return FunctionReward(name)
     return ModelReward(
         load_reward_model(name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code),
@@ -47,6 +47,11 @@ def load_reward(
     )
 
 
-def penalize_missing_eos(rewards: Tensor, rollouts: Rollouts, penalty: float) -> Tensor:
-    """Rewards [P, K], less the penalty where a response has no end-of-sequence."""
-    return rewards - penalty * ~torch.tensor(rollouts.finished, device=rewards.device)
+def columns_of(names: Iterable[str]) -> dict[str, str]:
+    """The columns of the prompts' data that reward functions ask for, each with which of them does, for messages."""
+    return {
+        column: f"the reward function {name}"
+        for name in names
+        if is_function(name)
+        for column in FunctionReward(name).columns
+    }

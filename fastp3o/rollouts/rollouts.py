@@ -1,8 +1,9 @@
 """What a sampler returns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,8 @@ class Rollouts:
     finished: list[list[bool]]  # [P][K], whether the response ended with an end-of-sequence
     # [P][K], of each token as the sampler computed it, in nats under the policy itself; None where it does not say.
     logprobs: list[list[list[float]]] | None = None
+    # [P] by name: what the data have on each prompt besides, for rewards.
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """The number of prompts."""
@@ -33,18 +36,22 @@ class Rollouts:
         return [[len(ids) for ids in group] for group in self.response_ids]
 
     def with_prompts(self, numbers: Sequence[int], others: "Rollouts") -> "Rollouts":
-        """With other rollouts in the places of some prompts, counted from 0."""
+        """With others' responses to some of the prompts, counted from 0."""
         places = {number: place for place, number in enumerate(numbers)}
-        columns = {
-            name: value and [getattr(others, name)[places[p]] if p in places else mine for p, mine in enumerate(value)]
-            for name, value in vars(self).items()
+        sampled: dict[str, Any] = {
+            name: [theirs[places[p]] if p in places else mine for p, mine in enumerate(own)]
+            for name in ("responses", "response_ids", "finished", "logprobs")
+            if (own := getattr(self, name)) is not None and (theirs := getattr(others, name)) is not None
         }
-        return Rollouts(**columns)
+        return replace(self, **sampled)
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Prompts and responses side by side, P K of each."""
-        prompts = [prompt for prompt, group in zip(self.prompts, self.responses, strict=True) for _ in group]
-        return prompts, list(chain.from_iterable(self.responses))
+        return self.beside_responses(self.prompts), list(chain.from_iterable(self.responses))
+
+    def beside_responses(self, of_prompts: list[Any]) -> list[Any]:
+        """What belongs to the prompts [P], once for each response, [P K]."""
+        return [value for value, group in zip(of_prompts, self.responses, strict=True) for _ in group]
 
 
 def decode_rollouts(

@@ -11,26 +11,29 @@ from torch import Tensor
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.order import process_share
 
+Scores = dict[str, Tensor]
+
 
 @dataclass(frozen=True)
 class DynamicSampling:
     """Replaces the responses to each prompt whose rewards are all equal, until they are not, or `attempts` times.
 
     sample: rollouts of an update's prompts with these numbers, other ones in each attempt, which are counted from 1.
-    score: their rewards, [P, K].
+    score: their `reward`, and what it is made of, [P, K] each.
     """
 
     accelerator: Accelerator
     sample: Callable[[int, list[int], int], Rollouts]
-    score: Callable[[Rollouts], Tensor]
+    score: Callable[[Rollouts], Scores]
     attempts: int
 
-    def __call__(self, update: int, rollouts: Rollouts, rewards: Tensor) -> tuple[Rollouts, Tensor, int]:
-        """Rollouts and rewards [P, K] of all processes, the same on each, as those given; and how often a prompt was
-        sampled again.
+    def __call__(self, update: int, rollouts: Rollouts, scores: Scores) -> tuple[Rollouts, Scores, int]:
+        """Rollouts and scores of all processes, the same on each, as those given; and how often a prompt was sampled
+        again.
         """
         count = 0
         for attempt in range(1, self.attempts + 1):
+            rewards = scores["reward"]
             tied = (rewards == rewards[:, :1]).all(1).nonzero().flatten().tolist()
             if not tied:
                 break
@@ -38,7 +41,9 @@ class DynamicSampling:
             # Processes wait for one another in passes, so each takes part: with a prompt of another's, if need be.
             share = process_share(tied, self.accelerator) or tied[:1]
             fresh = self.sample(update, share, attempt)
-            for numbers, others, of_others in gather_object([(share, fresh, self.score(fresh).cpu())]):
+            fresh_scores = {name: values.cpu() for name, values in self.score(fresh).items()}
+            for numbers, others, of_others in gather_object([(share, fresh, fresh_scores)]):
                 rollouts = rollouts.with_prompts(numbers, others)
-                rewards = rewards.index_copy(0, torch.tensor(numbers, device=rewards.device), of_others.to(rewards))
-        return rollouts, rewards, count
+                at = torch.tensor(numbers, device=rewards.device)
+                scores = {name: own.index_copy(0, at, of_others[name].to(own)) for name, own in scores.items()}
+        return rollouts, scores, count

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.reward import Reward
+from fastp3o.rollouts.sampler import sample
 from fastp3o.stages.online_report import report_update
 from fastp3o.stages.online_setup import set_up
 from fastp3o.training.finite import require_finite
@@ -37,15 +38,16 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
-                rollouts = sampler(
+                rollouts = sample(
+                    sampler,
                     *prompts(update),
                     responses_per_prompt=config.responses_per_prompt,
                     seed=seed_of(config.seed, update),
                 )
             with run.phase("reward"), accelerator.autocast():
-                rollouts, rewards = gather_rollouts(accelerator, rollouts, score(rollouts))
-                rollouts, rewards, ties = resample(update, rollouts, rewards)
-                scaled = objective.scaler(rewards)
+                rollouts, scores = gather_rollouts(accelerator, rollouts, score(rollouts))
+                rollouts, scores, ties = resample(update, rollouts, scores)
+                scaled = objective.scaler(scores["reward"])
                 require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
@@ -62,4 +64,4 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                         loss = partial(objective.loss, on_policy=not step_metrics)
                         step_metrics.append(step(minibatches, index, loss))
                 reference.follow(policy, update)
-        report_update(run, config, objective, update, rollouts, rewards, minibatches, step_metrics, noise, ties)
+        report_update(run, config, objective, update, rollouts, scores, minibatches, step_metrics, noise, ties)

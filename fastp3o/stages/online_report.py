@@ -22,14 +22,14 @@ def report_update(
     objective: Objective,
     update: int,
     rollouts: Rollouts,
-    rewards: Tensor,
+    scores: dict[str, Tensor],
     minibatches: list[list[Microbatch]],
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
     ties: int,
 ) -> None:
     """ties: how often a prompt was sampled again."""
-    metrics = update_metrics(run.accelerator, rollouts, rewards, minibatches, step_metrics, noise)
+    metrics = update_metrics(run.accelerator, rollouts, scores, minibatches, step_metrics, noise)
     if config.dynamic_sampling:
         metrics["sampled_again"] = ties / len(rollouts)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
@@ -42,25 +42,27 @@ def report_update(
     run.report(update, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.samples_every and (update == config.updates or update % config.samples_every == 0):
         first = slice(SAMPLED_PROMPTS)
-        run.reporter.samples(update, rollouts.prompts[first], rollouts.responses[first], rewards[first].tolist())
+        rewards = scores["reward"][first].tolist()
+        run.reporter.samples(update, rollouts.prompts[first], rollouts.responses[first], rewards)
 
 
 def update_metrics(
     accelerator: Accelerator,
     rollouts: Rollouts,
-    rewards: Tensor,
+    scores: dict[str, Tensor],
     minibatches: list[list[Microbatch]],
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
 ) -> dict[str, float]:
     """Means over all processes: of all their rollouts as they were sampled, and of the optimizer steps on them.
 
-    reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs; tied_prompts: share of prompts
-    whose rewards are all equal; kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response; entropy: −mean log
-    π_old of the responses' tokens, in nats per token; missing_eos: share of responses without an end-of-sequence;
-    ratio/noise: what rounding adds to a log-ratio, and sampler_gap: by how much the sampler's own log π(y|x) differs
-    from the old one where it gives it, both root mean squares in nats per response.
+    scores: of all processes, [P, K]. reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs;
+    tied_prompts: share of prompts whose rewards are all equal; kl: mean log π_old(y|x) − log π_ref(y|x), in nats per
+    response; entropy: −mean log π_old of the responses' tokens, in nats per token; missing_eos: share of responses
+    without an end-of-sequence; ratio/noise: what rounding adds to a log-ratio, and sampler_gap: by how much the
+    sampler's own log π(y|x) differs from the old one where it gives it, both root mean squares in nats per response.
     """
+    rewards = scores["reward"]
     microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
     lengths = torch.tensor(rollouts.response_lengths, dtype=torch.float32)
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
@@ -68,7 +70,6 @@ def update_metrics(
     # Processes have different numbers of responses: means of all are means of what each adds to them.
     processes = accelerator.num_processes
     means = {
-        "reward": rewards.mean(),
         "reward_difference": differences(rewards).abs().mean(),
         "tied_prompts": (rewards == rewards[:, :1]).all(1).float().mean(),
         "kl": log_ratios.sum() * processes / rewards.numel(),
@@ -78,6 +79,7 @@ def update_metrics(
         "response_tokens": lengths.sum(),
         "ratio/noise": noise,
     }
+    means |= {name: values.mean() for name, values in scores.items()}
     gap = sampler_gap(rollouts, microbatches)
     if gap is not None:
         means["sampler_gap"] = gap

@@ -23,13 +23,14 @@ from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
-from fastp3o.rewards.reward import Reward, load_reward, penalize_missing_eos
+from fastp3o.rewards.reward import Reward, columns_of, load_reward
 from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rewards.scoring import scores_of, weighted
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.room import available_memory
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.sampler import Sampler, sample
 from fastp3o.stages.dynamic_sampling import DynamicSampling
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
 from fastp3o.training.finite import require_finite
@@ -45,21 +46,20 @@ AGAIN = 2**32 - 3
 
 
 class PromptsOfUpdate:
-    """The prompts of an update that fall to this process: their texts, token ids, and numbers in the update."""
+    """The prompts of an update that fall to this process: their examples, and their numbers in the update."""
 
     def __init__(self, accelerator: Accelerator, examples: Dataset, config: OnlineConfig):
         self.accelerator, self.examples = accelerator, examples
         self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
 
-    def __call__(self, update: int, numbers: list[int] | None = None) -> tuple[list[str], list[list[int]], list[int]]:
+    def __call__(self, update: int, numbers: list[int] | None = None) -> tuple[dict[str, list], list[int]]:
         """numbers: of other prompts of the update than this process's."""
         chosen = examples_of_step(
             update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
         )
         if numbers is None:
             numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
-        examples = self.examples[[chosen[number] for number in numbers]]
-        return examples["prompt"], examples["prompt_ids"], numbers
+        return self.examples[[chosen[number] for number in numbers]], numbers
 
 
 class Online(NamedTuple):
@@ -68,7 +68,7 @@ class Online(NamedTuple):
     accelerator: Accelerator
     prompts: PromptsOfUpdate
     sampler: Sampler
-    score: Reward
+    score: Callable[[Rollouts], dict[str, Tensor]]
     resample: DynamicSampling
     objective: Objective
     policy: PackedModel
@@ -93,17 +93,26 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     if config.reference:
         require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
+    asked = columns_of(config.rewards) if reward is None else {}
+    asked_of_eval = asked | (columns_of([config.gold_reward]) if gold is None and config.gold_reward else {})
     examples, eval_examples = load_data(
-        accelerator, load_prompts, config.prompts, config.eval_prompts, tokenizer, config
+        accelerator,
+        partial(load_prompts, columns=asked),
+        config.prompts,
+        config.eval_prompts,
+        tokenizer,
+        config,
+        eval_loader=partial(load_prompts, columns=asked_of_eval),
     )
     objective = config.build()
     mesh = process_mesh(accelerator.device, config.shard_size)
     policy = load_trainable_policy(config)
     copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
     objective.add_to(policy)
-    reward = reward or load_named_reward(config.reward, config, accelerator, precision, tokenizer, mesh)
+    load = partial(load_named_reward, config, accelerator, precision, tokenizer, mesh)
+    reward = reward or weighted({name: load(name) for name in config.rewards}, config.weights)
     if gold is None and config.gold_reward:
-        gold = load_named_reward(config.gold_reward, config, accelerator, precision, tokenizer, mesh)
+        gold = load(config.gold_reward)
 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
@@ -142,9 +151,10 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     texts, pretraining = None, None
     if config.ptx_data:
         check_divisible(accelerator, config.ptx_batch_size, "ptx_batch_size")
-        lengths = {"max_response_tokens": config.max_response_tokens}
-        texts, _ = load_data(accelerator, load_demonstrations, config.ptx_data, None, tokenizer, config, **lengths)
-        pretraining = PretrainingMix(optimizer, texts, config)
+        load_texts = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
+        texts, _ = load_data(accelerator, load_texts, config.ptx_data, None, tokenizer, config)
+        mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
+        pretraining = PretrainingMix(optimizer, texts, *mix)
     run = Run(
         accelerator,
         config,
@@ -163,13 +173,12 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
 
     def sample_again(update: int, numbers: list[int], attempt: int) -> Rollouts:
         seed = seed_of(config.seed, update, AGAIN, attempt)
-        return rollouts(*prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
+        return sample(rollouts, *prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
 
-    def score(rollouts: Rollouts) -> Tensor:
-        rewards = reward(rollouts).to(accelerator.device)
-        rewards = penalize_missing_eos(rewards, rollouts, config.missing_eos_penalty)
-        require_finite(accelerator, "a reward", rewards)
-        return rewards
+    def score(rollouts: Rollouts) -> dict[str, Tensor]:
+        scores = scores_of(accelerator, reward, rollouts, config, config.max_response_tokens)
+        require_finite(accelerator, "a reward", scores["reward"])
+        return scores
 
     return Online(
         accelerator,
@@ -207,12 +216,12 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 
 
 def load_named_reward(
-    name: str,
     config: OnlineConfig,
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,
     mesh: DeviceMesh | None,
+    name: str,
 ) -> Reward:
     reward = load_reward(
         name,

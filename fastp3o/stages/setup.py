@@ -15,6 +15,8 @@ from fastp3o.config import StageConfig
 from fastp3o.data import DataReport
 from fastp3o.precision import Precision
 
+Loader = Callable[..., tuple[Dataset, DataReport]]
+
 # One process loads, saves or asks a judge while the others wait, far beyond NCCL's ten minutes.
 LONGEST_WAIT = timedelta(hours=12)
 
@@ -75,19 +77,20 @@ def check_divisible(accelerator: Accelerator, total: int, name: str) -> None:
 
 def load_data(
     accelerator: Accelerator,
-    loader: Callable[..., tuple[Dataset, DataReport]],
+    loader: Loader,
     train_source: str,
     eval_source: str | None,
     tokenizer: PreTrainedTokenizerBase,
     config: StageConfig,
+    eval_loader: Loader | None = None,
     **lengths: int,
 ) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation data, the same on every process.
+    """Training and evaluation data, the same on every process. eval_loader: of the latter, where it is another.
 
     Raises ValueError where there are fewer evaluation examples than processes.
     """
 
-    def load(source: str, split: str, limit: int | None) -> Dataset:
+    def load(loader: Loader, source: str, split: str, limit: int | None) -> Dataset:
         examples, report = loader(
             source,
             tokenizer,
@@ -103,5 +106,7 @@ def load_data(
             raise ValueError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
         return examples
 
-    train = load(train_source, config.split, config.limit)
-    return train, load(eval_source, config.eval_split, config.eval_limit) if eval_source else None
+    train = load(loader, train_source, config.split, config.limit)
+    if not eval_source:
+        return train, None
+    return train, load(eval_loader or loader, eval_source, config.eval_split, config.eval_limit)

@@ -25,20 +25,32 @@ from fastp3o.training.order import deal
 from fastp3o_kernels import sequence_logprobs
 
 
-def gather_rollouts(accelerator: Accelerator, rollouts: Rollouts, rewards: Tensor) -> tuple[Rollouts, Tensor]:
-    """Rollouts and rewards [P, K] of all processes, in the order in which `process_share` took their prompts."""
+def gather_rollouts(
+    accelerator: Accelerator, rollouts: Rollouts, scores: dict[str, Tensor]
+) -> tuple[Rollouts, dict[str, Tensor]]:
+    """Rollouts and what they are worth, [P, K] each, of all processes, in the order in which `process_share` took their
+    prompts.
+    """
     if accelerator.num_processes == 1:
-        return rollouts, rewards
-    shares = gather_object([(rollouts, rewards.cpu())])
+        return rollouts, scores
+    shares = gather_object([(rollouts, {name: values.cpu() for name, values in scores.items()})])
 
     def in_order(of_shares: Sequence[list]) -> list:
         return list(chain.from_iterable(zip(*of_shares, strict=True)))
 
-    columns: dict[str, Any] = {
-        name: None if value is None else in_order([vars(share)[name] for share, _ in shares])
-        for name, value in vars(rollouts).items()
+    def of_all(values: list[Any]) -> Any:
+        """Of the same field of each share."""
+        first = values[0]
+        if isinstance(first, dict):
+            return {name: of_all([value[name] for value in values]) for name in first}
+        return None if first is None else in_order(values)
+
+    fields = {name: of_all([vars(share)[name] for share, _ in shares]) for name in vars(rollouts)}
+    scores = {
+        name: torch.stack([share[name] for _, share in shares], 1).flatten(0, 1).to(values.device)
+        for name, values in scores.items()
     }
-    return Rollouts(**columns), torch.stack([share for _, share in shares], 1).flatten(0, 1).to(rewards.device)
+    return Rollouts(**fields), scores
 
 
 def pack_minibatches(

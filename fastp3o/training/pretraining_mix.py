@@ -1,13 +1,14 @@
 """A pretraining mix (Ouyang et al. 2022, "PPO-ptx"): each optimizer step also raises the likelihood of given texts."""
 
+from dataclasses import dataclass
+
 import torch
 from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.sharding import in_step
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.packing.pack import pack
+from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, own_part, seed_of
@@ -16,14 +17,19 @@ from fastp3o.training.order import examples_of_step, own_part, seed_of
 TEXTS = 2**32 - 2
 
 
+@dataclass(frozen=True)
 class PretrainingMix:
-    """Adds −ptx_coef · the mean of log π over the tokens of a batch of texts, prompts and all, to each step.
+    """Adds −coef · the mean of log π over the tokens of a batch of texts, prompts and all, to each step.
 
-    texts: with the columns `prompt_ids` and `response_ids`.
+    texts: with the columns `prompt_ids` and `response_ids`. batch_size: texts of a step, over all processes.
     """
 
-    def __init__(self, optimizer: Optimizer, texts: Dataset, config: OnlineConfig):
-        self.optimizer, self.texts, self.config = optimizer, texts, config
+    optimizer: Optimizer
+    texts: Dataset
+    coef: float
+    batch_size: int
+    packing: Packing
+    seed: int
 
     def __call__(self) -> dict[str, Tensor]:
         """The backward passes for the step that comes next. Returns `ptx_loss`, in nats per token, 0-d."""
@@ -35,14 +41,13 @@ class PretrainingMix:
         for row, counts in in_step(rows, rows[0]):
             with accelerator.autocast():
                 row_loss = -scored_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
-                optimizer.backward(self.config.ptx_coef * row_loss)
+                optimizer.backward(self.coef * row_loss)
             loss += row_loss.detach()
         return {"ptx_loss": loss}
 
     def rows(self, step: int) -> list[PackedRow]:
         """This process's, of an optimizer step's texts."""
-        config, total = self.config, len(self.texts)
-        seed = seed_of(config.seed, TEXTS)
-        chosen = examples_of_step(step, batch_size=config.ptx_batch_size, total=total, seed=seed)
+        seed = seed_of(self.seed, TEXTS)
+        chosen = examples_of_step(step, batch_size=self.batch_size, total=len(self.texts), seed=seed)
         texts = own_part(self.optimizer.accelerator, self.texts[chosen])
-        return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], config.packing, score_prompts=True)
+        return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], self.packing, score_prompts=True)

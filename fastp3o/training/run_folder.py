@@ -18,7 +18,7 @@ from fastp3o.config import StageConfig
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, write_file
 from fastp3o.training.log_files import EVALUATIONS, METRICS
 from fastp3o.training.processes import on_main_process
-from fastp3o.training.states.fingerprints import MODELS
+from fastp3o.training.states.fingerprints import MODELS, names_in
 
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
@@ -40,12 +40,12 @@ def check_output_dir(accelerator: Accelerator, config: StageConfig) -> None:
 def require_usable(config: StageConfig) -> None:
     folder = Path(config.output_dir)
     for option in MODELS:
-        name = getattr(config, option, None)
-        if name and os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name another "
-                "--output_dir"
-            )
+        for name in names_in(config, option):
+            if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(
+                    f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
+                    "another --output_dir"
+                )
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -38,6 +38,10 @@ def irregular_and_shifted(prompts, responses):
 def constant(prompts, responses):
     return [2.0 for _ in responses]
 
+def answered(prompts, responses, answer, *, word):
+    assert all(w in prompt and a == len(w) for prompt, a, w in zip(prompts, answer, word))
+    return [r + a for r, a in zip(varied(prompts, responses), answer)]
+
 def fails_on_fifth_call(prompts, responses):
     global CALLS
     CALLS += 1
@@ -110,6 +114,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
     files = {
         "prompts": [{"prompt": f"Say {word}:"} for word in words],
+        "answers": [{"prompt": f"Say {word}:", "answer": len(word), "word": word} for word in words],
         "sft": [{"prompt": f"Say {word}:", "label": f" {word}"} for word in words],
         "preferences": [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in words],
     }

@@ -21,9 +21,10 @@ from fastp3o.evaluation.win_rates.verdicts import Verdict
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
-from fastp3o.rewards.reward import load_reward
+from fastp3o.rewards.reward import columns_of, load_reward
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.sampler import sample
 from fastp3o.rollouts.sampling_settings import SamplingSettings
 
 
@@ -127,7 +128,7 @@ def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> dict[str, list]:
-    """Texts (`prompt`) and token ids (`prompt_ids`) of the prompts."""
+    """Texts (`prompt`) and token ids (`prompt_ids`) of the prompts, and the columns that the reward asks for."""
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
@@ -136,6 +137,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> di
         max_prompt_tokens=config.max_prompt_tokens,
         max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
+        columns=columns_of([config.reward]) if config.reward else None,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return prompts[:]
@@ -161,9 +163,9 @@ def respond(
         memory_gb=config.rollout_memory,
         settings=config.sampling_settings(),
     )
-    rollouts = sampler(
-        prompts["prompt"],
-        prompts["prompt_ids"],
+    rollouts = sample(
+        sampler,
+        prompts,
         responses_per_prompt=config.responses_per_prompt,
         seed=config.seed,
     )

@@ -28,7 +28,8 @@ def require_same_run(
     others = sorted(name for name in fingerprints.keys() & manifest.fingerprints.keys() if name not in same_content)
     contents = [name for name in others if not name.endswith(FUNCTION)]
     if contents:
-        flags = ", ".join(f"--{name} ({getattr(config, name)})" for name in contents)
+        # Of several rewards, a name of its own stands behind the option.
+        flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({getattr(config, name)})" for name in contents)
         raise ResumeError(
             f"--resume: the name is the same, and the content another than when the run began: {flags}. Bring back "
             "what was there, or begin a new --output_dir"

@@ -1,6 +1,7 @@
 """Hashes of what a configuration names: data, models, reward functions. Names stay, contents change.
 
-A fingerprint has the name of its option; that of a reward function ends in ` function`.
+A fingerprint has the name of its option, with the name itself behind it where an option has several; that of a reward
+function ends in ` function`.
 """
 
 import hashlib
@@ -13,6 +14,8 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import CONFIG_NAME, cached_file
 
+from fastp3o.rewards.names import is_function, reward_names
+
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
 
@@ -24,12 +27,20 @@ def fingerprints_of(config: Any, data: Mapping[str, Dataset | None]) -> dict[str
     """Of the data sets, by the option that names them, and of the models and reward functions of a configuration."""
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     for option in MODELS:
-        name = getattr(config, option, None)
-        if name and ":" in name and not os.path.exists(name):
-            fingerprints[option + FUNCTION] = of_function(name)
-        elif name:
-            fingerprints[option] = of_model(name)
+        names = names_in(config, option)
+        for name in names:
+            key = option if len(names) == 1 else f"{option} {name}"
+            if is_function(name):
+                fingerprints[key + FUNCTION] = of_function(name)
+            else:
+                fingerprints[key] = of_model(name)
     return fingerprints
+
+
+def names_in(config: Any, option: str) -> list[str]:
+    """Of the models and functions that an option names."""
+    given = getattr(config, option, None)
+    return reward_names(given) if given and option == "reward" else [given] if given else []
 
 
 def of_model(name: str) -> str:

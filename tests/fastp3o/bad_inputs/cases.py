@@ -25,6 +25,7 @@ def lines(*records: object) -> str:
 
 # --- flags ----------------------------------------------------------------------------------------------------------
 
+TWO = "rewards_for_tests:varied,rewards_for_tests:vowels"
 FLAGS = [
     # (flag with a value, what it must be)
     *[("p3o", f"--learning_rate={value}", "--learning_rate must be above 0") for value in ("0", "-1e-5")],
@@ -34,6 +35,27 @@ FLAGS = [
         for value in ("inf", "nan")
     ],
     ("p3o", "--missing_eos_penalty nan", "--missing_eos_penalty must be a finite number"),
+    *[
+        ("p3o", f"--{name}={value}", f"--{name} must be {expected}")
+        for name in ("length_penalty", "repetition_penalty")
+        for value, expected in (("nan", "a finite number"), ("-1", "0 or more"))
+    ],
+    ("p3o", "--length_penalty_after 2", "--length_penalty_after does nothing without --length_penalty"),
+    ("p3o", "--length_penalty 1 --length_penalty_after 8", "must be below --max_response_tokens (8), got 8"),
+    ("p3o", "--length_penalty 1 --length_penalty_after -1", "--length_penalty_after must be 0 or more"),
+    ("p3o", "--repetition_ngram 2", "--repetition_ngram does nothing without --repetition_penalty"),
+    ("p3o", "--repetition_penalty 1 --repetition_ngram 0", "--repetition_ngram must be at least 1"),
+    ("p3o", "--overlong_margin 9", "--overlong_margin must be at most --max_response_tokens (8), got 9"),
+    ("p3o", "--overlong_margin -1", "--overlong_margin must be 0 or more"),
+    *[
+        ("p3o", f"--reward {TWO} --reward_weights={weights}", "--reward_weights must be 2 finite numbers, as many as")
+        for weights in ("1", "1,2,3", "1,nan", "1,inf", "1,", "1\\;2", "0,0", "a,b")
+    ],
+    ("p3o", "--reward_weights 1,2", "--reward_weights must be 1 finite number, as many as there are rewards"),
+    ("p3o", f"--reward {TWO},", "--reward must be names separated by commas, none of them empty"),
+    ("p3o", f"--reward {TWO},rewards_for_tests:varied", "--reward must be different names"),
+    ("p3o", f"--reward {TWO},rewards_for_tests:nosuch", "cannot load the reward function 'rewards_for_tests:nosuch'"),
+    ("p3o", f"--reward {TWO},./nosuch", "cannot load ./nosuch: there is no such folder"),
     ("p3o", "--reward_clip nan", "--reward_clip must be a finite number"),
     ("p3o", "--rollout_memory nan", "--rollout_memory must be a finite number"),
     ("p3o", "--lora_rank 2 --lora_alpha inf", "--lora_alpha must be a finite number"),
@@ -300,11 +322,15 @@ def nested(prompts, responses): return [[1.0]] * len(responses)
 def table(prompts, responses): return numpy.ones((len(responses), 2))
 def huge(prompts, responses): return [10**400] * len(responses)
 def not_finite(prompts, responses): return [float("nan")] * len(responses)
+def answered(prompts, responses, answer): return [1.0] * len(responses)
+def reversed(responses, prompts): return [1.0] * len(responses)
+def of_prompt(prompts, responses, prompt): return [1.0] * len(responses)
 def endless(prompts, responses): return (1.0 for _ in iter(int, 1))
 def leaves(prompts, responses): sys.exit(0)
 def leaves_with_text(prompts, responses): sys.exit("done")
 constant = 3
 """
+HOLES = lines({"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None})
 REWARD_FUNCTIONS = [
     ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
     ("text", "bad_rewards:text must return a list of 8 entries, got a str"),
@@ -321,6 +347,22 @@ REWARD_FUNCTIONS = [
     ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
     ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
     ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
+    (
+        "answered",
+        "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks "
+        "for, got nothing: the record has the fields prompt",
+    ),
+    (
+        "answered --prompts holes.jsonl",
+        "holes.jsonl record 2 field 'answer': expected a value, which the reward function bad_rewards:answered asks "
+        "for, got null",
+    ),
+    (
+        "numbers --eval_prompts prompts.jsonl --gold_reward bad_rewards:answered",
+        "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks",
+    ),
+    ("reversed", "bad_rewards:reversed must take prompts and responses first, in this order"),
+    ("of_prompt", "bad_rewards:of_prompt asks for the column 'prompt', which is the prompt itself"),
     ("constant", "cannot load the reward function 'bad_rewards:constant': it is a int, not a function"),
     ("nosuch", "cannot load the reward function 'bad_rewards:nosuch': module 'bad_rewards' has no attribute"),
 ]
@@ -411,7 +453,7 @@ CASES = [
         {"data.jsonl": lines({"prompt": [USER]})},
     ),
     *(
-        Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": REWARDS})
+        Case("p3o", f"--reward bad_rewards:{name}", message, {"bad_rewards.py": REWARDS, "holes.jsonl": HOLES})
         for name, message in REWARD_FUNCTIONS
     ),
     *(

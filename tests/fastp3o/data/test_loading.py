@@ -1,6 +1,7 @@
 """The three loaders from file to dataset: columns, counts, skipping, limits, and any JSON that may come."""
 
 import copy
+import datetime
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fastp3o.data import DataError, DataReport, chat_template, load_demonstrations, load_preferences, load_prompts
+from fastp3o.data.columns import column_values
 from fastp3o.data.time_limit import TimeLimit
 
 EOS = "</s>"
@@ -79,6 +81,45 @@ def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     responses = {"chosen_ids": ids(" you") + end, "rejected_ids": ids(" there") + end}
     assert data.to_list() == [example | responses for example in prompts]
     assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
+
+
+VALUES = ["7", 7, 7.0, 0.1 + 0.2, 2**70, "", False, [], [1, "a", None], {"a": {"b": None}}, "\ud800", "2020-01-01"]
+
+
+def test_further_columns_are_what_the_records_have(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    source = jsonl(tmp_path, [{"prompt": "Hi", "answer": value, "id": 1, "other": 0} for value in VALUES])
+    data, _ = load_prompts(source, tokenizer, max_prompt_tokens=100, columns={"answer": "f", "id": "f"})
+    assert data.column_names == ["prompt", "prompt_ids", "answer", "id"]
+    read = column_values(data[:])
+    assert read == {"answer": VALUES, "id": [1] * len(VALUES)}
+    assert list(map(type, read["answer"])) == list(map(type, VALUES))
+    plain, _ = load_prompts(source, tokenizer, max_prompt_tokens=100)
+    assert data._fingerprint != plain._fingerprint
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"id": 1}, "expected a value, which f asks for, got nothing: the record has the fields prompt, id"),
+        ({"answer": None}, "expected a value, which f asks for, got null"),
+        ({"answer": float("nan")}, "expected a value that JSON has, which f asks for, got the number nan"),
+    ],
+)
+def test_a_record_without_an_asked_column_is_refused_or_skipped(tmp_path, tokenizer, record, said):
+    source = jsonl(tmp_path, [{"prompt": "Hi", "answer": "a"}, {"prompt": "Hi"} | record])
+    options = {"max_prompt_tokens": 100, "columns": {"answer": "f"}}
+    with pytest.raises(DataError) as error:
+        load_prompts(source, tokenizer, **options)
+    assert str(error.value) == f"{source} record 2 field 'answer': {said}"
+    assert load_prompts(source, tokenizer, **options, skip_bad_records=True)[1].skipped == 1
+
+
+def test_a_column_that_json_lacks_or_that_is_the_prompt_is_refused(tmp_path, tokenizer):
+    pq.write_table(pa.table({"prompt": ["Hi"], "day": [datetime.date(2020, 1, 1)]}), tmp_path / "days.parquet")
+    with pytest.raises(DataError, match=r"record 1 field 'day': expected a value that JSON has, .* got a date"):
+        load_prompts(str(tmp_path / "days.parquet"), tokenizer, max_prompt_tokens=100, columns={"day": "f"})
+    with pytest.raises(ValueError, match="f asks for the column 'prompt', which is the prompt itself"):
+        load_prompts(str(tmp_path / "days.parquet"), tokenizer, max_prompt_tokens=100, columns={"prompt": "f"})
 
 
 def test_data_is_memory_mapped_and_leaves_no_file(

@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,39 +8,18 @@ import torch
 from fastp3o.models.loading import load_reward_model
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
-from fastp3o.rewards.reward import load_reward, penalize_missing_eos
+from fastp3o.rewards.reward import load_reward
 from fastp3o.rewards.reward_model import ModelReward
-from fastp3o.rollouts.rollouts import Rollouts
 
 SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
-
-
-@pytest.fixture
-def rollouts(tokenizer) -> Rollouts:
-    prompts, responses = ["Say a:", "Say b:"], [[" aei", " xyz"], [" o", " u"]]
-    finished = [[True, False], [True, True]]
-    return Rollouts(
-        prompts=prompts,
-        prompt_ids=[tokenizer(prompt).input_ids for prompt in prompts],
-        responses=responses,
-        response_ids=[
-            [
-                tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished
-                for text, finished in zip(*group, strict=True)
-            ]
-            for group in zip(responses, finished, strict=True)
-        ],
-        finished=finished,
-    )
 
 
 def load(name, tokenizer):
     return load_reward(name, tokenizer, dtype=torch.float32, **SETTINGS)
 
 
-def test_a_function_sees_texts_and_a_missing_end_costs_the_penalty(workplace, tokenizer, rollouts):
-    rewards = load("rewards_for_tests:vowels", tokenizer)(rollouts)
-    assert penalize_missing_eos(rewards, rollouts, 0.5).tolist() == [[0.75, -0.5], [0.25, 0.25]]
+def test_a_function_sees_texts(workplace, tokenizer, rollouts):
+    assert load("rewards_for_tests:vowels", tokenizer)(rollouts).tolist() == [[0.75, 0], [0.25, 0.25]]
 
 
 def test_a_function_must_reward_every_response(workplace, tokenizer, rollouts):
@@ -48,7 +28,7 @@ def test_a_function_must_reward_every_response(workplace, tokenizer, rollouts):
 
 
 def returning(result: object) -> FunctionReward:
-    reward = FunctionReward("builtins:len")
+    reward = FunctionReward("operator:eq")
     reward.function = lambda prompts, responses: result
     return reward
 
@@ -70,11 +50,11 @@ def test_numbers_of_every_kind_are_rewards(rollouts, result):
 @pytest.mark.parametrize(
     ("result", "said"),
     [
-        ("1111", "builtins:len must return a list of 4 entries, got a str"),
+        ("1111", "operator:eq must return a list of 4 entries, got a str"),
         (None, "must return a list of 4 entries, got a NoneType"),
         (dict.fromkeys(range(4), 1.0), "must return a list of 4 entries, got a dict"),
         (1.0, "must return a list of 4 entries, got a float"),
-        ([1.0, 1.0, "1.5", 1.0], r"builtins:len: reward 2 must be a number, got '1\.5'"),
+        ([1.0, 1.0, "1.5", 1.0], r"operator:eq: reward 2 must be a number, got '1\.5'"),
         ([None] * 4, "reward 0 must be a number, got None"),
         ([1.0, [1.0], 1.0, 1.0], r"reward 1 must be a number, got \[1\.0\]"),
         ([1.0, 10**400, 1.0, 1.0], "reward 1 must be a number of fp32, got a larger one"),
@@ -90,8 +70,60 @@ def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
 def test_a_function_that_ends_the_program_does_not_end_the_run_in_peace(rollouts):
     reward = returning(None)
     reward.function = lambda prompts, responses: sys.exit(0)
-    with pytest.raises(ValueError, match=r"builtins:len ended the program \(sys.exit, status 0\)"):
+    with pytest.raises(ValueError, match=r"operator:eq ended the program \(sys.exit, status 0\)"):
         reward(rollouts)
+
+
+TAKING = {
+    "plain": lambda prompts, responses: [0.0] * len(responses),
+    "asking": lambda prompts, responses, answer: [float(a) for a in answer],
+    "by_keyword": lambda texts, outputs, *, answer, scale=2.0: [scale * a for a in answer],
+    "taking_all": lambda prompts, completions, **columns: [float(a) for a in columns["answer"]],
+    "any_number": lambda *arguments: [float(len(arguments))] * 4,
+    "by_chance": lambda prompts, responses, answer=(0, 0, 0, 0), note=None: [float(a) for a in answer],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "asks", "rewards"),
+    [
+        ("plain", [], [[0, 0], [0, 0]]),
+        ("asking", ["answer"], [[3, 3], [4, 4]]),
+        ("by_keyword", ["answer"], [[6, 6], [8, 8]]),
+        ("taking_all", [], [[3, 3], [4, 4]]),
+        ("any_number", [], [[2, 2], [2, 2]]),
+        ("by_chance", [], [[3, 3], [4, 4]]),
+    ],
+)
+def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, monkeypatch, name, asks, rewards):
+    monkeypatch.setattr("operator.eq", TAKING[name])
+    reward = FunctionReward("operator:eq")
+    assert reward.columns == asks
+    assert reward(replace(rollouts, columns={"answer": [3, 4], "id": ["a", "b"]})).tolist() == rewards
+
+
+def test_columns_that_the_rollouts_lack_are_named(rollouts, monkeypatch):
+    monkeypatch.setattr("operator.eq", TAKING["asking"])
+    with pytest.raises(ValueError, match="operator:eq asks for the columns answer, which the rollouts do not have"):
+        FunctionReward("operator:eq")(rollouts)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda responses: [],
+        lambda completions, answer: [],
+        lambda responses, prompts: [],
+        lambda answer, prompts: [],
+        lambda prompts, answer, responses: [],
+        lambda prompts, *, responses: [],
+        lambda: [],
+    ],
+)
+def test_a_function_of_other_arguments_is_refused(monkeypatch, function):
+    monkeypatch.setattr("operator.eq", function)
+    with pytest.raises(ValueError, match="operator:eq must take prompts and responses first, in this order"):
+        FunctionReward("operator:eq")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "rewards_for_tests:no_such_function"])

@@ -51,6 +51,7 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
         "fp16": [*p3o, *FP16, "--gradient_checkpointing", "True"],
         "adapters": [*p3o, *EVALUATED, *FP32, "--lora_rank", "2"],
         "critic": [*ppo, *FP32],
+        "answered": [*p3o, *FP32, "--prompts", "answers.jsonl", "--reward", "rewards_for_tests:answered"],
         "sft": [*sft, *FP32],
         "judge": [*judge, *FP32, "--eval_data", "preferences.jsonl"],
     }

@@ -198,6 +198,33 @@ def test_a_stop_within_an_update_counts_its_rewards_once(workplace, tiny_model, 
     assert_equal(weights("run"), weights("whole"))
 
 
+def test_columns_travel_with_their_prompts(workplace, tiny_model):
+    """The function asserts that they do; what it adds for the prompt cancels."""
+    evaluated = {"eval_prompts": "answers.jsonl", "gold_reward": "rewards_for_tests:answered"}
+    train(config(tiny_model, "answered", prompts="answers.jsonl", reward="rewards_for_tests:answered", updates=2))
+    train(config(tiny_model, "varied", reward="rewards_for_tests:varied", updates=2, **evaluated))
+    assert_equal(weights("answered"), weights("varied"))
+    assert "gold" in metrics("varied", "eval.jsonl")[0]
+
+
+def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_model):
+    twice = {"reward": "rewards_for_tests:varied,rewards_for_tests:vowels", "reward_weights": "2,0", "updates": 2}
+    train(config(tiny_model, "two", **twice, eval_prompts="prompts.jsonl", length_penalty=0.5))
+    train(config(tiny_model, "one", reward="rewards_for_tests:varied", updates=2, length_penalty=0.25))
+    # Rewards are divided by their deviation.
+    assert_equal(weights("two"), weights("one"))
+    for step in metrics("two"):
+        assert step["reward"] == pytest.approx(2 * step["reward/rewards_for_tests:varied"] - step["penalty/length"])
+        assert step["penalty/length"] == pytest.approx(step["response_length"] / 2)
+    last = metrics("two", "eval.jsonl")[-1]
+    assert last["reward"] == pytest.approx(2 * last["reward/rewards_for_tests:varied"])
+    assert last.keys() >= {"reward/rewards_for_tests:vowels", "reward/rewards_for_tests:vowels_std"}
+    assert metrics("one")[0].keys() == metrics("two")[0].keys() - {
+        "reward/rewards_for_tests:varied",
+        "reward/rewards_for_tests:vowels",
+    }
+
+
 def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):
     with pytest.raises(NotFiniteError, match="update 1: a difference or a sum of rewards is NaN or infinite"):
         train(config(tiny_model, "run", reward="rewards_for_tests:huge"))

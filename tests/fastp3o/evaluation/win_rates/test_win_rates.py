@@ -205,6 +205,11 @@ def test_a_reward_model_plays_too(play, tiny_model):
     assert result["win_rates"]["reward"]["ties"] == 3
 
 
+def test_a_reward_of_columns_plays_too(play, tiny_model):
+    flags = ["--prompts", "answers.jsonl", "--reward", "rewards_for_tests:answered", "--limit", "3"]
+    assert play(tiny_model, tiny_model, *flags)["win_rates"]["reward"]["ties"] == 3
+
+
 def test_exchanged_checkpoints_exchange_wins(play, tiny_model, other_model):
     flags = ["--reward", "rewards_for_tests:vowels", "--responses_per_prompt", "4", "--seed", "3"]
     forth, back = play(tiny_model, other_model, *flags), play(other_model, tiny_model, *flags)

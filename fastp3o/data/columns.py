@@ -1,0 +1,33 @@
+"""Further fields of the prompts' records, which rewards ask for: any JSON value, kept exactly, as JSON text."""
+
+import json
+from collections.abc import Mapping
+
+from fastp3o.data.errors import Found, RecordError, field_names
+
+PROMPT_COLUMNS = ("prompt", "prompt_ids")
+
+# Names of fields, each with what asks for it, in words of a message.
+Asked = Mapping[str, str]
+
+
+def column_texts(record: Mapping, asked: Asked) -> dict[str, str]:
+    """The fields as JSON text. Raises RecordError where one is missing, null, or nothing that JSON has."""
+    texts = {}
+    for name, asker in asked.items():
+        value = record.get(name)
+        if value is None:
+            found = "null" if name in record else f"nothing: the record has {field_names(record)}"
+            raise RecordError(name, f"a value, which {asker} asks for", Found(found))
+        try:
+            texts[name] = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RecordError(name, f"a value that JSON has, which {asker} asks for", value) from error
+    return texts
+
+
+def column_values(examples: Mapping[str, list]) -> dict[str, list]:
+    """Of a batch of examples, what the records had in the fields that were kept."""
+    return {
+        name: [json.loads(text) for text in texts] for name, texts in examples.items() if name not in PROMPT_COLUMNS
+    }

@@ -1,0 +1,13 @@
+"""What the name of a reward says it is."""
+
+import os
+
+
+def reward_names(names: str) -> list[str]:
+    """The names of several rewards, separated by commas; that of a path which exists may hold some."""
+    return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
+
+
+def is_function(name: str) -> bool:
+    """Whether it is one of a Python function, as module:function, rather than of a model."""
+    return ":" in name and not os.path.exists(name)

@@ -1,0 +1,195 @@
+"""Short runs of every objective by its name: it learns, resumes exactly, and its settings do what they say."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastp3o.config import parse_chosen
+from fastp3o.objectives import p3o
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.grpo import DAPOConfig, GRPOConfig, GRPOPlusConfig
+from fastp3o.objectives.kl_coefficient import KLCoefficient
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.reinforce import RLOOConfig
+from fastp3o.stages.online import train
+from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
+
+ROOT = Path(__file__).parents[3]
+OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"))["OBJECTIVES"]
+NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo", "online_dpo"})  # those have runs of their own
+# None of the tiny model's responses comes to its end.
+SETTINGS = {"ppg": {"prompts_per_minibatch": 8, "inner_epochs": 1}, "grpo_plus": {"mask_truncated": False}}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, tiny_model, name):
+    settings = {"updates": 2, "reward": "rewards_for_tests:varied", **SETTINGS.get(name, {})}
+    train(config(tiny_model, "whole", OBJECTIVES[name], **settings))
+    train(config(tiny_model, "resumed", OBJECTIVES[name], **settings | {"updates": 1, "save_every": 1}))
+    train(config(tiny_model, "resumed", OBJECTIVES[name], **settings, resume=True, save_every=1))
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+    assert not any(torch.equal(weights("whole")[n], w) for n, w in weights_of_start(tiny_model).items())
+
+
+@pytest.mark.parametrize("name", ["rloo", "grpo", "gspo", "rebel"])
+def test_a_run_raises_the_reward(workplace, tiny_model, name):
+    settings = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}}.get(name, {})
+    train(config(tiny_model, "run", OBJECTIVES[name], updates=15, responses_per_prompt=4, **settings))
+    steps = metrics("run")
+    assert sum(s["reward"] for s in steps[-4:]) > sum(s["reward"] for s in steps[:4])
+
+
+def test_the_first_ratio_is_exactly_one(workplace, tiny_model):
+    settings = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
+    train(config(tiny_model, "run", GRPOConfig, **settings))
+    (step,) = metrics("run")
+    assert step["ratio_mean"] == 1
+    assert step["clip_fraction"] == step["k3"] == 0
+
+
+@pytest.mark.parametrize("config_class", [GRPOConfig, DAPOConfig, PPOConfig])
+def test_microbatches_do_not_matter(workplace, tiny_model, config_class):
+    settings = {"prompts_per_minibatch": 8, "updates": 2, "entropy_coef": 0.01}
+    train(config(tiny_model, "one", config_class, **settings))
+    train(config(tiny_model, "eight", config_class, tokens_per_row=1, **settings))
+    for one, eight in zip(metrics("one"), metrics("eight"), strict=True):
+        names = one.keys() - {"packing_efficiency", "ratio_max"}
+        assert {n: one[n] for n in names} == pytest.approx({n: eight[n] for n in names}, rel=2e-3, abs=2e-4)
+    first, second = weights("one"), weights("eight")
+    assert all(torch.allclose(first[name], second[name], atol=2e-4) for name in first)
+
+
+def test_an_objective_is_chosen_by_name_and_told_in_the_configuration(workplace, tiny_model):
+    flags = ["--model=m", "--output_dir=o", "--prompts=p", "--reward=r", "--objective=dapo"]
+    chosen = parse_chosen(OBJECTIVES, flags)
+    assert isinstance(chosen, DAPOConfig)
+    assert chosen.objective == "dapo"
+    assert {name: config_class.objective for name, config_class in OBJECTIVES.items()} == {n: n for n in OBJECTIVES}
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def microbatch(kl: float) -> Microbatch:
+    zeros = torch.zeros(2, 2)
+    return Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros, 1.0)
+
+
+@pytest.mark.parametrize(("kl", "factor"), [(0.3, 0.5), (0.7, 1), (1.4, 1), (1.6, 2)])
+def test_the_coefficient_follows_the_kl(kl, factor):
+    coefficient = KLCoefficient(0.1, target=1.0)
+    coefficient.adapt([[microbatch(kl)], [microbatch(kl), microbatch(kl)]], lambda sums: sums)
+    assert coefficient.value == pytest.approx(0.1 * factor)
+
+
+def test_without_a_target_the_coefficient_stays():
+    coefficient = KLCoefficient(0.1, target=None)
+    coefficient.adapt([[microbatch(100.0)]], lambda sums: sums)
+    assert coefficient.value == 0.1
+    assert coefficient.parts == coefficient.metrics(torch.zeros(())) == {}
+
+
+@pytest.mark.parametrize("config_class", [P3OConfig, RLOOConfig, PPOConfig])
+def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, config_class):
+    settings = {"target_kl": 1e-3, "kl_coef": 0.01, "reward": "rewards_for_tests:varied"}
+    train(config(tiny_model, "whole", config_class, updates=3, **settings))
+    value = 0.01
+    for step in metrics("whole"):
+        value *= 0.5 if step["kl"] < 1e-3 / 1.5 else 2 if step["kl"] > 1e-3 * 1.5 else 1
+        assert step["kl_coef"] == pytest.approx(value)
+    train(config(tiny_model, "resumed", config_class, updates=2, save_every=1, **settings))
+    train(config(tiny_model, "resumed", config_class, updates=3, save_every=1, resume=True, **settings))
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+def test_groups_of_equal_rewards_are_sampled_again(workplace, tiny_model):
+    settings = {"updates": 2, "learning_rate": 1e-5, "responses_per_prompt": 2}
+    for folder, attempts in (("never", 0), ("thrice", 3)):
+        train(config(tiny_model, folder, DAPOConfig, dynamic_sampling=attempts, **settings))
+    for never, thrice in zip(metrics("never"), metrics("thrice"), strict=True):
+        assert "sampled_again" not in never
+        assert 0 < thrice["tied_prompts"] < never["tied_prompts"]
+        # All that were tied once, and fewer in each of three attempts.
+        assert never["tied_prompts"] < thrice["sampled_again"] < 3 * never["tied_prompts"]
+
+
+def test_rewards_that_are_always_equal_end_dynamic_sampling(workplace, tiny_model):
+    train(config(tiny_model, "run", DAPOConfig, updates=1, reward="rewards_for_tests:constant", dynamic_sampling=2))
+    (step,) = metrics("run")
+    assert step["tied_prompts"] == 1
+    assert step["sampled_again"] == 2
+
+
+@pytest.mark.parametrize("config_class", [GRPOPlusConfig, PPOConfig, RLOOConfig, P3OConfig])
+def test_responses_that_were_cut_off_can_be_left_out(workplace, tiny_model, config_class):
+    """None of the tiny model's responses comes to its end: nothing is left to learn."""
+    settings = {"updates": 1, "mask_truncated": True, "kl_coef": 0.0, "weight_decay": 0.0, "dynamic_sampling": 0}
+    train(config(tiny_model, "run", config_class, **settings))
+    (step,) = metrics("run")
+    assert step["missing_eos"] == 1
+    assert step["loss"] == step["grad_norm"] == 0
+    assert_equal(weights_of_start(tiny_model), weights("run"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_reference_that_becomes_the_policy(workplace, tiny_model, precision):
+    """Of a KL to what the policy was: 0 before an update behind which the reference has come."""
+    settings = {"precision": precision, "reward": "rewards_for_tests:varied", "eval_prompts": "prompts.jsonl"}
+    train(config(tiny_model, "whole", reference_every=2, updates=5, eval_every=1, **settings))
+    assert [step["kl"] == 0 for step in metrics("whole")] == [True, False, True, False, True]
+    # Evaluations tell the way from the start.
+    assert [evaluation["kl"] == 0 for evaluation in metrics("whole", "eval.jsonl")] == [True] + [False] * 5
+    train(config(tiny_model, "resumed", reference_every=2, updates=3, eval_every=1, save_every=1, **settings))
+    train(config(tiny_model, "resumed", reference_every=2, updates=5, eval_every=1, resume=True, **settings))
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_reference_that_is_a_mean_of_what_the_policy_was(workplace, tiny_model, precision):
+    settings = {"precision": precision, "reward": "rewards_for_tests:varied", "updates": 4}
+    for folder, decay in (("stays", 0.0), ("slow", 0.99), ("fast", 0.2)):
+        train(config(tiny_model, folder, reference_decay=decay, kl_coef=0.0, **settings))
+    stays, slow, fast = (metrics(folder)[-1]["kl"] for folder in ("stays", "slow", "fast"))
+    assert 0 < fast < slow < stays
+    train(config(tiny_model, "resumed", reference_decay=0.2, kl_coef=0.0, save_every=1, **settings | {"updates": 2}))
+    train(config(tiny_model, "resumed", reference_decay=0.2, kl_coef=0.0, resume=True, **settings))
+    assert metrics("fast") == metrics("resumed")
+
+
+def test_a_pretraining_mix_raises_the_likelihood_of_its_texts(workplace, tiny_model):
+    settings = {"reward": "rewards_for_tests:constant", "updates": 6}
+    mix = {"ptx_data": "sft.jsonl", "ptx_batch_size": 3, "ptx_coef": 0.5}
+    train(config(tiny_model, "whole", **settings, **mix))
+    losses = [step["ptx_loss"] for step in metrics("whole")]
+    assert losses[-1] < 0.8 * losses[0]
+    train(config(tiny_model, "rows", **settings, **mix, tokens_per_row=1))
+    assert [step["ptx_loss"] for step in metrics("rows")] == pytest.approx(losses, rel=1e-4)
+    train(config(tiny_model, "resumed", **settings | {"updates": 3}, **mix, save_every=1))
+    train(config(tiny_model, "resumed", **settings, **mix, resume=True))
+    assert metrics("whole") == metrics("resumed")
+
+
+def test_the_first_step_of_a_round_takes_the_way_without_log_probs(workplace, tiny_model, monkeypatch):
+    taken = []
+
+    def noting(*arguments, on_policy: bool, **options):
+        taken.append(on_policy)
+        return linear_p3o_loss(*arguments, on_policy=on_policy, **options)
+
+    linear_p3o_loss = p3o.linear_p3o_loss
+    monkeypatch.setattr(p3o, "linear_p3o_loss", noting)
+    train(config(tiny_model, "run", updates=2))
+    assert taken == [True, False, False, False] * 2
+    monkeypatch.setattr(
+        p3o.P3O, "loss", lambda self, policy, batch, *, on_policy, loss=p3o.P3O.loss: loss(self, policy, batch)
+    )
+    train(config(tiny_model, "other way", updates=2))
+    assert not any(taken[8:])
+    first, second = weights("run"), weights("other way")
+    assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)
