@@ -1,9 +1,14 @@
 """A user's Python function, given by name: finding it, and calling it."""
 
+import asyncio
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
+
+# One for all calls: a client that a module keeps belongs to the loop that it was first used in.
+EVENT_LOOP = asyncio.Runner()
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -36,13 +41,15 @@ def import_function(name: str, role: str) -> Callable:
 def call_for_list(function: Callable, name: str, *arguments: list[str], **columns: list) -> list:
     """What the function returns, one entry for each of its last argument's: a list, a tuple, an array or a tensor.
 
-    columns: arguments that it takes by name.
+    columns: arguments that it takes by name. An `async def` is awaited.
 
     Raises ValueError, with the function's name, where it returns another thing or another number of entries, and where
     it ends the program, which would look like the end of a run. What else it raises goes through.
     """
     try:
         result = function(*arguments, **columns)
+        if inspect.iscoroutine(result):
+            result = EVENT_LOOP.run(result)
     except SystemExit as error:
         raise ValueError(f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning") from error
     if hasattr(result, "tolist"):

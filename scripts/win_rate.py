@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import parse
-from fastp3o.evaluation.win_rates.chat_endpoint import EndpointError
+from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, head_to_head, load_judge, win_rates
 from fastp3o.evaluation.win_rates.rates import WinRate
 from fastp3o.script import run_script

@@ -56,7 +56,7 @@ class Evaluation:
             seed=seed_of(self.seed, EVALUATION),
         )
         with self.accelerator.autocast():
-            with_deviation = scored(self.rewards, rollouts)
+            with_deviation = scored(self.accelerator, self.rewards, rollouts)
             with_deviation["kl"] = self.sequence_log_ratios(rollouts)
         values = {
             **with_deviation,

@@ -1,20 +1,59 @@
 """The flags of what is maximised: rewards and penalties."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from typing import ClassVar
 
 from fastp3o.config import Flags, option, required
-from fastp3o.rewards.names import reward_names
+from fastp3o.rewards.names import is_endpoint, reward_names
+
+# Fields of the request to an endpoint that are not columns.
+TEXTS = ("prompts", "responses")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardConfig(Flags):
+class RemoteConfig(Flags):
+    """What goes to rewards behind a URL, and how."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = (
+        *("reward_requests", "reward_batch_size", "reward_timeout", "reward_retries"),
+    )
+
+    reward_columns: str = option(
+        "",
+        "Columns of the prompts' data, separated by commas, that go to endpoints, and to functions that take any "
+        "(**columns). What functions ask for by name need not stand here.",
+    )
+    reward_requests: int = option(8, "Concurrent requests of one process to an endpoint.")
+    reward_batch_size: int = option(16, "Responses in one request to an endpoint.")
+    reward_timeout: float = option(60.0, "Seconds that an endpoint has for one request.")
+    reward_retries: int = option(5, "Further attempts where an endpoint is busy, broken or away, after 1, 2, 4, ... s.")
+
+    def check_remote(self, *rewards: str | None) -> None:
+        """rewards: their names."""
+        columns = self.columns
+        self.check(all(columns) and len(set(columns)) == len(columns), "reward_columns", "different names and commas")
+        self.check(set(columns).isdisjoint(TEXTS), "reward_columns", f"other names than {' and '.join(TEXTS)}")
+        self.check_at_least(1, "reward_requests", "reward_batch_size")
+        self.check_at_least(0, "reward_retries")
+        self.check(self.reward_timeout > 0, "reward_timeout", "above 0")
+        if not any(is_endpoint(name) for name in rewards if name):
+            for flag in fields(RemoteConfig):
+                if flag.name != "reward_columns" and getattr(self, flag.name) != flag.default:
+                    raise ValueError(f"--{flag.name} does nothing without a URL as a reward")
+
+    @property
+    def columns(self) -> list[str]:
+        return [name.strip() for name in self.reward_columns.split(",")] if self.reward_columns else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(RemoteConfig):
     """The rewards of an online stage; README.md of this folder is for users."""
 
     reward: str = required(
-        "What is maximised: a reward model (folder or hub name) or a function, as module:function. Of several, "
-        "separated by commas, the weighted sum is."
+        "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of what "
+        "scores responses. Of several, separated by commas, the weighted sum is."
     )
     reward_weights: str = option(
         "", "A number for each of the rewards, separated by commas; without them all count alike. 0: only logged."
@@ -34,6 +73,7 @@ class RewardConfig(Flags):
         usable = len(weights) == len(names) and all(map(isfinite, weights)) and any(weights)
         counted = f"{len(names)} finite number{'s' if len(names) > 1 else ''}"
         self.check(usable, "reward_weights", f"{counted}, as many as there are rewards, and not all 0")
+        self.check_remote(*names, self.gold_reward)
 
     @property
     def rewards(self) -> list[str]:

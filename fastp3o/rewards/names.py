@@ -8,6 +8,10 @@ def reward_names(names: str) -> list[str]:
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
 
 
+def is_endpoint(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
 def is_function(name: str) -> bool:
     """Whether it is one of a Python function, as module:function, rather than of a model."""
-    return ":" in name and not os.path.exists(name)
+    return ":" in name and not is_endpoint(name) and not os.path.exists(name)

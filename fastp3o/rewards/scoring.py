@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
+from fastp3o.endpoint import EndpointError
 from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rewards.penalties import penalties
 from fastp3o.rewards.reward import Reward
@@ -33,16 +35,36 @@ def weighted(rewards: Mapping[str, Reward], weights: Sequence[float]) -> Reward:
     return next(iter(rewards.values())) if list(weights) == [1.0] else WeightedSum(rewards, weights)
 
 
-def scored(rewards: Mapping[str, Reward], rollouts: Rollouts) -> dict[str, Tensor]:
-    """Rewards [P, K] fp32 by their names, and each part of a sum without its weight, as `name/part`."""
+def scored(accelerator: Accelerator, rewards: Mapping[str, Reward], rollouts: Rollouts) -> dict[str, Tensor]:
+    """Rewards [P, K] fp32 by their names, and each part of a sum without its weight, as `name/part`.
+
+    Raises EndpointError on every process where one fails on any, once all others are computed: a model that is spread
+    over processes needs all of them.
+    """
     scores: dict[str, Tensor] = {}
+    failures: list[str] = []
+    for name, single in singles(rewards).items():
+        try:
+            scores[name] = single(rollouts)
+        except EndpointError as error:
+            failures.append(str(error))
+    if failures := gather_object(failures):
+        raise EndpointError(failures[0])
+    sums = {
+        name: reward.sum([scores[f"{name}/{part}"] for part in reward.rewards])
+        for name, reward in rewards.items()
+        if isinstance(reward, WeightedSum)
+    }
+    return sums | scores
+
+
+def singles(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
+    """The rewards that are no sums, and the parts of those that are."""
+    found: dict[str, Reward] = {}
     for name, reward in rewards.items():
-        if isinstance(reward, WeightedSum):
-            parts = {f"{name}/{part}": single(rollouts) for part, single in reward.rewards.items()}
-            scores |= {name: reward.sum(list(parts.values()))} | parts
-        else:
-            scores[name] = reward(rollouts)
-    return scores
+        parts = reward.rewards if isinstance(reward, WeightedSum) else None
+        found |= {name: reward} if parts is None else {f"{name}/{part}": single for part, single in parts.items()}
+    return found
 
 
 def scores_of(
@@ -50,10 +72,10 @@ def scores_of(
 ) -> dict[str, Tensor]:
     """[P, K] fp32 by name: `reward`, less all penalties; and what it is made of, where that is more than one reward.
 
-    longest: tokens that a response may have.
+    longest: tokens that a response may have. Raises EndpointError as `scored` does.
     """
     subtracted = penalties(rollouts, config, longest)
-    scores = scored({"reward": reward}, rollouts) | subtracted
+    scores = scored(accelerator, {"reward": reward}, rollouts) | subtracted
     scores = {name: values.to(accelerator.device) for name, values in scores.items()}
     for name in subtracted:
         scores["reward"] = scores["reward"] - scores[name]

@@ -30,7 +30,8 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     config: of an objective, which it trains with. reward, gold: functions of rollouts in place of what config.reward
     and config.gold_reward name.
 
-    Raises NotFiniteError, after saving model and state, when a reward, a loss or a gradient is not finite.
+    Raises, after saving model and state, NotFiniteError when a reward, a loss or a gradient is not finite, and
+    EndpointError when a remote reward has failed.
     """
     accelerator, prompts, sampler, score, resample, objective, policy, reference, step, run = set_up(
         config, reward, gold

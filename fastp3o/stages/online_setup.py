@@ -23,6 +23,7 @@ from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.precision import Precision, precision_of
+from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, columns_of, load_reward
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rewards.scoring import scores_of, weighted
@@ -38,6 +39,7 @@ from fastp3o.training.minibatches import optimizer_step
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share, seed_of
 from fastp3o.training.pretraining_mix import PretrainingMix
+from fastp3o.training.processes import on_main_process
 from fastp3o.training.run import Run
 from fastp3o.training.run_folder import check_output_dir
 
@@ -93,8 +95,8 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     if config.reference:
         require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
-    asked = columns_of(config.rewards) if reward is None else {}
-    asked_of_eval = asked | (columns_of([config.gold_reward]) if gold is None and config.gold_reward else {})
+    asked = columns_of(config.rewards if reward is None else [], config)
+    asked_of_eval = asked | columns_of([config.gold_reward] if gold is None and config.gold_reward else [], config)
     examples, eval_examples = load_data(
         accelerator,
         partial(load_prompts, columns=asked),
@@ -110,9 +112,9 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
     objective.add_to(policy)
     load = partial(load_named_reward, config, accelerator, precision, tokenizer, mesh)
-    reward = reward or weighted({name: load(name) for name in config.rewards}, config.weights)
+    reward = reward or weighted({name: load(name, examples) for name in config.rewards}, config.weights)
     if gold is None and config.gold_reward:
-        gold = load(config.gold_reward)
+        gold = load(config.gold_reward, eval_examples)
 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
@@ -222,7 +224,9 @@ def load_named_reward(
     tokenizer: PreTrainedTokenizerBase,
     mesh: DeviceMesh | None,
     name: str,
+    examples: Dataset,
 ) -> Reward:
+    """examples: of which an endpoint is asked for a first one, before anything begins."""
     reward = load_reward(
         name,
         tokenizer,
@@ -232,7 +236,10 @@ def load_named_reward(
         mesh=mesh,
         offload=config.offload,
         trust_remote_code=config.trust_remote_code,
+        remote=config,
     )
+    if isinstance(reward, RemoteReward):
+        on_main_process(accelerator, partial(reward.check, examples))
     # In another vocabulary, lengths are known with the texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         reward.model.model.check_reach(config.longest_sequence)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import StageConfig
+from fastp3o.endpoint import EndpointError
 from fastp3o.training.checkpoints import FINISHED_MODEL, save_model
 from fastp3o.training.finite import NotFiniteError, require_all_finite
 from fastp3o.training.log_files import EVALUATIONS, METRICS, keep_until, sync_logs
@@ -142,11 +143,11 @@ class Run:
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
         """Around the work of a step. Saves the model, and the state where the step can be done again from there, before
-        it lets a NotFiniteError through, which then says where.
+        it lets a NotFiniteError through, or one of an endpoint, which then says where.
         """
         try:
             yield
-        except NotFiniteError as error:
+        except (NotFiniteError, EndpointError) as error:
             where = f"{self.step_name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
             try:
@@ -157,7 +158,7 @@ class Run:
                 self.save_state()
             self.save_model(stopped / FINISHED_MODEL)
             self.reporter.close()
-            raise NotFiniteError(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
+            raise type(error)(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
 
     def report(self, step: int, metrics: dict[str, float], *, tokens: float, shown: tuple[str, ...]) -> None:
         """Files a step's metrics, with its times and memory. tokens: trained on, over all processes. shown: beside the

@@ -21,6 +21,7 @@ from fastp3o.evaluation.win_rates.verdicts import Verdict
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
+from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.reward import columns_of, load_reward
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
@@ -29,7 +30,7 @@ from fastp3o.rollouts.sampling_settings import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinRateConfig(SamplerConfig):
+class WinRateConfig(RemoteConfig, SamplerConfig):
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
     first: str = required(
@@ -38,7 +39,7 @@ class WinRateConfig(SamplerConfig):
     second: str = required("The checkpoint that it is compared with.")
     prompts: str = required("Prompts that both respond to: a hub name (or name:config), or JSONL or parquet files.")
     reward: str | None = option(
-        None, "Higher reward wins: a reward model (folder or hub name) or a function, as module:function."
+        None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
     )
     judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in win_rates/judge.py).")
     judge_url: str | None = option(
@@ -77,6 +78,7 @@ class WinRateConfig(SamplerConfig):
         self.check_at_least(1, *lengths, "responses_per_prompt", "judge_requests")
         self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
         self.check_sampler()
+        self.check_remote(self.reward)
         self.sampling_settings()
         if not (self.reward or self.judge or self.judge_url):
             raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
@@ -137,7 +139,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> di
         max_prompt_tokens=config.max_prompt_tokens,
         max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
-        columns=columns_of([config.reward]) if config.reward else None,
+        columns=columns_of([config.reward], config) if config.reward else None,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return prompts[:]
@@ -151,7 +153,7 @@ def respond(
     dtype = precision_of("auto", automatic="fp16").weights
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     packing = Packing(TOKENS_PER_ROW)
-    reward = load_reward(config.reward, tokenizer, packing=packing, **loading) if config.reward else None
+    reward = load_reward(config.reward, tokenizer, packing=packing, remote=config, **loading) if config.reward else None
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     sampler = named_sampler(

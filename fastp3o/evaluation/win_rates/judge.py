@@ -5,12 +5,12 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from string import Template
 
 from tqdm import tqdm
 
+from fastp3o.endpoint import at_once
 from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
 from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
 from fastp3o.named_function import call_for_list, import_function
@@ -119,19 +119,14 @@ class EndpointJudge:
         ]
 
     def ask_all(self, comparisons: dict[str, tuple[str, str, str]]) -> None:
-        stopped = threading.Event()
-        pool = ThreadPoolExecutor(self.requests)
-        try:
-            asked = [pool.submit(self.compare, key, *texts, stopped) for key, texts in comparisons.items()]
-            for future in tqdm(as_completed(asked), total=len(asked), desc="judging", unit="pair", disable=not asked):
-                future.result()
-        finally:
-            # After an error or an interrupt too: wait for the pending answers and keep them, but send no more requests.
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+        asked = at_once(self.compare, comparisons.items(), self.requests)
+        total = len(comparisons)
+        for _ in tqdm(asked, total=total, desc="judging", unit="pair", disable=not total):
+            pass  # each is kept where it comes in, also those that are pending when another fails
 
-    def compare(self, key: str, prompt: str, first: str, second: str, stopped: threading.Event) -> None:
+    def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
         """Asks in both orders and keeps the verdict."""
+        key, (prompt, first, second) = comparison
         answers = [
             self.endpoint.ask(self.question(prompt, *pair), stopped) for pair in ((first, second), (second, first))
         ]

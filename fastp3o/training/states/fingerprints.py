@@ -14,10 +14,11 @@ from typing import Any
 from datasets import Dataset
 from transformers.utils import CONFIG_NAME, cached_file
 
-from fastp3o.rewards.names import is_function, reward_names
+from fastp3o.rewards.names import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
+BEHIND_A_URL = "endpoint"  # all that is known of its content: a service may move to another host
 
 # Weights are read in places: a model that was trained on differs in all of them.
 BLOCKS, BLOCK_BYTES = 64, 2**16
@@ -33,7 +34,7 @@ def fingerprints_of(config: Any, data: Mapping[str, Dataset | None]) -> dict[str
             if is_function(name):
                 fingerprints[key + FUNCTION] = of_function(name)
             else:
-                fingerprints[key] = of_model(name)
+                fingerprints[key] = BEHIND_A_URL if is_endpoint(name) else of_model(name)
     return fingerprints
 
 

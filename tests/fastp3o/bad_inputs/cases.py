@@ -26,6 +26,7 @@ def lines(*records: object) -> str:
 # --- flags ----------------------------------------------------------------------------------------------------------
 
 TWO = "rewards_for_tests:varied,rewards_for_tests:vowels"
+AWAY = "--reward http://127.0.0.1:1/score"
 FLAGS = [
     # (flag with a value, what it must be)
     *[("p3o", f"--learning_rate={value}", "--learning_rate must be above 0") for value in ("0", "-1e-5")],
@@ -35,6 +36,35 @@ FLAGS = [
         for value in ("inf", "nan")
     ],
     ("p3o", "--missing_eos_penalty nan", "--missing_eos_penalty must be a finite number"),
+    *[
+        (script, f"--{name} 3", f"--{name} does nothing without a URL as a reward")
+        for script in ("p3o", "win_rate")
+        for name in ("reward_requests", "reward_batch_size", "reward_timeout", "reward_retries")
+    ],
+    ("p3o", f"{AWAY} --reward_timeout 0", "--reward_timeout must be above 0"),
+    ("p3o", f"{AWAY} --reward_timeout nan", "--reward_timeout must be a finite number"),
+    ("p3o", f"{AWAY} --reward_retries -1", "--reward_retries must be 0 or more"),
+    *[
+        ("p3o", f"{AWAY} --{name} 0", f"--{name} must be at least 1")
+        for name in ("reward_requests", "reward_batch_size")
+    ],
+    ("p3o", "--reward_columns a,,b", "--reward_columns must be different names"),
+    ("p3o", "--reward_columns a,a", "--reward_columns must be different names"),
+    ("p3o", "--reward_columns responses", "--reward_columns must be other names than prompts and responses"),
+    ("p3o", "--reward_columns prompt", "--reward_columns asks for the column 'prompt', which is the prompt itself"),
+    (
+        "p3o",
+        "--reward_columns answer",
+        "field 'answer': expected a value, which --reward_columns asks for, got nothing",
+    ),
+    ("p3o", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer: ConnectionRefusedError"),
+    ("p3o", f"{AWAY},rewards_for_tests:vowels --reward_retries 1", "Connection refused (attempts: 2)"),
+    (
+        "p3o",
+        f"--eval_prompts prompts.jsonl --gold_{AWAY.removeprefix('--')} --reward_retries 0",
+        "http://127.0.0.1:1/score does not answer",
+    ),
+    ("p3o", "--reward http://host/a?b=c", "the endpoint must be a URL such as http://localhost:8000/v1"),
     *[
         ("p3o", f"--{name}={value}", f"--{name} must be {expected}")
         for name in ("length_penalty", "repetition_penalty")

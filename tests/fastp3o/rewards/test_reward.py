@@ -1,4 +1,6 @@
+import asyncio
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -100,6 +102,26 @@ def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, monkeypatch,
     reward = FunctionReward("operator:eq")
     assert reward.columns == asks
     assert reward(replace(rollouts, columns={"answer": [3, 4], "id": ["a", "b"]})).tolist() == rewards
+
+
+def test_an_async_function_is_awaited_in_one_event_loop(rollouts, monkeypatch):
+    loops = set()
+
+    async def score(prompts, responses):
+        loops.add(asyncio.get_running_loop())
+
+        async def one(response):
+            await asyncio.sleep(0.1)
+            return float(len(response))
+
+        return await asyncio.gather(*map(one, responses))
+
+    monkeypatch.setattr("operator.eq", score)
+    start = time.monotonic()
+    for _ in range(2):
+        assert FunctionReward("operator:eq")(rollouts).tolist() == [[4, 4], [2, 2]]
+    assert time.monotonic() - start < 0.6
+    assert len(loops) == 1
 
 
 def test_columns_that_the_rollouts_lack_are_named(rollouts, monkeypatch):

@@ -16,12 +16,12 @@ def second(rollouts):
 
 def test_a_sum_is_scored_with_its_parts_and_a_single_reward_alone(rollouts):
     total = weighted({"a:f": first, "b:g": second}, [1.0, -0.5])
-    scores = scored({"reward": total, "gold": first}, rollouts)
+    scores = scored(Accelerator(cpu=True), {"reward": total, "gold": first}, rollouts)
     assert list(scores) == ["reward", "reward/a:f", "reward/b:g", "gold"]
     assert scores["reward"].tolist() == total(rollouts).tolist() == [[0.5, 2.0], [3.0, 3.0]]
     assert scores["reward/b:g"].tolist() == second(rollouts).tolist()
     assert weighted({"a:f": first}, [1.0]) is first
-    assert scored({"reward": first}, rollouts).keys() == {"reward"}
+    assert scored(Accelerator(cpu=True), {"reward": first}, rollouts).keys() == {"reward"}
 
 
 def test_a_single_reward_may_have_a_weight(rollouts):

@@ -1,5 +1,6 @@
 """Two processes on the CPU, as `accelerate launch` starts one on each GPU, against one. Runs share them, for time."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.runs import assert_equal, metrics, weights
 from tests.fastp3o.torchrun import ROOT, torchrun
 
@@ -97,6 +99,27 @@ def test_prompts_that_do_not_divide_are_refused(workplace, tiny_model):
     done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, "--model", tiny_model, *flags)
     assert done.returncode != 0
     assert "--prompts_per_update (9) must be a multiple of the number of processes (2)" in done.stderr
+
+
+def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
+    """A refusal of what the second process asks in update 2."""
+    asked: list[int] = []
+
+    def reply(question: tuple[dict, int]) -> Reply:
+        body, _ = question
+        asked.append(len(body["responses"]))
+        if len(asked) == 5:
+            return Reply(400, b"enough")
+        return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
+
+    with serving("/score", reply, lambda *question: question) as server:
+        flags = ["--reward", server.url, "--reward_batch_size", "64", "--output_dir", "run"]
+        done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
+    assert done.returncode != 0
+    assert asked[:5] == [1, 8, 8, 8, 8]
+    assert "update 2: " in done.stderr
+    assert "/score answered with status 400: enough; the model before that is in run/stopped-in-000002" in done.stderr
+    assert Path("run/state/step-000001").is_dir()
 
 
 DIES_ONCE = """

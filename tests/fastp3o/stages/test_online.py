@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from fastp3o.endpoint import EndpointError
 from fastp3o.stages.online import train
 from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.states.changes import ResumeError
+from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
 
@@ -223,6 +226,32 @@ def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_
         "reward/rewards_for_tests:varied",
         "reward/rewards_for_tests:vowels",
     }
+
+
+def vowels(responses: list[str]) -> list[float]:
+    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
+
+
+def test_an_endpoint_that_fails_stops_the_run_after_saving(workplace, tiny_model, monkeypatch):
+    """The first request is the check, and one follows in each update; what is asked twice is remembered."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    broken = True
+
+    def reply(question: tuple[dict, int]) -> Reply:
+        body, number = question
+        if broken and number > 3:
+            return Reply(500, b"out of memory")
+        return Reply(body=json.dumps({"rewards": vowels(body["responses"])}).encode())
+
+    with serving("/score", reply, lambda *question: question) as server:
+        remote = config(tiny_model, "run", reward=server.url, reward_batch_size=64, reward_retries=0)
+        with pytest.raises(EndpointError, match=r"update 3: .*/score answered with status 500.*step-000002: --resume"):
+            train(remote)
+        broken = False
+        train(replace(remote, resume=True))
+    train(config(tiny_model, "whole"))
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))
 
 
 def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):

@@ -4,11 +4,9 @@ import json
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,29 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.evaluation.win_rates.chat_endpoint import (
-    Answer,
-    ChatEndpoint,
-    EndpointError,
-    connect,
-    retry_after_seconds,
-)
+from fastp3o.endpoint import EndpointError, connect, retry_after_seconds
+from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import MARKS, EndpointJudge, FunctionJudge, combine_verdicts, parse_verdict
 from fastp3o.evaluation.win_rates.rates import win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
+from tests.fastp3o.local_server import Reply, Server, always, serving
 
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
 KEY = "sk-secret-of-the-tests"
-
-
-class Reply(NamedTuple):
-    status: int = 200
-    body: bytes = b""
-    headers: dict[str, str] = {}  # noqa: RUF012
-    delay: float = 0.0  # seconds before it is sent
-    drop: float = 0.0  # seconds before each byte of the body
-    head_drop: float = 0.0  # seconds before each of a hundred headers
-    lacks: int = 0  # bytes that are announced and not sent
 
 
 def says(text: str | None, **more) -> bytes:
@@ -54,56 +38,8 @@ class Question(NamedTuple):
     number: int
 
 
-class Server(ThreadingHTTPServer):
-    """Answers with `reply(question)` and keeps the requests."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.reply: Callable[[Question], Reply] = prefers_the_longer
-        self.requests: list[dict] = []
-        self.headers: list[dict[str, str]] = []
-        self.times: list[float] = []
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1"
-
-    def handle_error(self, request, client_address) -> None:
-        """Clients that have gone are what some tests are about."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append(body)
-            self.server.headers.append(dict(self.headers))
-            self.server.times.append(time.monotonic())
-            number = len(self.server.requests)
-        text = body["messages"][0]["content"]
-        reply = self.server.reply(Question(*between_tags(text), number))
-        if self.path != "/v1/chat/completions":
-            reply = Reply(404, b'{"detail": "no such path"}')
-        time.sleep(reply.delay)
-        self.send_response(reply.status)
-        self.send_header("Content-Length", str(len(reply.body) + reply.lacks))
-        for name, value in reply.headers.items():
-            self.send_header(name, value)
-        for number in range(100 if reply.head_drop else 0):
-            time.sleep(reply.head_drop)
-            self.send_header(f"X-{number}", "slow")
-            self.flush_headers()
-        self.end_headers()
-        for part in [reply.body[i : i + 1] for i in range(len(reply.body))] if reply.drop else [reply.body]:
-            time.sleep(reply.drop)
-            self.wfile.write(part)
-            self.wfile.flush()
-
-    def log_message(self, *_) -> None:
-        pass
+def question(body: dict, number: int) -> Question:
+    return Question(*between_tags(body["messages"][0]["content"]), number)
 
 
 def between_tags(text: str) -> list[str]:
@@ -118,10 +54,6 @@ def prefers_the_longer(question: Question) -> Reply:
     difference = len(question.first) - len(question.second)
     mark = "[[A]]" if difference > 0 else "[[B]]" if difference < 0 else "[[C]]"
     return Reply(body=says(f"One mentions [[C]], but length decides.\n{mark}"))
-
-
-def always(**reply) -> Callable[[Question], Reply]:
-    return lambda question: Reply(**reply)
 
 
 def then_fine(*replies: Reply) -> Callable[[Question], Reply]:
@@ -139,13 +71,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving("/v1/chat/completions", prefers_the_longer, question) as server:
+        yield server
+
+
+def base(server: Server) -> str:
+    return server.url.removesuffix("/chat/completions")
 
 
 def judge_at(url: str, path: Path | None = None, model: str = "m", requests: int = 4, **changes) -> EndpointJudge:
@@ -161,7 +92,7 @@ RIGHT = [FIRST, SECOND, TIE, TIE]
 
 
 def test_both_orders_are_asked_and_agree(server):
-    assert judge_at(server.url)(*COMPARISONS) == RIGHT
+    assert judge_at(base(server))(*COMPARISONS) == RIGHT
     assert len(server.requests) == 6  # equal responses are not worth asking
     assert all(request["temperature"] == 0 and request["model"] == "m" for request in server.requests)
 
@@ -169,12 +100,12 @@ def test_both_orders_are_asked_and_agree(server):
 def test_a_judge_of_positions_gives_ties(server):
     for mark in ("[[A]]", "[[B]]"):
         server.reply = always(body=says(mark))
-        assert judge_at(server.url)(*COMPARISONS) == [TIE] * 4
+        assert judge_at(base(server))(*COMPARISONS) == [TIE] * 4
 
 
 def test_a_tie_and_a_victory_are_a_tie(server):
     server.reply = lambda question: Reply(body=says("[[A]]" if question.first == "long" else "[[C]]"))
-    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [TIE]
+    assert judge_at(base(server))(["p"], ["long"], ["b"]) == [TIE]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +121,7 @@ def test_a_tie_and_a_victory_are_a_tie(server):
 )
 def test_answers_without_a_verdict_are_missing_and_no_victories(server, answer):
     server.reply = lambda question: Reply(body=answer) if question.prompt == "p" else prefers_the_longer(question)
-    verdicts = judge_at(server.url)(*COMPARISONS)
+    verdicts = judge_at(base(server))(*COMPARISONS)
     assert verdicts == [NONE, SECOND, TIE, TIE]
     rate = win_rate(verdicts)
     assert (rate.missing, rate.wins, rate.win_rate) == (1, 0, 1 / 3)
@@ -198,7 +129,7 @@ def test_answers_without_a_verdict_are_missing_and_no_victories(server, answer):
 
 def test_one_order_without_a_verdict_leaves_none(server):
     server.reply = lambda question: Reply(body=says("[[A]]" if question.first == "long" else "?"))
-    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [NONE]
+    assert judge_at(base(server))(["p"], ["long"], ["b"]) == [NONE]
 
 
 def test_texts_reach_the_judge_as_they_are(server):
@@ -211,14 +142,14 @@ def test_texts_reach_the_judge_as_they_are(server):
         return prefers_the_longer(question)
 
     server.reply = reply
-    assert judge_at(server.url, timeout=5.0)([prompt], [first], [second]) == [FIRST]
+    assert judge_at(base(server), timeout=5.0)([prompt], [first], [second]) == [FIRST]
     assert seen == [(prompt, first, second), (prompt, second, first)]
 
 
 def test_a_template_of_ones_own(server):
     tags = {"prompt": "prompt", "response_A": "first", "response_B": "second"}
     template = "".join(f"<{tag} 1>\n${place}\n</{tag} 1>" for tag, place in tags.items()) + " $$"
-    judge = EndpointJudge(ChatEndpoint(server.url, "m"), template=template)
+    judge = EndpointJudge(ChatEndpoint(base(server), "m"), template=template)
     assert judge(["p"], ["long"], ["b"]) == [FIRST]
     assert server.requests[0]["messages"][0]["content"].endswith("</response_B 1> $")
 
@@ -272,20 +203,20 @@ def test_agreement_does_not_depend_on_names_or_order(one, other):
 )
 def test_trouble_that_passes_is_sat_out(server, trouble):
     server.reply = then_fine(trouble, trouble)
-    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [FIRST]
+    assert judge_at(base(server))(["p"], ["long"], ["b"]) == [FIRST]
     assert len(server.requests) == 4
 
 
 def test_retry_after_is_respected(server):
     server.reply = then_fine(Reply(429, headers={"Retry-After": "1"}))
-    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [FIRST]
+    assert judge_at(base(server))(["p"], ["long"], ["b"]) == [FIRST]
     assert server.times[1] - server.times[0] >= 1
 
 
 def test_retry_after_beyond_patience_is_an_error(server):
     server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
     with pytest.raises(EndpointError, match=r"429: quota \(attempts: 1, and asks to wait 3600 s\)"):
-        judge_at(server.url)(["p"], ["long"], ["b"])
+        judge_at(base(server))(["p"], ["long"], ["b"])
     assert len(server.requests) == 1
 
 
@@ -309,8 +240,8 @@ def test_retry_after_as_seconds_date_or_nonsense():
 )
 def test_trouble_that_stays_is_an_error_after_retries(server, trouble, message):
     server.reply = lambda question: trouble
-    with pytest.raises(EndpointError, match=f"(?s){server.url}/chat/completions .*{message}"):
-        judge_at(server.url, requests=1)(["p"], ["long"], ["b"])
+    with pytest.raises(EndpointError, match=f"(?s){base(server)}/chat/completions .*{message}"):
+        judge_at(base(server), requests=1)(["p"], ["long"], ["b"])
     assert len(server.requests) == 3
 
 
@@ -335,41 +266,42 @@ def test_a_host_that_never_speaks():
 @pytest.mark.parametrize("status", [301, 307, 400, 401, 403, 404, 422])
 def test_a_refusal_stops_at_once_and_never_shows_the_key(server, monkeypatch, status):
     monkeypatch.setenv("OPENAI_API_KEY", KEY + "\n")
-    elsewhere = {"Location": f"{server.url}/chat/completions"}
+    elsewhere = {"Location": f"{base(server)}/chat/completions"}
     server.reply = always(status=status, body=f"no, {KEY}: ".encode() + b"x" * 5000, headers=elsewhere)
-    with pytest.raises(EndpointError, match=f"{server.url}/chat/completions answered with status {status}") as error:
-        judge_at(server.url)(["p"], ["long"], ["b"])
+    with pytest.raises(EndpointError, match=f"{base(server)}/chat/completions answered with status {status}") as error:
+        judge_at(base(server))(["p"], ["long"], ["b"])
     assert len(server.requests) == 1
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert KEY not in str(error.value)
     assert len(str(error.value)) < 500
 
 
-def test_headers_in_drops_take_no_longer_than_an_attempt_may(server):
-    server.reply = always(body=says("[[A]]"), head_drop=0.05)
+@pytest.mark.parametrize("drops", [{"head_drop": 0.05}, {"drop": 0.1}])
+def test_drops_take_no_longer_than_an_attempt_may(server, drops):
+    server.reply = always(body=says("[[A]]"), **drops)
     start = time.monotonic()
     with pytest.raises(EndpointError, match="no end of the answer"):
-        judge_at(server.url, requests=1, retries=0)(["p"], ["long"], ["b"])
+        judge_at(base(server), requests=1, retries=0)(["p"], ["long"], ["b"])
     assert time.monotonic() - start < 1
 
 
 def test_an_answer_that_repeats_the_key_is_kept_without_it(server, monkeypatch, tmp_path):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     server.reply = always(body=says(f"Your key is {KEY}. [[C]]"))
-    assert judge_at(server.url, tmp_path / "v.jsonl")(["p"], ["long"], ["b"]) == [TIE]
+    assert judge_at(base(server), tmp_path / "v.jsonl")(["p"], ["long"], ["b"]) == [TIE]
     assert "Your key is ***. [[C]]" in (tmp_path / "v.jsonl").read_text()
 
 
 def test_what_is_no_secret_may_stand_in_answers(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "A")
-    assert judge_at(server.url)(*COMPARISONS) == RIGHT
+    assert judge_at(base(server))(*COMPARISONS) == RIGHT
 
 
 def test_no_proxy_gets_what_is_not_encrypted(server, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy")
-    assert judge_at(server.url)(["p"], ["long"], ["b"]) == [FIRST]
+    assert judge_at(base(server))(["p"], ["long"], ["b"]) == [FIRST]
 
 
 def test_https_goes_through_the_proxy_that_is_set_for_it(monkeypatch):
@@ -386,7 +318,7 @@ def test_a_wrong_path_is_named(server):
     with pytest.raises(
         EndpointError, match=r"/v2/chat/completions answered with status 404: \{.detail.: .no such path"
     ):
-        judge_at(server.url.replace("v1", "v2"))(*COMPARISONS)
+        judge_at(base(server).replace("v1", "v2"))(*COMPARISONS)
 
 
 @pytest.mark.parametrize(
@@ -415,7 +347,7 @@ def test_a_key_that_no_header_can_hold_is_refused_unseen(monkeypatch):
 
 
 def test_no_key_no_header(server):
-    judge_at(server.url)(["p"], ["long"], ["b"])
+    judge_at(base(server))(["p"], ["long"], ["b"])
     assert "Authorization" not in server.headers[0]
 
 
@@ -430,11 +362,11 @@ def test_a_stopped_run_goes_on_where_it_stopped(server, tmp_path):
     path = tmp_path / "new" / "verdicts.jsonl"
     server.reply = lambda question: prefers_the_longer(question) if question.number <= 14 else Reply(401, b"no more")
     with pytest.raises(EndpointError, match="no more"):
-        judge_at(server.url, path, requests=1)(*many(20))
+        judge_at(base(server), path, requests=1)(*many(20))
     assert len(path.read_text().splitlines()) == 7
     server.reply = prefers_the_longer
     server.requests.clear()
-    assert judge_at(server.url, path)(*many(20)) == [FIRST] * 20
+    assert judge_at(base(server), path)(*many(20)) == [FIRST] * 20
     assert len(server.requests) == 2 * 13
     assert judge_at("http://127.0.0.1:1", path)(*many(20)) == [FIRST] * 20
 
@@ -448,25 +380,25 @@ def test_comparisons_under_way_are_kept_when_another_fails(server, tmp_path):
 
     server.reply = reply
     with pytest.raises(EndpointError):
-        judge_at(server.url, path, requests=4, timeout=5.0)(*many(4))
+        judge_at(base(server), path, requests=4, timeout=5.0)(*many(4))
     assert len(path.read_text().splitlines()) == 3
 
 
 def test_verdicts_of_another_model_or_question_are_not_taken(server, tmp_path):
     path = tmp_path / "verdicts.jsonl"
     comparison = (["p"], ["long"], ["b"])
-    judge_at(server.url, path)(*comparison)
-    for other in (judge_at(server.url, path, model="other"), judge_at(server.url, path)):
+    judge_at(base(server), path)(*comparison)
+    for other in (judge_at(base(server), path, model="other"), judge_at(base(server), path)):
         other(*comparison)
     assert len(server.requests) == 4
-    judge_at(server.url, path)(["p"], ["b"], ["long"])
+    judge_at(base(server), path)(["p"], ["b"], ["long"])
     assert len(server.requests) == 6
 
 
 def test_equal_comparisons_are_asked_once_and_no_verdict_is_kept_too(server, tmp_path):
     server.reply = always(body=says("hm"))
     for _ in range(2):
-        assert judge_at(server.url, tmp_path / "v.jsonl")(["p"] * 3, ["long"] * 3, ["b"] * 3) == [NONE] * 3
+        assert judge_at(base(server), tmp_path / "v.jsonl")(["p"] * 3, ["long"] * 3, ["b"] * 3) == [NONE] * 3
     assert len(server.requests) == 2
     assert json.loads((tmp_path / "v.jsonl").read_text())["answers"] == ["hm", "hm"]
 

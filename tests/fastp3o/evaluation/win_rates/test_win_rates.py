@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.config import parse
+from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
-from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint, EndpointError
+from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward
 from fastp3o.evaluation.win_rates.rates import verdicts_of_rewards, win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict

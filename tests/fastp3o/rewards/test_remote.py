@@ -1,0 +1,190 @@
+"""Rewards from a URL that answers well, badly, late and not at all."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from datasets import Dataset
+
+from fastp3o.endpoint import EndpointError
+from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.remote import RemoteReward
+from fastp3o.rollouts.rollouts import Rollouts
+from tests.fastp3o.local_server import Reply, Server, always, serving
+
+
+class Question(NamedTuple):
+    body: dict
+    number: int
+
+
+def rewards(values: list) -> bytes:
+    return json.dumps({"rewards": values}).encode()
+
+
+def lengths(question: Question) -> Reply:
+    return Reply(body=rewards([len(response) for response in question.body["responses"]]))
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("REWARD_API_KEY", raising=False)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving("/score", lengths, Question) as server:
+        yield server
+
+
+def reward_at(url: str, **settings) -> RemoteReward:
+    reward = RemoteReward(url, RemoteConfig(**({"reward_timeout": 0.3, "reward_retries": 2} | settings)))
+    reward.endpoint.backoff = 0.01
+    return reward
+
+
+def rollouts_of(*groups: list[str], **columns: list) -> Rollouts:
+    prompts = [f"prompt {number}" for number in range(len(groups))]
+    finished = [[True] * len(group) for group in groups]
+    ids = [[[1]] * len(group) for group in groups]
+    return Rollouts(prompts, [[1]] * len(groups), list(groups), ids, finished, columns=columns)
+
+
+GROUPS = rollouts_of(["a", "bb"], ["ccc", "dddd"], ["", "ffffff"], answer=[1, "two", [3]])
+RIGHT = [[1, 2], [3, 4], [0, 6]]
+
+
+def test_responses_are_scored_beside_their_prompts_and_columns(server):
+    scores = reward_at(server.url, reward_columns="answer")(GROUPS)
+    assert scores.tolist() == RIGHT
+    assert scores.dtype == torch.float32
+    assert server.requests == [
+        {
+            "prompts": [f"prompt {number}" for number in (0, 0, 1, 1, 2, 2)],
+            "responses": ["a", "bb", "ccc", "dddd", "", "ffffff"],
+            "answer": [1, 1, "two", "two", [3], [3]],
+        }
+    ]
+    reward_at(server.url)(GROUPS)
+    assert server.requests[-1].keys() == {"prompts", "responses"}
+
+
+def test_batches_are_scored_at_once(server):
+    server.reply = lambda question: lengths(question)._replace(delay=0.2)
+    start = time.monotonic()
+    reward = reward_at(server.url, reward_batch_size=1, reward_requests=6, reward_timeout=2.0)
+    assert reward(GROUPS).tolist() == RIGHT
+    assert time.monotonic() - start < 0.8
+    assert len(server.requests) == 6
+
+
+def test_what_was_scored_is_not_asked_again(server, monkeypatch):
+    reward = reward_at(server.url, reward_columns="answer")
+    reward(GROUPS)
+    assert reward(rollouts_of(["a", "a", "new"], answer=[1])).tolist() == [[1, 1, 3]]
+    assert [request["responses"] for request in server.requests[1:]] == [["new"]]
+    # Another prompt or another column is another question.
+    reward(rollouts_of(["a", "a"], answer=[2]))
+    reward(replace(rollouts_of(["a", "a"], answer=[1]), prompts=["another"]))
+    assert len(server.requests) == 4
+    monkeypatch.setattr("fastp3o.rewards.remote.REMEMBERED", 2)
+    reward(rollouts_of(["x", "yy", "zzz"], answer=[1]))
+    assert len(reward.known) == 2
+
+
+def test_texts_of_any_kind_arrive(server):
+    texts = ["\u0000\ud800 Größe 東京 🦜", '{"rewards": [9]}', "\n" * 1000]
+    assert reward_at(server.url)(rollouts_of(texts)).tolist() == [list(map(len, texts))]
+    assert server.requests[0]["responses"] == texts
+
+
+def test_the_key_is_sent_along_and_never_shown(server, monkeypatch):
+    monkeypatch.setenv("REWARD_API_KEY", "secret-of-the-tests")
+    server.reply = always(status=403, body=b"no secret-of-the-tests")
+    with pytest.raises(EndpointError, match=r"answered with status 403: no \*\*\*"):
+        reward_at(server.url)(GROUPS)
+    assert server.headers[0]["Authorization"] == "Bearer secret-of-the-tests"
+
+
+@pytest.mark.parametrize(
+    "trouble", [Reply(500, b"oops"), Reply(429), Reply(body=b"<html>"), Reply(body=rewards([1] * 6), delay=0.5)]
+)
+def test_trouble_that_passes_is_sat_out(server, trouble):
+    server.reply = lambda question: trouble if question.number < 3 else lengths(question)
+    assert reward_at(server.url)(GROUPS).tolist() == RIGHT
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (Reply(500, b"out of memory"), r"answered with status 500: out of memory \(attempts: 3\)"),
+        (Reply(body=b"<html>Welcome</html>"), r"Welcome</html> — which is not JSON \(attempts: 3\)"),
+        (Reply(body=b"[" * 100_000), r"which is not JSON \(attempts: 3\)"),
+        (Reply(body=rewards([1] * 6), delay=0.6), r"does not answer: TimeoutError: .* \(attempts: 3\)"),
+        (Reply(body=rewards([1] * 6), drop=0.05), r"no end of the answer within 0.3 s \(attempts: 3\)"),
+    ],
+    ids=["broken", "another page", "nested", "late", "in drops"],
+)
+def test_trouble_that_stays_is_named_after_all_attempts(server, trouble, said):
+    server.reply = lambda question: trouble
+    with pytest.raises(EndpointError, match=f"(?s){server.url} .*{said}"):
+        reward_at(server.url)(GROUPS)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (rewards([1.0] * 5), "which has 5 rewards, for 6 responses"),
+        (rewards([1.0] * 7), "which has 7 rewards, for 6 responses"),
+        (rewards([1, float("nan"), 1, 1, 1, 1]), "whose reward 1 is not a finite number"),
+        (rewards([float("inf")] + [1] * 5), "whose reward 0 is not a finite number"),
+        (rewards([1e39] + [1] * 5), "whose reward 0 is not a finite number of fp32"),
+        (rewards([10**400] + [1] * 5), "whose reward 0 is not a finite number of fp32"),
+        (rewards([1] * 5 + ["1"]), "whose reward 5 is not a finite number"),
+        (rewards([1] * 5 + [None]), "whose reward 5 is not a finite number"),
+        (rewards([True] * 6), "whose reward 0 is not a finite number"),
+        (rewards([[1]] * 6), "whose reward 0 is not a finite number"),
+        (b'{"scores": [1, 1, 1, 1, 1, 1]}', "which is not an object with a list of `rewards`"),
+        (b'{"rewards": 1}', "which is not an object with a list of `rewards`"),
+        (b"[1, 1, 1, 1, 1, 1]", "which is not an object with a list of `rewards`"),
+    ],
+)
+def test_an_answer_of_another_form_stops_at_once(server, body, said):
+    server.reply = always(body=body)
+    with pytest.raises(EndpointError, match=f"{server.url} answered with status 200: .* — {said}"):
+        reward_at(server.url)(GROUPS)
+    assert len(server.requests) == 1
+
+
+def test_after_a_refusal_no_more_is_asked(server):
+    server.reply = always(status=400)
+    with pytest.raises(EndpointError):
+        reward_at(server.url, reward_batch_size=1, reward_requests=1)(GROUPS)
+    assert len(server.requests) <= 2
+
+
+def test_nobody_listens():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/score"
+        with pytest.raises(EndpointError, match=f"{url} does not answer: .*refused.*attempts: 3"):
+            reward_at(url)(GROUPS)
+
+
+def test_a_check_has_one_response_scored(server):
+    examples = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[1], [2]], "answer": ['"x"', '"y"']})
+    reward_at(server.url, reward_columns="answer").check(examples)
+    assert server.requests == [{"prompts": ["a"], "responses": [""], "answer": ["x"]}]
+
+
+def test_a_url_that_cannot_be_one_is_refused():
+    with pytest.raises(ValueError, match="the endpoint must be a URL such as"):
+        reward_at("http://me:pass@host/score")
