@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fastp3o.torchrun import torchrun
 from tests.fastp3o.training.faults.damages import DAMAGES
 from tests.fastp3o.training.faults.injection import KILLED, FileCalls, wait_together
-from tests.fastp3o.training.faults.scenes import SharedScene
+from tests.fastp3o.training.faults.scenes import SCENES, SharedScene
 
 Count = Callable[[str, str], None]
 
@@ -183,6 +184,23 @@ def test_one_process_goes_on_with_what_two_left(sft: SharedScene, count: Count):
         kill(sft, process, int(part * calls_of(sft, process, sft.train)))
         assert sft.furthest_alone() <= 1e-4
         count("either process killed, and one alone goes on", "the same up to rounding")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("process", [MAIN, OTHER])
+@pytest.mark.parametrize("fault", ["kill_before", "full_from"])
+def test_torchrun_starts_again(sft: SharedScene, count: Count, fault: str, process: int):
+    number = int(0.6 * calls_of(sft, process, sft.train))
+    sft.clear()
+    _, _, settings = SCENES["SFT"]
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    flags += ["--model", sft.model, "--output_dir", "run", "--resume"]
+    faulty = [str(process), fault, str(number), "sft.py", *flags]
+    done = torchrun(Path(__file__).with_name("faulty_process.py"), *faulty, options=("--max-restarts", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step" in done.stdout
+    assert sft.outcome() == sft.expected
+    count("`torchrun --max-restarts`: killed, or disk full, in either process", "identical")
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["with-the-state-before", "alone"])
