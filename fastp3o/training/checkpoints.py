@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -36,17 +37,21 @@ def save_model(
     """
     unfinished = beside(folder)
     gathered = unfinished / "gathered"
-    several = accelerator.num_processes > 1
-    keep = KeptOnDisk(gathered, drop=not accelerator.is_main_process) if several else as_it_is
+    kept = KeptOnDisk(gathered, drop=not accelerator.is_main_process) if accelerator.num_processes > 1 else None
 
     def write() -> None:
-        whole.save_pretrained(unfinished, state_dict=weights, max_shard_size=LARGEST_FILE)
+        if kept is not None:
+            kept.require_written()
+        try:
+            whole.save_pretrained(unfinished, state_dict=weights, max_shard_size=LARGEST_FILE)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder}: {error}") from error
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(gathered, ignore_errors=True)
         move_into_place(unfinished, folder)
 
     try:
-        whole, weights = whole_model(model.model, dtype, keep=keep)
+        whole, weights = whole_model(model.model, dtype, keep=kept or as_it_is)
         on_main_process(accelerator, write)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -58,11 +63,26 @@ class KeptOnDisk:
 
     def __init__(self, folder: Path, *, drop: bool):
         self.folder, self.drop, self.count = folder, drop, 0
+        self.error: OSError | None = None
 
     def __call__(self, weight: Tensor) -> Tensor:
-        if self.drop:
-            return weight.new_empty(0)
+        if not self.drop:
+            try:
+                return self.written(weight)
+            except OSError as error:
+                # The other processes still gather weights with this one.
+                self.error, self.drop = error, True
+        return weight.new_empty(0)
+
+    def written(self, weight: Tensor) -> Tensor:
+        """The weight in a file of its own. Written, not mapped: a page that a full disk has no room for kills."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.count += 1
-        file = str(self.folder / str(self.count))
-        return torch.from_file(file, shared=True, size=weight.numel(), dtype=weight.dtype).view_as(weight).copy_(weight)
+        file = self.folder / str(self.count)
+        file.write_bytes(weight.cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return torch.from_file(str(file), shared=False, size=weight.numel(), dtype=weight.dtype).view_as(weight)
+
+    def require_written(self) -> None:
+        """Raises the OSError of a weight that could not be written."""
+        if self.error is not None:
+            raise self.error

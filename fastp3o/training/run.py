@@ -234,8 +234,7 @@ class Run:
     def save_state(self) -> None:
         """Writes the state of the progress that was noted, and before it all that the logs have until there."""
         assert not self.moved
-        if self.accelerator.is_main_process:
-            sync_logs(self.folder)
+        on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, plain(self.config), self.fingerprints)
         self.saved_at = time.monotonic()
 

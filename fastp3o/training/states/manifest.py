@@ -72,8 +72,12 @@ def require_files(folder: Path, manifest: Manifest) -> None:
 
 
 def checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Raises OSError, with the file's name, where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def checksum_of(content: dict[str, Any]) -> str:

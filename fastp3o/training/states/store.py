@@ -16,7 +16,7 @@ from torch import Tensor
 from fastp3o.training.durable import LEFTOVER, beside, clear_leftovers, move_into_place, remove, sync, write_file
 from fastp3o.training.finite import require_all_finite
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.processes import on_main_process
+from fastp3o.training.processes import on_every_process, on_main_process
 from fastp3o.training.states.generators import generator_states, restore_generators
 from fastp3o.training.states.manifest import (
     CorruptStateError,
@@ -32,6 +32,10 @@ KEPT = 2
 COUNTERS = "counters.json"
 NAME = re.compile(r"step-(\d{6,})")
 CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
+
+
+def generators_of(process: int) -> str:
+    return f"process-{process:05}.json"
 
 
 class Counts(Protocol):
@@ -93,40 +97,41 @@ class States:
             return
         tensors = self.optimizer.tensors() | self.other_tensors()
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
-        main, number = self.accelerator.is_main_process, self.accelerator.process_index
         unfinished = on_main_process(self.accelerator, lambda: self.begin(place))
         try:
             save_tensors(unfinished, tensors)
-            write_file(unfinished / f"process-{number:05}.json", json.dumps(progress.generators))
-            if main:
-                write_file(unfinished / COUNTERS, json.dumps(progress.counters))
+            on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress))
             checksums = self.checksums(unfinished)
-            if main:
-                processes = self.accelerator.num_processes
-                Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums).write(
-                    unfinished
-                )
-                move_into_place(unfinished, place)
+            processes = self.accelerator.num_processes
+            manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
+            on_main_process(self.accelerator, lambda: self.finish(unfinished, manifest, place))
         except BaseException:
-            if main:
+            if self.accelerator.is_main_process:
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
         self.good = [*self.good, place][-KEPT:]
-        if main:
-            self.prune()
-        self.accelerator.wait_for_everyone()
+        on_main_process(self.accelerator, self.prune)
 
     def begin(self, place: Path) -> Path:
         unfinished = beside(place)
         unfinished.mkdir(parents=True)
         return unfinished
 
+    def write_numbers(self, folder: Path, progress: Progress) -> None:
+        write_file(folder / generators_of(self.accelerator.process_index), json.dumps(progress.generators))
+        if self.accelerator.is_main_process:
+            write_file(folder / COUNTERS, json.dumps(progress.counters))
+
+    def finish(self, unfinished: Path, manifest: Manifest, place: Path) -> None:
+        manifest.write(unfinished)
+        move_into_place(unfinished, place)
+
     def checksums(self, folder: Path) -> dict[str, str]:
         """Of all files in a folder, of which each process reads its share."""
-        self.accelerator.wait_for_everyone()
         files = on_main_process(self.accelerator, lambda: files_of(folder))
         share = files[self.accelerator.process_index :: self.accelerator.num_processes]
-        return dict(gather_object([(name, checksum(folder / name)) for name in share]))
+        own = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
+        return dict(gather_object(own))
 
     def prune(self) -> None:
         """Removes what has a state's name, but for the good ones."""
@@ -183,7 +188,10 @@ class States:
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """What is wrong with the files of a state."""
-        checksums = self.checksums(path)
+        try:
+            checksums = self.checksums(path)
+        except OSError as error:
+            return f"{Path(error.filename).name} cannot be read ({error.strerror})"
         changed = sorted(name for name, expected in manifest.checksums.items() if checksums[name] != expected)
         return f"{changed[0]} has another checksum than when it was written" if changed else None
 
@@ -192,25 +200,32 @@ class States:
         assert self.newest is not None
         leftover = LEFTOVER.fullmatch(self.newest.name)
         folder = self.folder / leftover["name"] if leftover else self.newest
-        if self.accelerator.is_main_process:
-            for path in self.corrupt:
-                path.rename(beside(path, "corrupt"))
-            if leftover:
-                self.newest.rename(folder)
-            sync(self.folder)
+        on_main_process(self.accelerator, lambda: self.put_in_order(folder))
         self.good[-1] = folder
-        self.accelerator.wait_for_everyone()
+        names = on_every_process(self.accelerator, lambda: saved_names(folder))
         others = self.other_tensors()
-        self.optimizer.fill(saved_names(folder) - others.keys(), partial(load_tensors, folder))
+        self.optimizer.fill(names - others.keys(), partial(load_tensors, folder))
         if others:
             load_tensors(folder, others)
+        on_every_process(self.accelerator, lambda: self.read_numbers(folder))
+        return self.progress(manifest.step, evaluated=manifest.evaluated)
+
+    def put_in_order(self, folder: Path) -> None:
+        """Gives the state that was found its name, and corrupt ones another."""
+        assert self.newest is not None
+        for path in self.corrupt:
+            path.rename(beside(path, "corrupt"))
+        if self.newest != folder:
+            self.newest.rename(folder)
+        sync(self.folder)
+
+    def read_numbers(self, folder: Path) -> None:
         counters = json.loads((folder / COUNTERS).read_text())
         for name, part in self.parts.items():
             part.load_state_dict(counters[name])
-        generators = folder / f"process-{self.accelerator.process_index:05}.json"
+        generators = folder / generators_of(self.accelerator.process_index)
         if generators.exists():
             restore_generators(json.loads(generators.read_text()))
-        return self.progress(manifest.step, evaluated=manifest.evaluated)
 
     def clear_leftovers(self) -> None:
         """Removes what saves of earlier processes have left unfinished."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -153,6 +154,32 @@ def step(optimizer: Optimizer) -> None:
     optimizer.step(torch.zeros(()))
 
 
+def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
+    """Of a step in fp16 where one process has what is not finite, in its pass or in its part of the gradients: whether
+    nothing moved, the loss scale of each process, and whether the next step moves something again.
+    """
+    optimizer = optimizer_for("fp16")
+    # One at which nothing else overflows.
+    optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | {"scale": 4.0})
+    step(optimizer)
+    here = dist.get_rank() == process
+    loss = loss_of(optimizer.model, ROWS[dist.get_rank()])
+    optimizer.backward(loss * 1e7 if here and within == "pass" else loss)
+    if here and within == "part":
+        optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
+    before = all_of(optimizer)
+    scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
+    skipped = all(torch.equal(tensor, before[name]) for name, tensor in all_of(optimizer).items())
+    step(optimizer)
+    moves = any(not torch.equal(tensor, before[name]) for name, tensor in all_of(optimizer).items())
+    outcomes = gather_object([(skipped, scale, moves)])
+    return all(o[0] for o in outcomes), [o[1] for o in outcomes], all(o[2] for o in outcomes)
+
+
+def all_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {name: whole(tensor).clone() for name, tensor in optimizer.tensors().items()}
+
+
 def go_on(optimizer: Optimizer, state: Path) -> None:
     optimizer.fill(saved_names(state), partial(load_tensors, state))
     optimizer.load_state_dict(json.loads(state.with_suffix(".json").read_text()))
@@ -184,6 +211,7 @@ def main(file: Path) -> None:
         "collectives": [collectives(budget) for budget in (10**6, 1000)],
         "copied": [copied(by_layer) for by_layer in (False, True)],
         "offloaded": offloaded(),
+        "overflowed": [overflowed(process, within) for process in range(2) for within in ("pass", "part")],
         "resumed": {precision: resumed(precision, states) for precision in ("fp32", "fp16")},
     }
     if accelerator.is_main_process:

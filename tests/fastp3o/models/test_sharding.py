@@ -58,6 +58,13 @@ def test_a_state_of_two_processes_goes_on_in_one(folder, results, precision, tol
         torch.testing.assert_close(optimizer.parameters[name].detach(), expected, atol=tolerance, rtol=0.0)
 
 
+def test_a_gradient_that_overflows_in_one_process_is_left_out_by_all(results):
+    for skipped, scales, moves in results["overflowed"]:
+        assert skipped
+        assert scales == [2.0] * 2
+        assert moves
+
+
 @pytest.fixture
 def group_of_one():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

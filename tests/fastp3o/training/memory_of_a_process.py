@@ -16,8 +16,13 @@ from fastp3o.training.memory import Lengths, Model, sharded, update_memory
 from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.training.test_memory import DEEP, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
 
-CASES = {"deep": DEEP, "wide": WIDE, "large head": LARGE_HEAD}
-FP32 = precision_of("fp32", "fp32")
+CASES = {
+    "deep": (DEEP, "fp32"),
+    "wide": (WIDE, "fp32"),
+    "large head": (LARGE_HEAD, "fp32"),
+    "deep, bf16": (DEEP, "bf16"),
+    "wide, bf16": (WIDE, "bf16"),
+}
 
 
 def peak(update: Callable[[], None]) -> int:
@@ -33,13 +38,14 @@ def peak(update: Callable[[], None]) -> int:
 
 
 def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: bool) -> tuple[float, float]:
-    model_sizes, (P, prompt, response) = CASES[case]
-    model, row = random_model(*model_sizes, FP32), random_row(P, prompt, response, True)
+    (model_sizes, (P, prompt, response)), name = CASES[case]
+    precision, fp32 = precision_of(name, "fp32"), precision_of("fp32", "fp32")
+    model, row = random_model(*model_sizes, fp32), random_row(P, prompt, response, True)
     if checkpointing:
         model.recompute_activations()
     parameters = model.model.num_parameters()
     config = StageConfig(model="", output_dir="")
-    optimizer = Optimizer(accelerator, model, FP32, config, 9, mesh=process_mesh(accelerator.device))
+    optimizer = Optimizer(accelerator, model, precision, config, 9, mesh=process_mesh(accelerator.device))
     old = torch.full((P, 2), -response * torch.tensor(float(model_sizes[-1])).log())
     microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old, 1.0)
 
@@ -51,7 +57,7 @@ def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: b
     measured = peak(update)
     sizes = Model.from_config(model.model.config, parameters, parameters)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
-    predicted = sharded(update_memory(sizes, lengths, FP32, checkpointing=checkpointing), sizes, FP32, 2)
+    predicted = sharded(update_memory(sizes, lengths, precision, checkpointing=checkpointing), sizes, precision, 2)
     # The others were there before.
     return measured, predicted.peak - predicted.masters - predicted.gradients - predicted.optimizer
 

@@ -1,4 +1,5 @@
 import os
+import resource
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.models.loading import load_policy
-from fastp3o.training.checkpoints import save_model
+from fastp3o.training.checkpoints import KeptOnDisk, save_model
+from tests.fastp3o.training.faults.injection import in_child
 
 
 @pytest.fixture
@@ -42,3 +44,21 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before(
         save_model(accelerator, policy, tokenizer, tmp_path / "model")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert os.listdir(tmp_path) == ["model"]
+
+
+def test_gathered_weights_that_a_full_disk_has_no_room_for_are_an_error(tmp_path):
+    """In a child, since the limit stays."""
+
+    def gather() -> None:
+        kept = KeptOnDisk(tmp_path / "gathered", drop=False)
+        weights = [torch.arange(n, dtype=torch.bfloat16).reshape(2, -1) for n in (10, 10_000, 10)]
+        copies = [kept(weight) for weight in weights]
+        assert torch.equal(copies[0], weights[0])
+        assert [copy.numel() for copy in copies[1:]] == [0, 0]
+        kept.require_written()
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+    assert in_child(gather, tmp_path / "log.txt", limit) == 1
+    assert (tmp_path / "log.txt").read_text().endswith("OSError: [Errno 27] File too large\n")

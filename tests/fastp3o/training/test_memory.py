@@ -238,7 +238,7 @@ def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
         assert f"| {size} | {gpus} | {' | '.join(cells)} |" in readme()
 
 
-@pytest.mark.parametrize("case", ["deep", "wide", "large head"])
+@pytest.mark.parametrize("case", ["deep", "wide", "large head", "deep, bf16", "wide, bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_each_of_two_processes_is_predicted_within_a_tenth(two_processes, case, checkpointing):
     measured, predicted = two_processes[f"{case} {checkpointing}"]

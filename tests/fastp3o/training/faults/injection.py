@@ -1,15 +1,19 @@
-"""Runs in a child process that ends, or finds its disk full, at a given file-system call."""
+"""Runs in child processes, of which one ends, is asked to stop or finds its disk full at a given file-system call."""
 
 import errno
 import os
+import signal
+import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 WRITES = ("os.mkdir", "os.rename", "os.truncate")
 CALLS = ("open", *WRITES, "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
 KILLED = 9
+LONGEST = 60.0  # seconds from the start to the end of processes that wait for each other
 
 
 def in_child(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
@@ -31,7 +35,10 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         work()
         status = 0
     except SystemExit as stopped:
-        status = int(stopped.code or 0)
+        if isinstance(stopped.code, str):
+            print(stopped.code, file=sys.stderr)
+        else:
+            status = stopped.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
@@ -44,15 +51,53 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def fork_together(
+    work: Callable[[], object], logs: Sequence[Path], prepare: Callable[[int], object] = lambda number: None
+) -> list[int]:
+    """Forks that do `work` with each other over gloo, as torchrun's workers; `prepare` has the number of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def join(number: int) -> None:
+        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": len(logs), "LOCAL_WORLD_SIZE": len(logs)}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
+        prepare(number)
+
+    return [fork(work, log, lambda number=number: join(number)) for number, log in enumerate(logs)]
+
+
+def wait_together(pids: Sequence[int]) -> list[int]:
+    """The exit statuses of processes. Ends those that do not end by themselves, and raises TimeoutError."""
+    deadline = time.monotonic() + LONGEST
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(pids):
+        late = time.monotonic() > deadline
+        for pid in set(pids) - statuses.keys():
+            if late:
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if ended:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+        if late:
+            raise TimeoutError(f"a process had not ended after {LONGEST:.0f} s")
+        time.sleep(0.005)
+    return [statuses[pid] for pid in pids]
+
+
 class FileCalls:
     """Counts the calls of Python that touch a folder, os.fsync among them, and acts before the one of a number.
 
-    power: bytes that were not synced are lost by half when it ends. Nothing of it can be taken back: for a child.
+    stop_before: where SIGTERM comes. power: bytes that were not synced are lost by half when it ends. Nothing of it can
+    be taken back: for a child.
     """
 
-    def __init__(self, folder: Path, *, kill_before: int = 0, full_from: int = 0, power: bool = False):
+    def __init__(
+        self, folder: Path, *, kill_before: int = 0, full_from: int = 0, stop_before: int = 0, power: bool = False
+    ):
         self.folder = folder.resolve()
-        self.kill_before, self.full_from, self.power = kill_before, full_from, power
+        self.kill_before, self.full_from, self.stop_before, self.power = kill_before, full_from, stop_before, power
         self.count = 0
         self.synced: dict[str, int] = {}
         self.acting = False
@@ -94,6 +139,8 @@ class FileCalls:
         self.count += 1
         if self.full_from and self.count >= self.full_from and is_write:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.count == self.stop_before:
+            os.kill(os.getpid(), signal.SIGTERM)
         if self.count == self.kill_before:
             self.acting = True
             if self.power:

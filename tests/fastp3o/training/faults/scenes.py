@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState
+from numpy import frombuffer
 from safetensors.torch import load_file
 
 from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.script import run_script
 from fastp3o.stages import online, reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
 from tests.fastp3o import runs
-from tests.fastp3o.training.faults.injection import in_child
+from tests.fastp3o.training.faults.injection import fork_together, in_child, wait_together
 
 COMMON = {"report_to": "none", "precision": "fp32", "learning_rate": 1e-2, "save_every": 2}
 SUPERVISED = COMMON | {"max_response_tokens": 16, "epochs": 2, "batch_size": 4, "eval_every": 3}
@@ -59,10 +61,16 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.run, self.log = self.folder / "run", self.folder / "log.txt"
-        status = in_child(lambda: self.train(), self.log)
-        assert status == 0, self.log.read_text()
+        assert not any(self.do(self.train)), self.told()
         self.expected = self.outcome()
         self.clear()
+
+    def do(self, work: Callable[[], object]) -> list[int]:
+        """The exit statuses of the processes that do it."""
+        return [in_child(work, self.log)]
+
+    def told(self) -> str:
+        return self.log.read_text()
 
     def train(self, **changes: Any) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -89,8 +97,7 @@ class Scene:
     def result(self) -> str:
         """What `--resume` makes of what is there: it must end with the bits, and the lines, of the unbroken run."""
         had_state = any(".unfinished-" not in name for name in self.states())
-        status = in_child(self.resume, self.log)
-        assert status == 0, f"cannot resume:\n{self.log.read_text()}"
+        assert not any(self.do(self.resume)), f"cannot resume:\n{self.told()}"
         weights, metrics, evaluations = self.outcome()
         assert weights == self.expected[0], "other weights"
         assert (metrics, evaluations) == self.expected[1:], "other metrics"
@@ -103,3 +110,30 @@ class Scene:
         ]
         assert not left, left
         assert len(self.states()) <= 2
+
+
+@dataclass
+class SharedScene(Scene):
+    """A run of two processes, each with a part of the model, its own log, and errors told as scripts tell them."""
+
+    def __post_init__(self) -> None:
+        self.logs = [self.folder / f"log-{number}.txt" for number in range(2)]
+        super().__post_init__()
+
+    def start(self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None) -> list[int]:
+        """The ids of the processes."""
+        return fork_together(lambda: run_script(work), self.logs, prepare)
+
+    def do(self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None) -> list[int]:
+        return wait_together(self.start(work, prepare))
+
+    def told(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def furthest_alone(self) -> float:
+        """The largest difference of a weight where one process goes on with what is there, in another order of sums."""
+        assert not in_child(self.resume, self.log), self.log.read_text()
+        expected, _, _ = self.expected
+        weights, metrics, _ = self.outcome()
+        assert [line["step"] for line in metrics] == [line["step"] for line in self.expected[1]]
+        return max(abs(frombuffer(weights[n], "f4") - frombuffer(expected[n], "f4")).max() for n in expected)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fastp3o.training.faults.damages import DAMAGES
 from tests.fastp3o.training.faults.injection import KILLED, FileCalls, fork, in_child, wait
 from tests.fastp3o.training.faults.scenes import SCENES, Scene
 
@@ -166,20 +167,6 @@ def test_asked_to_stop_at_random(
         assert not list(scratch.iterdir())
         told = "stopped with a line, " if said else "outside of the loop, "
         count("SIGTERM, SIGINT, SIGUSR1 and SIGHUP at random times", told + scene.result())
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[random.Random(path.name).randrange(len(content))] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "flipped": flip,
-    "cut": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
-    "zeros": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 512),
-    "gone": Path.unlink,
-}
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["with-the-state-before", "alone"])
