@@ -1,0 +1,35 @@
+"""Two processes against one, for every objective and for what some add to the loop. Runs share processes, for time."""
+
+from tests.fastp3o.objectives.test_runs import NEW, SETTINGS
+from tests.fastp3o.stages.test_distributed import FP32, ONLINE, assert_same_metrics, furthest, train
+
+BESIDE = {
+    "p3o that samples ties again": ["p3o", "--dynamic_sampling", "2", "--reward", "rewards_for_tests:vowels"],
+    "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01"],
+    "p3o after a mean": ["p3o", "--reference_decay", "0.5"],
+    "grpo with a mix": ["grpo", "--entropy_coef", "0.1", "--ptx_data", "sft.jsonl", "--ptx_batch_size", "4"],
+}
+
+
+def test_two_processes_train_what_one_does(workplace, tiny_model):
+    runs = {name: [name, *flags(SETTINGS.get(name, {}))] for name in NEW} | BESIDE
+    common = [*ONLINE, *FP32, "--model", tiny_model, "--updates", "2"]
+    for folder, processes in (("one", 1), ("two", 2)):
+        train({name: ["online.py", *common, "--objective", *own] for name, own in runs.items()}, folder, processes)
+    for name in runs:
+        assert furthest(f"one/{name}", f"two/{name}") <= 3e-6, name
+        assert_same_metrics(name)
+
+
+def flags(settings: dict) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def test_runs_of_two_processes_go_on_in_two(workplace, tiny_model):
+    common = ["online.py", *ONLINE, *FP32, "--model", tiny_model]
+    runs = {name: [*common, "--objective", *own] for name, own in BESIDE.items()}
+    train({name: [*run, "--updates", "1", "--save_every", "1"] for name, run in runs.items()}, "runs", 2)
+    resumed = {name: [*run, "--updates", "2", "--resume"] for name, run in runs.items()}
+    train(resumed | {f"whole {name}": [*run, "--updates", "2"] for name, run in runs.items()}, "runs", 2)
+    for name in runs:
+        assert furthest(f"runs/{name}", f"runs/whole {name}") == 0, name
