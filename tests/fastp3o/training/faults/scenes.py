@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
 
 @dataclass
 class Scene:
-    """A run, what it leaves unbroken, and where its processes log."""
+    """A run, what it leaves unbroken and how long it takes, and where its processes log."""
 
     name: str
     model: str
@@ -61,7 +62,9 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.run, self.log = self.folder / "run", self.folder / "log.txt"
+        started = time.monotonic()
         assert not any(self.do(self.train)), self.told()
+        self.seconds = time.monotonic() - started
         self.expected = self.outcome()
         self.clear()
 
