@@ -1,6 +1,7 @@
 """The three loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
 import hashlib
+import json
 import mmap
 import tempfile
 from collections import Counter
@@ -55,6 +56,7 @@ def load_prompts(
     max_characters: int = LONGEST_TEXT,
     skip_bad_records: bool = False,
     limit: int | None = None,
+    as_given: bool = False,
 ) -> tuple[Dataset, DataReport]:
     """The prompts of any layout (README.md lists them).
 
@@ -66,6 +68,8 @@ def load_prompts(
         max_characters: of a prompt or a response; a record with more cannot be used.
         skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
         limit: stop reading after this many usable records.
+        as_given: whether the data set has the column `given`, too: the prompt as its record has it, not truncated, in
+            JSON (a string, or a list of messages).
 
     Returns:
         Dataset with the columns `prompt` (str, the text as the model sees it: after the chat template, without a
@@ -77,7 +81,7 @@ def load_prompts(
         ValueError: a limit leaves no room.
     """
     encoder = Encoder(tokenizer, max_prompt_tokens, None, max_characters)
-    return Loading(encoder, (), skip_bad_records, limit).load(source, split)
+    return Loading(encoder, (), skip_bad_records, limit, as_given).load(source, split)
 
 
 def load_demonstrations(
@@ -137,6 +141,7 @@ class Loading:
     response_columns: tuple[str, ...]
     skip_bad_records: bool
     limit: int | None
+    as_given: bool = False
     report: DataReport = field(default_factory=DataReport)
 
     def __post_init__(self) -> None:
@@ -149,6 +154,7 @@ class Loading:
         """
         ids = List(Value("int32"))
         columns = {"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(self.response_columns, ids)}
+        columns |= {"given": Value("string")} if self.as_given else {}
         schema = Features(columns).arrow_schema
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
@@ -167,7 +173,7 @@ class Loading:
         readable = self.readable(records)
         while batch := list(islice(readable, self.batch_size())):
             encoded = self.encoder.encode([texts for _, texts in batch])
-            examples = [self.example(record, result) for (record, _), result in zip(batch, encoded, strict=True)]
+            examples = [self.example(*read, result) for read, result in zip(batch, encoded, strict=True)]
             yield [example for example in examples if example is not None]
 
     def batch_size(self) -> int:
@@ -202,7 +208,7 @@ class Loading:
         responses = layout.responses(record.content) if self.response_columns else ()
         return self.encoder.render(prompt, responses[: len(self.response_columns)])
 
-    def example(self, record: Record, result: Encoded | RecordError) -> dict | None:
+    def example(self, record: Record, texts: Texts, result: Encoded | RecordError) -> dict | None:
         """The record's example, counted; None where the record was skipped."""
         if isinstance(result, Encoded) and is_equal_pair(result.response_ids):
             result = RecordError("rejected", "another response than 'chosen'", Found("the same"))
@@ -214,7 +220,8 @@ class Loading:
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
         responses = dict(zip(self.response_columns, result.response_ids, strict=True))
-        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses}
+        given = {"given": json.dumps(texts.given, ensure_ascii=False)} if self.as_given else {}
+        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses, **given}
 
     def reject(self, record: Record, problem: RecordError) -> None:
         """Counts the record as skipped, or raises DataError where none may be."""
