@@ -24,8 +24,10 @@ from fastp3o.training.states.manifest import MANIFEST
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
 SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # of responses that nothing is trained on
+CALIBRATION = "calibration.png"  # of a reward model's last evaluation
 OURS = re.compile(
-    rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{SAMPLES}|{KEPT}|model|checkpoint-\d{{6,}}|stopped-in-\d{{6,}}"
+    rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
+    r"model|checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 
 # Of this process, by folder: of a run that ended with an error, something may still hold the objects.

@@ -129,6 +129,14 @@ FLAGS = [
     ("sft", "--train_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
     ("reward_model", "--batch_size 0", "--batch_size must be at least 1"),
     ("reward_model", "--warmup_steps -2", "--warmup_steps must be 0 or more"),
+    ("reward_model", "--centring -1", "--centring must be 0 or more"),
+    ("reward_model", "--centring nan", "--centring must be a finite number"),
+    ("reward_model", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
+    ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
+    ("reward_model", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
+    ("reward_model", "--train_data preferences.jsonl,nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("reward_model", "--train_data preferences.jsonl,", "expected names with commas between, got an empty one"),
+    ("reward_model", "--train_data sft.jsonl,sft.jsonl", "sft.jsonl comes more than once"),
     *[
         ("win_rate", f"--{name}", message)
         for name, message in {
@@ -257,6 +265,42 @@ PREFERENCES = [
     ({"prompt": "a", "chosen": "", "rejected": "b"}, " field 'chosen': expected text, got an empty string"),
     ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, " field 'chosen': expected text, got a list of 1"),
     ({"prompt": "a", "chosen": "b" * 20 + "c", "rejected": "b" * 20 + "d"}, " field 'rejected': expected another"),
+]
+MARGINS = [
+    ({**PAIR, "margin": margin}, f" field 'margin': expected a finite number, 0 or more, got {found}")
+    for margin, found in {
+        "large": "a string",
+        -1: "the number -1",
+        True: "true",
+        float("inf"): "the number inf",
+    }.items()
+]
+RANKING = {"prompt": "a", "ranked_responses": ["b", "c", "d"]}
+RANKED = [
+    *[
+        ({"prompt": "a", **ranked}, f" field 'ranked_responses': expected {said}")
+        for ranked, said in (
+            ({}, "a list of responses, from best to worst, got nothing: the field is missing"),
+            ({"ranked_responses": "b"}, "a list of responses, from best to worst, got a string"),
+            (
+                {"ranked_responses": {"b": 1}},
+                "a list of responses, from best to worst, got an object with the fields b",
+            ),
+            ({"ranked_responses": []}, "two responses or more, from best to worst, got a list of 0"),
+            ({"ranked_responses": ["b"]}, "two responses or more, from best to worst, got a list of 1"),
+        )
+    ],
+    ({"prompt": "a", "ranked_responses": ["b", None]}, " field 'ranked_responses[1]': expected text, got null"),
+    ({"prompt": "a", "ranked_responses": ["b", ["c"]]}, " field 'ranked_responses[1]': expected text, got a list of 1"),
+    (
+        {"prompt": "a", "ranked_responses": ["b", "c", "b"]},
+        " field 'ranked_responses[2]': expected another response than 'ranked_responses[0]', got the same",
+    ),
+    (
+        {**RANKING, "margin": 1},
+        " field 'margin': expected none beside a ranking: it is of two responses, got the number",
+    ),
+    ({"ranked_responses": ["b", "c"]}, " field 'prompt': expected text, got nothing: the field is missing"),
 ]
 # Of a first line, with the tokenizer of models/chat.
 MESSAGES = [
@@ -425,7 +469,8 @@ CASES = [
         for script, good, table in (
             ("p3o", PAIR, PROMPTS),
             ("sft", DEMONSTRATION, DEMONSTRATIONS),
-            ("reward_model", PAIR, PREFERENCES),
+            ("reward_model", PAIR, [*PREFERENCES, *MARGINS]),
+            ("reward_model", RANKING, RANKED),
         )
         for record, said in table
     ),
