@@ -22,6 +22,7 @@ Config = TypeVar("Config")
 # transformers' schedules that the learning rate, the warm-up and the number of steps define.
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
+TOKENS_PER_ROW = 8192
 EVALUATION_FLAGS = ("eval_every", "eval_split", "eval_limit")  # they do nothing without evaluation data
 
 
@@ -67,18 +68,40 @@ class Flags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageConfig(Flags):
-    """What all stages have in common."""
+class RunConfig(Flags):
+    """What leaves a folder that can be gone on from."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("output_dir", "resume")
+
+    output_dir: str = required("Folder of the run: what it makes, and what --resume needs.")
+    seed: int = option(0, "Seed of every random choice; the same seed gives the same run.")
+    resume: bool = option(
+        False,
+        "Continue from what is in output_dir, exactly as if the run had not stopped; from the beginning where there is "
+        "nothing yet.",
+    )
+
+    def check_run(self) -> None:
+        self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
+
+    @classmethod
+    def changeable(cls) -> set[str]:
+        """Options that may be others when a run is resumed, as each step takes them anew."""
+        return {name for base in cls.__mro__ for name in vars(base).get("CHANGEABLE", ())}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig(RunConfig):
+    """What all stages that train have in common."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("output_dir", "trust_remote_code", "skip_bad_records", "report_to"),
+        *("trust_remote_code", "skip_bad_records", "report_to"),
         *("learning_rate", "lr_schedule", "warmup_steps", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay"),
         *("max_grad_norm", "tokens_per_row", "share_prompts", "precision", "gradient_checkpointing", "shard_size"),
-        *("save_every", "save_minutes", "eval_every", "resume"),
+        *("save_every", "save_minutes", "eval_every"),
     )
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
-    output_dir: str = required("Folder for checkpoints, metrics and the trainer's state.")
     trust_remote_code: bool = option(False, "Run model code that comes with a checkpoint. Only for sources you trust.")
 
     split: str = option("train", "Split of the training data, for hub data sets and folders that have several.")
@@ -107,7 +130,8 @@ class StageConfig(Flags):
     max_grad_norm: float = option(1.0, "Gradients are scaled down to this norm.")
 
     tokens_per_row: int = option(
-        8192, "Tokens of one packed row, that is of one forward and backward pass on one device; prompts included."
+        TOKENS_PER_ROW,
+        "Tokens of one packed row, that is of one forward and backward pass on one device; prompts included.",
     )
     share_prompts: bool = option(True, "Compute the prompt of several responses once.")
     precision: str = field(
@@ -123,16 +147,9 @@ class StageConfig(Flags):
         0, "Processes that hold one model together (HSDP); 0: all. Fewer, such as those of a node, talk less to others."
     )
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
-    seed: int = option(0, "Seed of every random choice; the same seed gives the same run.")
-
     save_every: int = option(0, "Save the model as a checkpoint every this many steps; 0 saves it at the end only.")
     save_minutes: float = option(10.0, "Save what --resume needs whenever so many minutes have passed; 0 never.")
     eval_every: int = option(0, "Evaluate every this many steps; 0 evaluates at the beginning and at the end only.")
-    resume: bool = option(
-        False,
-        "Continue from the newest state in output_dir, exactly as if the run had not stopped; from the beginning where "
-        "there is none.",
-    )
     report_to: str = option("tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.")
 
     def __post_init__(self) -> None:
@@ -147,12 +164,7 @@ class StageConfig(Flags):
         self.check(self.adam_eps > 0, "adam_eps", "above 0")
         self.check(self.weight_decay >= 0, "weight_decay", "0 or more")
         self.check(self.max_grad_norm > 0, "max_grad_norm", "above 0")
-        self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
-
-    @classmethod
-    def changeable(cls) -> set[str]:
-        """Options that may be others when a run is resumed, as each step takes them anew."""
-        return {name for base in cls.__mro__ for name in vars(base).get("CHANGEABLE", ())}
+        self.check_run()
 
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step == last or bool(self.eval_every and step % self.eval_every == 0)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.chat_template import ChatTemplate, Piece, Pieces, special_tokens, written
 from fastp3o.data.errors import Found, RecordError
-from fastp3o.data.layouts import Part
+from fastp3o.data.layouts import Message, Part
 
 # Characters. A text of so many takes seconds to tokenise.
 LONGEST_TEXT = 1_000_000
@@ -20,12 +20,14 @@ class Texts(NamedTuple):
 
     fields: where the prompt and each response came from.
     templated: whether the chat template wrote them.
+    given: the prompt as the record has it.
     """
 
     prompt: Pieces
     responses: tuple[Pieces, ...]
     fields: tuple[str, ...]
     templated: bool
+    given: str | list[Message]
 
 
 class Encoded(NamedTuple):
@@ -95,7 +97,7 @@ class Encoder:
             length = sum(len(piece.text) for piece in pieces)
             if length > self.max_characters:
                 raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{length} of them"))
-        return Texts(before, replies, fields, templated)
+        return Texts(before, replies, fields, templated, prompt.value)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each of the batch, in order; RecordError where the tokens cannot be used."""

@@ -3,7 +3,7 @@
 README.md in this folder lists the layouts, with an example of each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,8 @@ from fastp3o.data.errors import MISSING, Found, RecordError
 
 Message = dict[str, Any]
 Fields = Mapping[str, Any]
+
+LARGEST_FP32 = 3.4e38
 
 HH_REPLY, HH_TURN = "\n\nAssistant:", "\n\nHuman:"
 
@@ -27,7 +29,7 @@ class Layout:
     """How to read the records of one form.
 
     fields: names that a record must have.
-    response_count: responses in a record, 0 to 2.
+    response_count: responses in a record, 0 to 2; at least so many in a ranking.
     prompt, responses: read them; they raise RecordError.
     """
 
@@ -38,15 +40,6 @@ class Layout:
 
     def __str__(self) -> str:
         return "/".join(self.fields)
-
-
-def find_layout(record: Fields, responses: int) -> Layout:
-    """The first layout with at least `responses` responses whose fields the record has. RecordError where none fits."""
-    accepted = [layout for layout in LAYOUTS if layout.response_count >= responses]
-    for layout in accepted:
-        if all(field in record for field in layout.fields):
-            return layout
-    raise RecordError(None, f"the fields of one of the layouts {', '.join(map(str, accepted))}", record)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -223,6 +216,34 @@ def implicit_responses(record: Fields) -> tuple[Part, ...]:
     return implicit_pair(record)[1:]
 
 
+# --- rankings -------------------------------------------------------------------------------------------------------
+
+
+def ranked_responses(record: Fields) -> tuple[Part, ...]:
+    """From best to worst, each in the form that `response_field` reads."""
+    ranked, field = record.get("ranked_responses", MISSING), "ranked_responses"
+    if not isinstance(ranked, list):
+        raise RecordError(field, "a list of responses, from best to worst", ranked)
+    if len(ranked) < 2:
+        raise RecordError(field, "two responses or more, from best to worst", ranked)
+    if record.get("margin") is not None:
+        raise RecordError("margin", "none beside a ranking: it is of two responses", record["margin"])
+    names = [f"{field}[{number}]" for number in range(len(ranked))]
+    return tuple(
+        response_field({"prompt": record["prompt"], name: item}, name) for name, item in zip(names, ranked, strict=True)
+    )
+
+
+def margin(record: Fields) -> float:
+    """By how much the chosen response is better; 0 where the record does not say."""
+    value = record.get("margin")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_FP32:
+        raise RecordError("margin", "a finite number, 0 or more", value)
+    return float(value)
+
+
 # --- TL;DR comparisons ----------------------------------------------------------------------------------------------
 
 
@@ -262,3 +283,18 @@ LAYOUTS = (
     Layout(("messages",), 1, messages_prompt, messages_response),
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
+
+# Of the reward model, which takes all responses of a record.
+RANKINGS = (
+    Layout(("prompt", "ranked_responses"), 2, prompt_field, ranked_responses),
+    *(layout for layout in LAYOUTS if layout.response_count == 2),
+)
+
+
+def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
+    """The first layout with at least `responses` responses whose fields the record has. RecordError where none fits."""
+    accepted = [layout for layout in layouts if layout.response_count >= responses]
+    for layout in accepted:
+        if all(field in record for field in layout.fields):
+            return layout
+    raise RecordError(None, f"the fields of one of the layouts {', '.join(map(str, accepted))}", record)

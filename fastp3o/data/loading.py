@@ -1,13 +1,14 @@
-"""The three loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
+"""The loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
 import hashlib
+import json
 import mmap
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
@@ -16,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.data.columns import PROMPT_COLUMNS, Asked, column_texts
 from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
-from fastp3o.data.layouts import Layout, find_layout
+from fastp3o.data.layouts import RANKINGS, Fields, Layout, Part, find_layout, margin
 from fastp3o.data.sources import Record, read_records
 
 BATCH = 1000  # records tokenised at once
+IDS = List(Value("int32"))
 
 
 @dataclass
@@ -31,6 +33,7 @@ class DataReport:
     special_texts: texts that hold what looks like a special token, such as a written end of sequence, and is text.
     skipped: records that cannot be used.
     reasons: how many of these for each reason.
+    margins: examples with a margin above 0, where a stage takes them.
     """
 
     examples: int = 0
@@ -39,11 +42,14 @@ class DataReport:
     special_texts: int = 0
     skipped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    margins: int = 0
 
     def __str__(self) -> str:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
         if self.special_texts:
             cut += f", {self.special_texts} texts with the name of a special token, which is text"
+        if self.margins:
+            cut += f", {self.margins} with a margin"
         why = "; ".join(f"{count} × {reason}" for reason, count in self.reasons.most_common())
         return f"{self.examples} examples, {cut}, {self.skipped} records skipped" + (f" ({why})" if why else "")
 
@@ -58,6 +64,7 @@ def load_prompts(
     skip_bad_records: bool = False,
     limit: int | None = None,
     columns: Asked | None = None,
+    as_given: bool = False,
 ) -> tuple[Dataset, DataReport]:
     """The prompts of any layout (README.md lists them).
 
@@ -70,6 +77,8 @@ def load_prompts(
         skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
         limit: stop reading after this many usable records.
         columns: further fields to keep, each with what asks for it, in words of a message. Every record must have them.
+        as_given: whether the data set has the column `given`, too: the prompt as its record has it, not truncated, in
+            JSON (a string, or a list of messages).
 
     Returns:
         Dataset with the columns `prompt` (str, the text as the model sees it: after the chat template, without a
@@ -85,7 +94,7 @@ def load_prompts(
         if name in columns:
             raise ValueError(f"{columns[name]} asks for the column '{name}', which is the prompt itself")
     encoder = Encoder(tokenizer, max_prompt_tokens, None, max_characters)
-    return Loading(encoder, (), skip_bad_records, limit, columns).load(source, split)
+    return Loading(encoder, (), skip_bad_records, limit, columns, as_given).load(source, split)
 
 
 def load_demonstrations(
@@ -124,7 +133,7 @@ def load_preferences(
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
-    """Prompts with a chosen and a rejected response, for the reward model. Arguments as in `load_prompts`.
+    """Prompts with a chosen and a rejected response. Arguments as in `load_prompts`.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids`, `chosen_ids` and `rejected_ids`; and the report. Responses end
@@ -137,15 +146,42 @@ def load_preferences(
     return Loading(encoder, ("chosen_ids", "rejected_ids"), skip_bad_records, limit).load(source, split)
 
 
+def load_rankings(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str = "train",
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    max_characters: int = LONGEST_TEXT,
+    skip_bad_records: bool = False,
+    limit: int | None = None,
+) -> tuple[Dataset, DataReport]:
+    """Prompts with two responses or more, from best to worst, for the reward model: rankings, and preferences.
+    Arguments as in `load_prompts`.
+
+    Returns:
+        Dataset with the columns `prompt`, `prompt_ids`, `ranked_ids` (list of lists of int32) and `margin` (float64),
+        by how much the chosen response of a preference is better, 0 where the record does not say; and the report.
+        Responses end as in `load_demonstrations`. Records with equal responses (also once truncated) cannot be used.
+
+    Raises:
+        DataError, ValueError: as `load_demonstrations`.
+    """
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
+    return Rankings(encoder, (), skip_bad_records, limit).load(source, split)
+
+
 @dataclass(frozen=True)
 class Loading:
-    """One pass over the records of a source; the three loaders differ in the columns that hold responses."""
+    """One pass over the records of a source; loaders differ in the columns that hold responses."""
 
     encoder: Encoder
     response_columns: tuple[str, ...]
     skip_bad_records: bool
     limit: int | None
     columns: Asked = field(default_factory=dict)
+    as_given: bool = False
     report: DataReport = field(default_factory=DataReport)
 
     def __post_init__(self) -> None:
@@ -156,9 +192,8 @@ class Loading:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: whatever ends the process, nothing is left of it. The data set's fingerprint is a hash of its examples.
         """
-        ids = List(Value("int32"))
-        columns = {"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(self.response_columns, ids)}
-        schema = Features(columns | dict.fromkeys(self.columns, Value("string"))).arrow_schema
+        asked = dict.fromkeys(self.columns, Value("string"))
+        schema = Features({"prompt": Value("string"), "prompt_ids": IDS, **self.features(), **asked}).arrow_schema
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
@@ -176,10 +211,7 @@ class Loading:
         readable = self.readable(records)
         while batch := list(islice(readable, self.batch_size())):
             encoded = self.encoder.encode([texts for _, texts, _ in batch])
-            examples = [
-                self.example(record, result, columns)
-                for (record, _, columns), result in zip(batch, encoded, strict=True)
-            ]
+            examples = [self.example(*read, result) for read, result in zip(batch, encoded, strict=True)]
             yield [example for example in examples if example is not None]
 
     def batch_size(self) -> int:
@@ -205,29 +237,46 @@ class Loading:
         if not isinstance(record.content, Mapping):
             raise RecordError(None, "an object", record.content)
         if record.file not in layouts:
-            layouts[record.file] = find_layout(record.content, len(self.response_columns))
+            layouts[record.file] = self.layout_of(record.content)
         layout = layouts[record.file]
         prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.encoder.tokenizer.chat_template is None:
             raise DataError(
                 f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
             )
-        responses = layout.responses(record.content) if self.response_columns else ()
-        return self.encoder.render(prompt, responses[: len(self.response_columns)])
+        return self.encoder.render(prompt, self.responses_of(record.content, layout))
 
-    def example(self, record: Record, result: Encoded | RecordError, columns: dict[str, str]) -> dict | None:
+    def example(
+        self, record: Record, texts: Texts, asked: dict[str, str], result: Encoded | RecordError
+    ) -> dict | None:
         """The record's example, counted; None where the record was skipped."""
-        if isinstance(result, Encoded) and is_equal_pair(result.response_ids):
-            result = RecordError("rejected", "another response than 'chosen'", Found("the same"))
-        if isinstance(result, RecordError):
-            self.reject(record, result)
+        problem = result if isinstance(result, RecordError) else equal_responses(texts, result)
+        if isinstance(result, RecordError) or problem is not None:
+            self.reject(record, cast(RecordError, problem))
             return None
         self.report.examples += 1
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
-        responses = dict(zip(self.response_columns, result.response_ids, strict=True))
-        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses, **columns}
+        columns = self.columns_of(cast(Fields, record.content), texts, result)
+        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **columns, **asked}
+
+    def features(self) -> dict[str, Any]:
+        """Of the columns behind `prompt` and `prompt_ids`."""
+        given = {"given": Value("string")} if self.as_given else {}
+        return dict.fromkeys(self.response_columns, IDS) | given
+
+    def layout_of(self, record: Fields) -> Layout:
+        return find_layout(record, len(self.response_columns))
+
+    def responses_of(self, record: Fields, layout: Layout) -> tuple[Part, ...]:
+        responses = layout.responses(record) if self.response_columns else ()
+        return responses[: len(self.response_columns)]
+
+    def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
+        """What an example has in the columns of `features`."""
+        given = {"given": json.dumps(texts.given, ensure_ascii=False)} if self.as_given else {}
+        return dict(zip(self.response_columns, result.response_ids, strict=True)) | given
 
     def reject(self, record: Record, problem: RecordError) -> None:
         """Counts the record as skipped, or raises DataError where none may be."""
@@ -237,5 +286,29 @@ class Loading:
         self.report.reasons[problem.reason] += 1
 
 
-def is_equal_pair(responses: list[list[int]]) -> bool:
-    return len(responses) == 2 and responses[0] == responses[1]
+class Rankings(Loading):
+    """The pass of the loader that takes all responses of a record, into one column."""
+
+    def features(self) -> dict[str, Any]:
+        return {"ranked_ids": List(IDS), "margin": Value("float64")}
+
+    def layout_of(self, record: Fields) -> Layout:
+        return find_layout(record, 2, RANKINGS)
+
+    def responses_of(self, record: Fields, layout: Layout) -> tuple[Part, ...]:
+        margin(record)
+        return layout.responses(record)
+
+    def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
+        self.report.margins += margin(record) > 0
+        return {"ranked_ids": result.response_ids, "margin": margin(record)}
+
+
+def equal_responses(texts: Texts, encoded: Encoded) -> RecordError | None:
+    """What is wrong with responses of which two are equal."""
+    for later, ids in enumerate(encoded.response_ids):
+        earlier = encoded.response_ids.index(ids)
+        if earlier < later:
+            _, *fields = texts.fields
+            return RecordError(fields[later], f"another response than '{fields[earlier]}'", Found("the same"))
+    return None

@@ -7,8 +7,10 @@ the position.
 import glob
 import gzip
 import json
+import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -40,18 +42,35 @@ class Record(NamedTuple):
 
 
 def read_records(source: str, split: str) -> Iterator[Record]:
-    """The records of local files, or of a split of a hub dataset. Raises DataError where `source` cannot be read."""
-    files = local_files(source, split)
-    if files is None:
-        yield from hub_records(source, split)
-        return
-    for file in files:
-        try:
-            yield from file_records(file)
-        except (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{file}: cannot be read: {error}") from error
+    """The records of local files, or of a split of a hub dataset; of several sources with commas between, one after the
+    other. Raises DataError where `source` cannot be read.
+    """
+    names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
+    if not all(names):
+        raise DataError(f"{source}: expected names with commas between, got an empty one")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{source}: {twice[0]} comes more than once")
+    # Before the first record is read, files are known to be there.
+    files_of = {name: local_files(name, split) for name in names}
+    for name, files in files_of.items():
+        if files is None:
+            yield from hub_records(name, split)
+            continue
+        for file in files:
+            try:
+                yield from file_records(file)
+            except (
+                OSError,
+                EOFError,
+                zlib.error,
+                pa.ArrowException,
+                ValueError,
+                OverflowError,
+                RecursionError,
+            ) as error:
+                if isinstance(error, DataError):
+                    raise
+                raise DataError(f"{file}: cannot be read: {error}") from error
 
 
 # --- which files ----------------------------------------------------------------------------------------------------

@@ -14,17 +14,27 @@ from fastp3o.models.sharding import whole
 
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
-    """Leaves to train what the configuration names, and everything where it names nothing."""
+    """Leaves to train what the configuration names, and everything where it names nothing; a reward model's head, which
+    begins at zero, trains in any case.
+    """
     if config.lora_rank:
         add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
     elif config.trainable_layers:
         freeze_below(model, config.trainable_layers)
+    if scores_responses(model):
+        cast(nn.Module, model.model.score).requires_grad_(True)
+
+
+def scores_responses(model: PackedModel) -> bool:
+    """Whether it is a reward model, which has a head `score`."""
+    return hasattr(model.model, "score")
 
 
 def freeze_below(model: PackedModel, layers: int) -> None:
     """Leaves only the top `layers` of the body and the norm behind them to train, as the first author did with two.
 
-    Embeddings and head are frozen, so that activations below and the gradient of the head are never made.
+    Embeddings and head are frozen, so that activations below and the gradient of the head are never made (but for a
+    reward model's head, see `choose_trainable`).
     Raises ValueError where the model has fewer layers.
     """
     body = model.model.base_model
@@ -58,7 +68,7 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
         lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
         target_modules=targets if targets == "all-linear" else targets.split(","),
         base_model_name_or_path=model.model.name_or_path,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if scores_responses(model) else "CAUSAL_LM",  # "all-linear" leaves its head
     )
     try:
         model.model.add_adapter(lora)
@@ -110,5 +120,6 @@ def whole_model(
         return model, weights
     with torch.device("meta"):
         plain = cast(Any, type(model)(model.config)).to(dtype or model.dtype)
-    plain.generation_config = model.generation_config
+    if model.can_generate():
+        plain.generation_config = model.generation_config
     return plain, weights

@@ -4,6 +4,7 @@ rollouts.py              P prompts with K responses each
 sampler.py               what every sampler is: prompts -> rollouts
 named_sampler.py         the sampler that a configuration names
 sampling_settings.py     temperature, top-k, top-p, min-p
+config.py                options of those who sample without training
 end_of_sequence.py       which tokens end a response
 
 engine_sampler.py        a sampler on the engine: batches of prompts that fit the memory

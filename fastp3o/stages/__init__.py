@@ -4,5 +4,8 @@ sft.py, reward_model.py  stages 1 and 2, each a task of supervised.py
 online.py                stage 3, any online objective: the loop from top to bottom
 online_setup.py          what that loop works with
 online_report.py         what it says of an update
+generate.py              sampling without training: responses that their rewards choose, as data for the others
+selection.py             which responses that is, and the records that they become
+samples.py               the file of all responses and rewards, which a resumed run goes on with
 setup.py                 what every stage does before its loop
 """

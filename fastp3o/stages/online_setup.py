@@ -196,11 +196,23 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     )
 
 
-def whole_copy(policy: PackedModel, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh) -> WholeCopy:
-    """What a sharded policy samples from: whole, where every process has the memory."""
+# Bytes for each parameter: masters and moments of what trains, reference and reward model.
+WHILE_TRAINING = 16
+
+
+def whole_copy(
+    policy: PackedModel,
+    accelerator: Accelerator,
+    precision: Precision,
+    mesh: DeviceMesh,
+    bytes_per_parameter: int = WHILE_TRAINING,
+) -> WholeCopy:
+    """What a sharded policy samples from: whole, where every process has the memory.
+
+    bytes_per_parameter: of all that is spread over the processes.
+    """
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    # Masters and moments of what trains, reference and reward model.
-    parts = 16 * parameters // mesh.size(-1)
+    parts = bytes_per_parameter * parameters // mesh.size(-1)
     fits = parts + parameters * precision.weights.itemsize < available_memory(accelerator.device)
     by_layer = not all(gather_object([fits]))
     if by_layer:

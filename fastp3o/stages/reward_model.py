@@ -1,59 +1,165 @@
-"""Stage 2, reward modelling: a scalar head trained on comparisons, -log σ(r(chosen) - r(rejected)) (Bradley-Terry)."""
+"""Stage 2, reward modelling: a scalar head trained on comparisons, -log σ(r(better) - r(worse)) (Bradley-Terry)."""
 
 from dataclasses import dataclass
+from itertools import chain, combinations
+from pathlib import Path
+from typing import ClassVar
 
+import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.data import load_preferences
+from fastp3o.config import TrainableConfig, option
+from fastp3o.data import load_rankings
+from fastp3o.evaluation.calibration import judged
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.models.sharding import passes
+from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import SupervisedConfig, train_supervised
-from fastp3o.training.order import Examples
+from fastp3o.stages.supervised import SupervisedConfig, means_of, train_supervised
+from fastp3o.training.order import Examples, process_share
+from fastp3o.training.processes import on_main_process
+from fastp3o.training.run_folder import CALIBRATION
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(SupervisedConfig):
+class RewardModelConfig(TrainableConfig, SupervisedConfig):
     """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("centring",)
+
+    centring: float = option(
+        0.0, "Coefficient of (r_w + r_l)^2, which keeps scores around 0 (arXiv 2312.09244; TRL recommends 0.01)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_trainable()
+        self.check_at_least(0, "centring")
 
 
 def train(config: RewardModelConfig) -> None:
-    """Trains a reward model on preference pairs; `accuracy` is the share of pairs with the chosen response ahead."""
+    """Trains a reward model on rankings, of which a preference is one of two; `accuracy` is the share of pairs with the
+    better response ahead, in the mean of the prompts.
+    """
     train_supervised(RewardModelling(config))
 
 
+@dataclass(frozen=True)
+class RankedRow(PackedRow):
+    """A packed row of responses that stand in their groups from best to worst, and its n pairs."""
+
+    better: Tensor  # [n] int64, responses of the row
+    worse: Tensor  # [n] int64
+    margins: Tensor  # [n] fp32, by how much the better one is better, as the data have it
+    weights: Tensor  # [n] fp32, shares of a pair in its group
+    group_of_pair: Tensor  # [n] int64, numbers of groups
+
+
 class RewardModelling:
-    """A SupervisedTask."""
+    """A SupervisedTask. Its units are prompts: a ranking of K counts with the mean of its K (K − 1) / 2 pairs, as in
+    InstructGPT (arXiv 2203.02155, equation 1).
+    """
 
     name = "reward model"
-    load_examples = staticmethod(load_preferences)
+    load_examples = staticmethod(load_rankings)
 
     def __init__(self, config: RewardModelConfig):
         self.config = config
 
     def load_model(self) -> PackedModel:
-        return load_reward_model(self.config.model, new_head=True, trust_remote_code=self.config.trust_remote_code)
+        model = load_reward_model(self.config.model, new_head=True, trust_remote_code=self.config.trust_remote_code)
+        choose_trainable(model, self.config)
+        return model
 
     def pack(self, examples: Examples) -> list[PackedRow]:
-        responses = list(zip(examples["chosen_ids"], examples["rejected_ids"], strict=True))
-        return pack(examples["prompt_ids"], responses, self.config.packing)
+        rows = pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing)
+        return [with_pairs(row, examples) for row in rows]
 
     def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
-        chosen, rejected = scores(model, row).view(-1, 2).unbind(1)
-        return bradley_terry(chosen, rejected)
+        return self.sums(scores(model, row), row)
+
+    def sums(self, scores: Tensor, row: PackedRow) -> dict[str, Tensor]:
+        assert isinstance(row, RankedRow)
+        return bradley_terry(
+            scores[row.better], scores[row.worse], row.weights, margins=row.margins, centring=self.config.centring
+        )
 
     def count(self, examples: Examples) -> int:
-        """Pairs."""
-        return len(examples["chosen_ids"])
+        """Prompts."""
+        return len(examples["ranked_ids"])
+
+    @torch.no_grad()
+    def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
+        """Means of the losses, and what `judged` says of the pairs, with its plot in the folder of the run."""
+        numbers = process_share(list(range(len(data))), accelerator)
+        examples = data[numbers]
+        rows = [row.to(accelerator.device) for row in self.pack(examples)]
+        with accelerator.autocast():
+            row_scores = passes(rows, lambda row: scores(model, row))
+            sums = [self.sums(values, row) for values, row in zip(row_scores, rows, strict=True)]
+        means = means_of(accelerator, sums, self.count(examples))
+        differences = [
+            (numbers[group], difference)
+            for values, row in zip(row_scores, rows, strict=True)
+            for group, difference in zip(
+                row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist(), strict=True
+            )
+        ]
+        of_all = list(chain.from_iterable(gather_object([differences])))
+        path = Path(self.config.output_dir) / CALIBRATION
+        return means | on_main_process(accelerator, lambda: judged(of_all, path, self.config.seed))
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Sums over P pairs of the loss, of correct decisions (a tie counts a half) and of the margin; scores [P] fp32."""
-    margin = chosen - rejected
-    return {
-        "loss": -F.logsigmoid(margin).sum(),
-        "accuracy": ((margin.sign() + 1) / 2).sum(),
-        "margin": margin.sum(),
+def with_pairs(row: PackedRow, examples: Examples) -> RankedRow:
+    """All pairs of each group of the row; responses are scored once, however many pairs they are in."""
+    better, worse, margins, weights, group_of_pair = [], [], [], [], []
+    first = 0
+    for group in row.groups:
+        K = len(examples["ranked_ids"][group])
+        pairs = list(combinations(range(first, first + K), 2))
+        better += [i for i, _ in pairs]
+        worse += [j for _, j in pairs]
+        margins += [examples["margin"][group]] * len(pairs)
+        weights += [1 / len(pairs)] * len(pairs)
+        group_of_pair += [group] * len(pairs)
+        first += K
+    return RankedRow(
+        **vars(row),
+        better=torch.tensor(better),
+        worse=torch.tensor(worse),
+        margins=torch.tensor(margins, dtype=torch.float32),
+        weights=torch.tensor(weights, dtype=torch.float32),
+        group_of_pair=torch.tensor(group_of_pair),
+    )
+
+
+def bradley_terry(
+    better: Tensor,
+    worse: Tensor,
+    weights: Tensor | float = 1.0,
+    *,
+    margins: Tensor | float = 0.0,
+    centring: float = 0.0,
+) -> dict[str, Tensor]:
+    """Sums over n pairs, each with its weight, of the loss, of correct decisions (a tie counts a half) and of the
+    margin; scores [n] fp32.
+
+    loss: -log σ(r_w − r_l − m) + c (r_w + r_l)², with the margins m of Llama 2 (arXiv 2307.09288, equation 2) and the
+    coefficient c of centring (arXiv 2312.09244); `centre`, where that is not 0, is the mean of the two scores.
+    """
+    margin = better - worse
+    sums = {
+        "loss": -(weights * F.logsigmoid(margin - margins)).sum(),
+        "accuracy": (weights * (margin.sign() + 1) / 2).sum(),
+        "margin": (weights * margin).sum(),
     }
+    if centring:
+        sums["loss"] = sums["loss"] + centring * (weights * (better + worse).square()).sum()
+        sums["centre"] = (weights * (better + worse) / 2).sum()
+    return sums

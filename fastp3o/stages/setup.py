@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -22,9 +23,15 @@ LONGEST_WAIT = timedelta(hours=12)
 
 
 def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
-    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set.
+    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set. Raises ValueError as
+    `new_accelerator`.
+    """
+    return new_accelerator(config.seed, precision, log_with=trackers(config.report_to), project_dir=config.output_dir)
 
-    Raises ValueError where accelerate's configuration would spread the model over the processes itself.
+
+def new_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
+    """trackers: accelerate's own arguments. Raises ValueError where its configuration would spread the model over the
+    processes itself.
     """
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
@@ -32,13 +39,12 @@ def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
                 f"accelerate's configuration asks for {engine}, and fastp3o shards models itself: start with torchrun, "
                 "or with accelerate launch --multi_gpu and a configuration without it"
             )
-    set_seed(config.seed)
+    set_seed(seed)
     quiet_libraries()
     return Accelerator(
         mixed_precision="no" if precision.autocast is None else "bf16",
-        log_with=trackers(config.report_to),
-        project_dir=config.output_dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+        **trackers,
     )
 
 

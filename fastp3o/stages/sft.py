@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from accelerate import Accelerator
+from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.config import TrainableConfig, option
@@ -11,7 +13,7 @@ from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import SupervisedConfig, train_supervised
+from fastp3o.stages.supervised import SupervisedConfig, held_out_means, train_supervised
 from fastp3o.training.order import Examples
 
 
@@ -61,3 +63,6 @@ class SFT:
         if self.config.train_on_prompt:
             tokens += sum(len(ids) - 1 for ids in examples["prompt_ids"])
         return tokens
+
+    def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
+        return held_out_means(accelerator, model, data, self)

@@ -31,7 +31,9 @@ class SupervisedConfig(StageConfig):
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("epochs",)
 
-    train_data: str = required("Training data: a hub name (or name:config), or JSONL or parquet files.")
+    train_data: str = required(
+        "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
+    )
     eval_data: str | None = option(None, "Held-out data of the same layout.")
     max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
     epochs: int = option(1, "Passes over the training data.")
@@ -69,6 +71,9 @@ class SupervisedTask(Protocol):
     def count(self, examples: Examples) -> int:
         """The units of a batch."""
 
+    def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
+        """Metrics of held-out data: `held_out_means`, and what the task has to say beside them."""
+
 
 def train_supervised(task: SupervisedTask) -> None:
     """Minimises the mean of task.losses(...)["loss"] over each batch, and leaves model, metrics and evaluations in
@@ -101,7 +106,7 @@ def train_supervised(task: SupervisedTask) -> None:
     optimizer = Optimizer(accelerator, model, precision, config, steps, mesh=mesh)
     evaluation = None
     if eval_examples is not None:
-        evaluation = partial(evaluate, accelerator, optimizer.model, eval_examples, task)
+        evaluation = partial(task.evaluate, accelerator, optimizer.model, eval_examples)
     run = Run(
         accelerator,
         config,
@@ -145,15 +150,21 @@ def optimizer_step(
 
 
 @torch.no_grad()
-def evaluate(accelerator: Accelerator, model: nn.Module, data: Dataset, task: SupervisedTask) -> dict[str, float]:
+def held_out_means(accelerator: Accelerator, model: nn.Module, data: Dataset, task: SupervisedTask) -> dict[str, float]:
     """Means over held-out data of what the task's losses are sums of."""
     batch = data[process_share(list(range(len(data))), accelerator)]
-    totals: dict[str, Tensor] = {}
     with accelerator.autocast():
-        for losses in passes(task.pack(batch), lambda row: task.losses(model, row.to(accelerator.device))):
-            for name, value in losses.items():
-                totals[name] = totals.get(name, 0.0) + value
-    totals["count"] = torch.tensor(float(task.count(batch)), device=accelerator.device)
+        sums = passes(task.pack(batch), lambda row: task.losses(model, row.to(accelerator.device)))
+    return means_of(accelerator, sums, task.count(batch))
+
+
+def means_of(accelerator: Accelerator, sums: list[dict[str, Tensor]], count: int) -> dict[str, float]:
+    """sums: of the rows of this process, over its `count` units."""
+    totals: dict[str, Tensor] = {}
+    for row in sums:
+        for name, value in row.items():
+            totals[name] = totals.get(name, 0.0) + value
+    totals["count"] = torch.tensor(float(count), device=accelerator.device)
     totals = {name: accelerator.reduce(value, "sum") for name, value in totals.items()}
-    count = totals.pop("count")
-    return {name: (value / count).item() for name, value in totals.items()}
+    units = totals.pop("count")
+    return {name: (value / units).item() for name, value in totals.items()}

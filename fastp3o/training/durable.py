@@ -8,7 +8,10 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 UNFINISHED, REPLACED = "unfinished", "replaced"
 LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{UNFINISHED}|{REPLACED})-[0-9a-f]{{12}}")
@@ -21,10 +24,17 @@ def beside(path: Path, kind: str = UNFINISHED) -> Path:
 
 def write_file(path: Path, text: str) -> None:
     """Writes a whole file, in place of the one that is there."""
+    with whole_file(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A file to write to, which is in place of the one that is there once the block has ended without an error."""
     unfinished = beside(path)
     try:
-        with unfinished.open("x") as file:
-            file.write(text)
+        with unfinished.open("x", encoding="utf-8") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

@@ -61,7 +61,12 @@ def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]
 def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
     """The examples of a batch that fall to this process: about as many tokens as to each other one."""
     texts = [column for name, column in examples.items() if name.endswith("_ids")]
-    sizes = [sum(map(len, example)) for example in zip(*texts, strict=True)]
+    sizes = [sum(map(tokens_in, example)) for example in zip(*texts, strict=True)]
     (parts,) = deal([sizes], accelerator.num_processes)
     own = parts[accelerator.process_index]
     return {name: [column[example] for example in own] for name, column in examples.items()}
+
+
+def tokens_in(ids: list) -> int:
+    """Of a text, or of several."""
+    return sum(map(len, ids)) if isinstance(ids[0], list) else len(ids)

@@ -14,21 +14,27 @@ from pathlib import Path
 import yaml
 from accelerate import Accelerator
 
-from fastp3o.config import StageConfig
+from fastp3o.config import RunConfig
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, write_file
 from fastp3o.training.log_files import EVALUATIONS, METRICS
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.states.fingerprints import MODELS, names_in
+from fastp3o.training.states.manifest import MANIFEST
 
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
-OURS = re.compile(rf"{CONFIG}|{METRICS}|{EVALUATIONS}|model|checkpoint-\d{{6,}}|stopped-in-\d{{6,}}")
+SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # of responses that nothing is trained on
+CALIBRATION = "calibration.png"  # of a reward model's last evaluation
+OURS = re.compile(
+    rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
+    r"model|checkpoint-\d{6,}|stopped-in-\d{6,}"
+)
 
 # Of this process, by folder: of a run that ended with an error, something may still hold the objects.
 locks: dict[Path, int] = {}
 
 
-def check_output_dir(accelerator: Accelerator, config: StageConfig) -> None:
+def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
     """Before anything is loaded; writes nothing.
 
     Raises FileExistsError where the folder holds a run that this one does not resume, or anything that is not a run;
@@ -37,7 +43,7 @@ def check_output_dir(accelerator: Accelerator, config: StageConfig) -> None:
     on_main_process(accelerator, lambda: require_usable(config))
 
 
-def require_usable(config: StageConfig) -> None:
+def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     for option in MODELS:
         for name in names_in(config, option):
@@ -60,7 +66,7 @@ def require_usable(config: StageConfig) -> None:
         raise FileExistsError(f"{folder} holds a run already: continue it with --resume, or name another --output_dir")
 
 
-def claim(accelerator: Accelerator, config: StageConfig) -> Path:
+def claim(accelerator: Accelerator, config: RunConfig) -> Path:
     """Makes the folder and locks it, until the process ends or `release` is called.
 
     Raises what `check_output_dir` does, and FileExistsError where another process trains in it.
@@ -105,7 +111,7 @@ def release(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_config(folder: Path, config: StageConfig) -> None:
+def write_config(folder: Path, config: RunConfig) -> None:
     """What is None stands nowhere, so that the file can be given as one of flags."""
     options = {name: value for name, value in vars(config).items() if value is not None}
     write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))

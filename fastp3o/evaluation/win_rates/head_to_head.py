@@ -11,33 +11,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import SamplerConfig, option, required
+from fastp3o.config import option, required
 from fastp3o.data import load_prompts
-from fastp3o.data.encoding import LONGEST_TEXT
 from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
 from fastp3o.evaluation.win_rates.rates import WinRate, verdicts_of_rewards, win_rate
 from fastp3o.evaluation.win_rates.verdicts import Verdict
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.reward import columns_of, load_reward
+from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.sampler import sample
-from fastp3o.rollouts.sampling_settings import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinRateConfig(RemoteConfig, SamplerConfig):
+class WinRateConfig(RemoteConfig, SamplingConfig):
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
     first: str = required(
         "The checkpoint whose win rate is asked for: a Hugging Face causal LM, as hub name or folder."
     )
     second: str = required("The checkpoint that it is compared with.")
-    prompts: str = required("Prompts that both respond to: a hub name (or name:config), or JSONL or parquet files.")
     reward: str | None = option(
         None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
     )
@@ -53,33 +50,15 @@ class WinRateConfig(RemoteConfig, SamplerConfig):
         None, "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again."
     )
     output: str | None = option(None, "JSON file to write the result to.")
-    trust_remote_code: bool = option(False, "Run model code that comes with a checkpoint. Only for sources you trust.")
-
-    split: str = option("train", "Split of the prompts, for hub data sets and folders that have several.")
-    limit: int | None = option(None, "Use only the first this many prompts.")
-    skip_bad_records: bool = option(
-        False, "Skip and count records that cannot be used. Off: the first one stops the run."
-    )
-    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning and are counted.")
-    max_characters: int = option(
-        LONGEST_TEXT, "Longest prompt, in characters: much longer ones take minutes to tokenise."
-    )
-    max_response_tokens: int = option(128, "Longest response, in tokens.")
     responses_per_prompt: int = option(1, "Responses to each prompt; response k of one against k of the other.")
-    temperature: float = option(1.0, "Divides the logits; the lower, the more likely the likely tokens.")
-    top_k: int = option(0, "Sample from the k most likely tokens only; 0 from all.")
-    top_p: float = option(1.0, "Sample from the most likely tokens that together have this probability only.")
-    min_p: float = option(0.0, "Sample from tokens with at least this share of the most likely one's probability only.")
     seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
 
     def __post_init__(self) -> None:
         self.check_values()
-        lengths = ("max_prompt_tokens", "max_response_tokens", "max_characters", "limit")
-        self.check_at_least(1, *lengths, "responses_per_prompt", "judge_requests")
+        self.check_sampling()
+        self.check_at_least(1, "responses_per_prompt", "judge_requests")
         self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
-        self.check_sampler()
         self.check_remote(self.reward)
-        self.sampling_settings()
         if not (self.reward or self.judge or self.judge_url):
             raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
         self.check_alone("judge_url", "judge_requests")
@@ -89,14 +68,6 @@ class WinRateConfig(RemoteConfig, SamplerConfig):
             raise ValueError("--judge_url and --judge_model go together")
         if self.verdicts and not self.judge_url:
             raise ValueError("--verdicts keeps the verdicts of --judge_url, which is not given")
-
-    def sampling_settings(self) -> SamplingSettings:
-        """Raises ValueError for one out of range."""
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)
-
-
-# Of the reward model's packed rows.
-TOKENS_PER_ROW = 8192
 
 
 @dataclass(frozen=True)
@@ -152,10 +123,10 @@ def respond(
     # As P3O samples and rewards.
     dtype = precision_of("auto", automatic="fp16").weights
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    packing = Packing(TOKENS_PER_ROW)
+    packing = config.packing
     reward = load_reward(config.reward, tokenizer, packing=packing, remote=config, **loading) if config.reward else None
     policy = load_policy(checkpoint, **loading)
-    policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
+    policy.check_reach(config.longest_sequence)
     sampler = named_sampler(
         config.sampler,
         policy,

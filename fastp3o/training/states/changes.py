@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastp3o.config import StageConfig
+from fastp3o.config import RunConfig
 from fastp3o.training.states.fingerprints import FUNCTION
 from fastp3o.training.states.manifest import Manifest
 
@@ -11,9 +11,7 @@ class ResumeError(ValueError):
     """A run cannot go on from its state with the configuration, data or models that it is given."""
 
 
-def require_same_run(
-    manifest: Manifest, config: StageConfig, fingerprints: dict[str, str], processes: int
-) -> list[str]:
+def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[str, str], processes: int) -> list[str]:
     """Lines on what is another than in the state and takes effect.
 
     Raises ResumeError, with the names of what is another and could not, and the remedy.
@@ -44,6 +42,6 @@ def require_same_run(
     return lines
 
 
-def plain(config: StageConfig) -> dict[str, Any]:
+def plain(config: RunConfig) -> dict[str, Any]:
     """The options as JSON has them."""
     return {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool | None)}

@@ -181,6 +181,14 @@ FLAGS = [
     ("sft", "--train_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
     ("reward_model", "--batch_size 0", "--batch_size must be at least 1"),
     ("reward_model", "--warmup_steps -2", "--warmup_steps must be 0 or more"),
+    ("reward_model", "--centring -1", "--centring must be 0 or more"),
+    ("reward_model", "--centring nan", "--centring must be a finite number"),
+    ("reward_model", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
+    ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
+    ("reward_model", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
+    ("reward_model", "--train_data preferences.jsonl,nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("reward_model", "--train_data preferences.jsonl,", "expected names with commas between, got an empty one"),
+    ("reward_model", "--train_data sft.jsonl,sft.jsonl", "sft.jsonl comes more than once"),
     *[
         ("win_rate", f"--{name}", message)
         for name, message in {
@@ -198,6 +206,30 @@ FLAGS = [
             "judge_url ftp://a --judge_model m": "the endpoint must be a URL such as http://localhost:8000/v1",
             "verdicts v.jsonl": "--verdicts keeps the verdicts of --judge_url",
             "judge nosuch_module:f": "cannot load the judge 'nosuch_module:f': No module named 'nosuch_module'",
+        }.items()
+    ],
+    *[
+        ("generate", f"--{name}", message)
+        for name, message in {
+            "keep nosuch": "--keep: invalid choice: 'nosuch' (choose from ",
+            "keep rest --threshold nan": "--threshold must be a finite number",
+            "threshold 1": "--threshold does nothing without --keep rest",
+            "keep rest --min_gap 1": "--min_gap does nothing without --keep rs_dpo",
+            "keep rs_dpo --min_gap -1": "--min_gap must be 0 or more",
+            "keep rso --beta 0": "--beta must be above 0",
+            "keep rs_dpo --beta 2": "--beta does nothing without --keep rejection_sampling or rso",
+            "keep rso --responses_per_prompt 16 --accept 0": "--accept must be at least 1",
+            "keep rso": "--accept (8) must be below --responses_per_prompt (8): all of them would be accepted",
+            "keep rs_dpo --responses_per_prompt 1": "--responses_per_prompt must be at least 2",
+            "responses_per_prompt 0": "--responses_per_prompt must be at least 1",
+            "temperature 0": "temperature must be above 0",
+            "seed -1": "--seed must be at least 0",
+            "rollout_batch_size 0": "--rollout_batch_size must be at least 1",
+            "precision fp8": "--precision: invalid choice: 'fp8'",
+            "max_prompt_tokens 4000": "the positions of LlamaForCausalLM (models/whole) end at 2048",
+            "prompts nosuch.jsonl": "nosuch.jsonl: no such file or folder",
+            "output_dir prompts.jsonl": "--output_dir prompts.jsonl is a file",
+            "output_dir models": "--model models/whole lies in --output_dir models",
         }.items()
     ],
     ("memory", "--prompt_tokens 0", "--prompt_tokens must be at least 1"),
@@ -286,6 +318,42 @@ PREFERENCES = [
     ({"prompt": "a", "chosen": "", "rejected": "b"}, " field 'chosen': expected text, got an empty string"),
     ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, " field 'chosen': expected text, got a list of 1"),
     ({"prompt": "a", "chosen": "b" * 20 + "c", "rejected": "b" * 20 + "d"}, " field 'rejected': expected another"),
+]
+MARGINS = [
+    ({**PAIR, "margin": margin}, f" field 'margin': expected a finite number, 0 or more, got {found}")
+    for margin, found in {
+        "large": "a string",
+        -1: "the number -1",
+        True: "true",
+        float("inf"): "the number inf",
+    }.items()
+]
+RANKING = {"prompt": "a", "ranked_responses": ["b", "c", "d"]}
+RANKED = [
+    *[
+        ({"prompt": "a", **ranked}, f" field 'ranked_responses': expected {said}")
+        for ranked, said in (
+            ({}, "a list of responses, from best to worst, got nothing: the field is missing"),
+            ({"ranked_responses": "b"}, "a list of responses, from best to worst, got a string"),
+            (
+                {"ranked_responses": {"b": 1}},
+                "a list of responses, from best to worst, got an object with the fields b",
+            ),
+            ({"ranked_responses": []}, "two responses or more, from best to worst, got a list of 0"),
+            ({"ranked_responses": ["b"]}, "two responses or more, from best to worst, got a list of 1"),
+        )
+    ],
+    ({"prompt": "a", "ranked_responses": ["b", None]}, " field 'ranked_responses[1]': expected text, got null"),
+    ({"prompt": "a", "ranked_responses": ["b", ["c"]]}, " field 'ranked_responses[1]': expected text, got a list of 1"),
+    (
+        {"prompt": "a", "ranked_responses": ["b", "c", "b"]},
+        " field 'ranked_responses[2]': expected another response than 'ranked_responses[0]', got the same",
+    ),
+    (
+        {**RANKING, "margin": 1},
+        " field 'margin': expected none beside a ranking: it is of two responses, got the number",
+    ),
+    ({"ranked_responses": ["b", "c"]}, " field 'prompt': expected text, got nothing: the field is missing"),
 ]
 # Of a first line, with the tokenizer of models/chat.
 MESSAGES = [
@@ -451,6 +519,14 @@ MODELS = [
     ("sft", "--model models/short", "the positions of LlamaForCausalLM (models/short) end at 16"),
     ("reward_model", "--model models/layerless", "it lacks model.layers.1."),
     ("reward_model", "--model models/two_labels", "models/two_labels has 2 outputs; a reward model has one"),
+    ("generate", "--model models/headless", "it lacks lm_head.weight"),
+    ("generate", "--model models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
+    ("generate", "--reward models/whole", "models/whole is no trained reward model"),
+    (
+        "generate",
+        "--reward models/reward_short",
+        "positions of LlamaForSequenceClassification (models/reward_short) end at 16",
+    ),
     ("win_rate", "--first models/headless", "it lacks lm_head.weight"),
     ("win_rate", "--second models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
     ("win_rate", "--reward models/whole", "models/whole is no trained reward model"),
@@ -466,7 +542,8 @@ CASES = [
         for script, good, table in (
             ("p3o", PAIR, PROMPTS),
             ("sft", DEMONSTRATION, DEMONSTRATIONS),
-            ("reward_model", PAIR, PREFERENCES),
+            ("reward_model", PAIR, [*PREFERENCES, *MARGINS]),
+            ("reward_model", RANKING, RANKED),
         )
         for record, said in table
     ),

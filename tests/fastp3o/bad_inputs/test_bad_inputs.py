@@ -24,6 +24,8 @@ WORKING = {
     "reward_model": f"{TRAINING} --train_data preferences.jsonl",
     "win_rate": "--first models/whole --second models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels "
     "--max_prompt_tokens 32 --max_response_tokens 8 --output o/win_rate.json",
+    "generate": "--model models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels --output_dir o "
+    "--max_prompt_tokens 32 --max_response_tokens 8",
     "memory": "--model models/whole",
     "make_tiny_llama": "--text sft.jsonl --output_dir o --hidden_size 32 --intermediate_size 32 --layers 1 "
     "--vocab_size 300",

@@ -51,7 +51,8 @@ def raw(text: str) -> Pieces:
 
 
 def texts(prompt: str, *responses: str) -> Texts:
-    return Texts(raw(prompt), tuple(map(raw, responses)), ("prompt", "chosen", "rejected")[: 1 + len(responses)], False)
+    fields = ("prompt", "chosen", "rejected")[: 1 + len(responses)]
+    return Texts(raw(prompt), tuple(map(raw, responses)), fields, templated=False, given=prompt)
 
 
 def encode(encoder: Encoder, item: Texts) -> Encoded:

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data import DataError, DataReport, chat_template, load_demonstrations, load_preferences, load_prompts
+from fastp3o.data import (
+    DataError,
+    DataReport,
+    chat_template,
+    load_demonstrations,
+    load_preferences,
+    load_prompts,
+    load_rankings,
+)
 from fastp3o.data.columns import column_values
 from fastp3o.data.time_limit import TimeLimit
 
@@ -81,6 +89,38 @@ def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     responses = {"chosen_ids": ids(" you") + end, "rejected_ids": ids(" there") + end}
     assert data.to_list() == [example | responses for example in prompts]
     assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
+
+    data, report = load_rankings(source, tokenizer, **LENGTHS)
+    ranked = {"ranked_ids": list(responses.values()), "margin": 0.0}
+    assert data.to_list() == [example | ranked for example in prompts]
+
+
+def test_prompts_as_they_were_given(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
+    asked = [{"role": "user", "content": "Zoë 🎈"}]
+    records = [{"prompt": "long " * 50}, {"prompt": asked, "completion": [{"role": "assistant", "content": "you"}]}]
+    data, report = load_prompts(jsonl(tmp_path, records), chat_tokenizer, max_prompt_tokens=20, as_given=True)
+    assert [json.loads(given) for given in data["given"]] == ["long " * 50, asked]
+    assert (report.truncated_prompts, len(data[0]["prompt_ids"])) == (1, 20)
+
+
+def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
+    """A margin of null, as typed files have it, is none."""
+    ranked = [{"prompt": "Hi", "ranked_responses": list(letters)} for letters in ("abc", "ba", "dcba")]
+    sources = [jsonl(tmp_path, ranked, "ranked.jsonl")]
+    sources.append(jsonl(tmp_path, [PAIR | {"margin": margin} for margin in (0.5, None, 0, 10**30)], "pairs.jsonl"))
+    data, report = load_rankings(",".join(sources), tokenizer, **LENGTHS)
+    texts = [[tokenizer.decode(ids[:-1]) for ids in example["ranked_ids"]] for example in data]
+    assert texts == [list("abc"), list("ba"), list("dcba"), *[[" you", " there"]] * 4]
+    assert data["margin"][:] == [0, 0, 0, 0.5, 0, 0, 1e30]
+    assert "7 examples, 0 prompts and 0 responses truncated, 2 with a margin, 0 records" in str(report)
+
+
+def test_ranked_messages(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
+    replies = [[{"role": "assistant", "content": text}] for text in ("you", "me", "us")]
+    source = jsonl(tmp_path, [{"prompt": [{"role": "user", "content": "Hi"}], "ranked_responses": replies}])
+    data, _ = load_rankings(source, chat_tokenizer, **LENGTHS)
+    assert data[0]["prompt"] == "u:Hi;a:"
+    assert [chat_tokenizer.decode(ids) for ids in data[0]["ranked_ids"]] == [f"{t};{EOS}" for t in ("you", "me", "us")]
 
 
 VALUES = ["7", 7, 7.0, 0.1 + 0.2, 2**70, "", False, [], [1, "a", None], {"a": {"b": None}}, "\ud800", "2020-01-01"]
@@ -339,6 +379,9 @@ LAYOUTS = [
     {"prompt": TEXT},
     *({"prompt": TEXT, column: TEXT} for column in ("label", "completion", "response")),
     {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
+    {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "margin": mostly(st.floats(0, 9))},
+    {"prompt": TEXT, "ranked_responses": mostly(st.lists(TEXT, max_size=4))},
+    {"prompt": PROMPT, "ranked_responses": mostly(st.lists(REPLY, max_size=4))},
     {"prompt": PROMPT, "completion": REPLY},
     {"prompt": PROMPT, "chosen": REPLY, "rejected": REPLY},
     {"messages": CONVERSATION},
@@ -352,7 +395,7 @@ FILES = st.sampled_from(LAYOUTS).flatmap(
 )
 
 
-@pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences])
+@pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences, load_rankings])
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
 def test_any_json_gives_usable_records_or_a_data_error(
@@ -373,7 +416,7 @@ def test_any_json_gives_usable_records_or_a_data_error(
     assert report.examples + report.skipped == len(records), "every record is used or counted"
     assert report.reasons == Counter() or skip
     for example in data:
-        assert all(example[column] for column in data.column_names)
+        assert all(example[column] for column in set(data.column_names) - {"margin"})
         assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])
 
 

@@ -50,6 +50,20 @@ def test_json_spellings_hold_the_same_records(tmp_path: Path, name: str, data: b
     assert contents(tmp_path / name) == RECORDS
 
 
+def test_several_sources_come_one_behind_the_other(tmp_path: Path, jsonl: Path):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "one.jsonl").write_bytes(json_lines([{"prompt": "three"}]))
+    (tmp_path / "with,comma.jsonl").write_bytes(json_lines([{"prompt": "four"}]))
+    assert contents(f"{jsonl}, {tmp_path / 'more'}") == [*RECORDS, {"prompt": "three"}]
+    assert contents(tmp_path / "with,comma.jsonl") == [{"prompt": "four"}]
+    for source, said in ((f"{jsonl},", "an empty one"), (f"{jsonl},{jsonl}", r"records\.jsonl comes more than once")):
+        with pytest.raises(DataError, match=said):
+            contents(source)
+    missing = read_records(f"{jsonl},{tmp_path / 'no.jsonl'}", "train")
+    with pytest.raises(DataError, match=r"no\.jsonl: no such file or folder"):
+        next(missing)  # before the first of the other
+
+
 def test_parquet(tmp_path: Path):
     records = [{"prompt": f"record {i}", "messages": [{"role": "user", "content": "é"}]} for i in range(2500)]
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "records.parquet")

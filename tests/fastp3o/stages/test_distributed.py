@@ -48,7 +48,11 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
     p3o, ppo = (["p3o.py", *ONLINE, "--model", tiny_model], ["ppo.py", *ONLINE, "--model", tiny_model])
     sft = ["sft.py", *SUPERVISED, "--model", tiny_model, "--train_data", "sft.jsonl", "--eval_data", "sft.jsonl"]
     judge = ["reward_model.py", *SUPERVISED, "--model", tiny_model, "--train_data", "preferences.jsonl"]
+    ranked = [{"prompt": f"Say {n}:", "ranked_responses": ["abcde"[k:] for k in range(2 + n % 3)]} for n in range(9)]
+    Path("ranked.jsonl").write_text("".join(json.dumps(record) + "\n" for record in ranked))
+    both = ["--train_data", "ranked.jsonl,preferences.jsonl", "--eval_data", "ranked.jsonl", "--centring", "0.1"]
     runs = {
+        "ranked": [*judge, *FP32, *both, "--lora_rank", "2"],
         "policy": [*p3o, *EVALUATED, *FP32],
         "fp16": [*p3o, *FP16, "--gradient_checkpointing", "True"],
         "adapters": [*p3o, *EVALUATED, *FP32, "--lora_rank", "2"],
@@ -64,7 +68,7 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
     for name in (*runs, "rewarded"):
         assert furthest(f"one/{name}", f"two/{name}") <= (1e-3 if name == "fp16" else 3e-6), name
         assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4)
-    for name in ("policy", "adapters", "sft", "judge", "rewarded"):
+    for name in ("ranked", "policy", "adapters", "sft", "judge", "rewarded"):
         assert_same_metrics(name, "eval.jsonl")
     assert metrics("two/policy", "eval.jsonl")[0]["kl"] == 0
     assert all(0.5 < line["balance"] <= 1 for line in metrics("two/policy"))

@@ -1,0 +1,108 @@
+"""How often a reward model is right, and whether it is as sure of it: σ(r_w − r_l) beside what was observed.
+
+Which response of a pair comes first says nothing, so a pair counts from the side of the response with the higher score:
+the predicted probability σ(|r_w − r_l|) that it is the better one, and whether it is.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+
+from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
+from fastp3o.training.durable import beside
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BINS = 10
+
+
+def judged(differences: Sequence[tuple[int, float]], path: Path, seed: int) -> dict[str, float]:
+    """The 95% interval of the accuracy, and the calibration error, which is plotted to `path`; nothing of differences
+    that are not all finite.
+
+    differences: of each pair the number of its prompt and r_w − r_l. Accuracy is the share of pairs with the better
+    response ahead, equal scores counting a half, in the mean of the prompts; prompts are what the interval resamples.
+    """
+    if not np.isfinite([difference for _, difference in differences]).all():
+        return {}
+    of_prompts: dict[int, list[float]] = {}
+    for number, difference in sorted(differences):
+        of_prompts.setdefault(number, []).append((np.sign(difference) + 1) / 2)
+    shares = np.array([np.mean(right) for right in of_prompts.values()])
+    low, high = percentile_interval(shares, np.ones(len(shares)), seed=seed)
+    bins = calibration([difference for _, difference in differences])
+    accuracy = f"accuracy {shares.mean():.3f}, 95% {low:.3f} to {high:.3f}"
+    plot_calibration(bins, path, f"{accuracy}; {len(differences)} pairs, {len(shares)} prompts")
+    return {"accuracy_low": low, "accuracy_high": high, "calibration_error": calibration_error(bins)}
+
+
+class Bin(NamedTuple):
+    """Pairs with similar predictions.
+
+    predicted: their mean. observed: the share in which the better response has the higher score, equal scores counting
+    a half. low, high: its 95% interval.
+    """
+
+    predicted: float
+    observed: float
+    low: float
+    high: float
+    pairs: int
+
+
+def calibration(differences: Sequence[float], bins: int = BINS) -> list[Bin]:
+    """Bins of equal width from 1/2 to 1, without the empty ones. differences: r_w − r_l of the pairs, finite."""
+    values = np.asarray(differences, dtype=float)
+    predicted = 1 / (1 + np.exp(-np.abs(values)))
+    right = (np.sign(values) + 1) / 2
+    number = np.minimum((2 * bins * (predicted - 0.5)).astype(int), bins - 1)
+    found = []
+    for b in range(bins):
+        inside = number == b
+        if pairs := int(inside.sum()):
+            observed = float(right[inside].mean())
+            found.append(Bin(float(predicted[inside].mean()), observed, *wilson_interval(observed, pairs), pairs))
+    return found
+
+
+def calibration_error(bins: Sequence[Bin]) -> float:
+    """The expected calibration error: mean distance of what was predicted and observed, each bin with its pairs."""
+    return sum(b.pairs * abs(b.predicted - b.observed) for b in bins) / sum(b.pairs for b in bins)
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share of `count` independent observations; z: 95% by default."""
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return centre - half, centre + half
+
+
+def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
+    """Writes a PNG, complete or not at all: observed over predicted, and below how many pairs a bin has."""
+    figure, (axes, counts) = plt.subplots(2, figsize=(5.5, 6), sharex=True, height_ratios=[4, 1], layout="constrained")
+    predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
+    # The end of an interval can be where the share is, and by rounding behind it.
+    below, above = [max(b.observed - b.low, 0) for b in bins], [max(b.high - b.observed, 0) for b in bins]
+    axes.plot([0.5, 1], [0.5, 1], "--", color="grey", linewidth=1, label="as sure as right")
+    axes.errorbar(predicted, observed, yerr=[below, above], fmt="o-", markersize=5, linewidth=1, elinewidth=0.8)
+    axes.set_ylabel("share in which it is the better one (bars: 95%)")
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="lower right")
+    counts.bar(predicted, [b.pairs for b in bins], width=0.02)
+    counts.set_ylabel("pairs")
+    counts.set_xlabel("predicted: σ(difference of the two scores)")
+    for part in (axes, counts):
+        part.grid(alpha=0.3)
+    axes.set_xlim(0.49, 1.01)
+    unfinished = beside(path)
+    try:
+        figure.savefig(unfinished, dpi=150, format="png")
+        unfinished.replace(path)
+    finally:
+        plt.close(figure)
+        unfinished.unlink(missing_ok=True)

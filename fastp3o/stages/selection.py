@@ -1,0 +1,187 @@
+"""Which responses to a prompt are kept by their rewards, and the records that they become.
+
+A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from math import exp
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from fastp3o.config import Flags, option
+from fastp3o.data.layouts import Message
+from fastp3o.stages.samples import Samples
+
+Record = dict[str, Any]
+Prompt = str | list[Message]
+
+# What is kept, and the flags that it takes.
+FLAGS_OF: dict[str, tuple[str, ...]] = {
+    "all": (),
+    "best": (),
+    "rest": ("threshold",),
+    "rejection_sampling": ("beta", "accept"),
+    "rso": ("beta", "accept"),
+    "rs_dpo": ("min_gap",),
+}
+PAIRS = ("rso", "rs_dpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionConfig(Flags):
+    """Which of the sampled responses are kept."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("keep", "threshold", "beta", "accept", "min_gap", "keep_unfinished")
+
+    keep: str = field(
+        default="best",
+        metadata={
+            "help": "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a "
+            "reward above --threshold (rest); a sample of the policy that is optimal for the reward "
+            "(rejection_sampling). Written as preferences: random pairs of that sample (rso), or all pairs whose "
+            "rewards are more than --min_gap apart (rs_dpo).",
+            "choices": list(FLAGS_OF),
+        },
+    )
+    threshold: float = option(0.0, "What the rewards of --keep rest are above (ReST's τ).")
+    min_gap: float = option(
+        0.0, "What the differences of rewards of --keep rs_dpo are above (τ log(η/(1-η)) of RS-DPO)."
+    )
+    beta: float = option(
+        0.5,
+        "KL coefficient of the policy that --keep rejection_sampling and rso sample: responses are accepted with "
+        "probability exp((r - highest r) / beta) (RSO: 0.5).",
+    )
+    accept: int = option(8, "Responses that --keep rejection_sampling and rso accept to a prompt (RSO: 8 of 64).")
+    keep_unfinished: bool = option(
+        False,
+        "Also keep responses that were cut at --max_response_tokens. Training adds an end-of-sequence to them, so that "
+        "it teaches to stop there.",
+    )
+
+    def check_selection(self) -> None:
+        self.check(self.keep in FLAGS_OF, "keep", f"one of {', '.join(FLAGS_OF)}")
+        self.check(self.beta > 0, "beta", "above 0")
+        self.check_at_least(1, "accept")
+        self.check_at_least(0, "min_gap")
+        for flag in fields(SelectionConfig):
+            users = [keep for keep, names in FLAGS_OF.items() if flag.name in names]
+            if users and self.keep not in users and getattr(self, flag.name) != flag.default:
+                raise ValueError(f"--{flag.name} does nothing without --keep {' or '.join(users)}")
+
+
+class Candidates(NamedTuple):
+    """Responses to one prompt that a record may hold, with their rewards."""
+
+    texts: list[str]
+    rewards: list[float]
+
+
+def candidates_of(samples: Samples, *, unfinished: bool) -> Candidates:
+    """Without the empty ones, which no layout can hold, and, unless `unfinished`, without those that lack their
+    end-of-sequence: as data they would have one, and teach to stop there.
+    """
+    kept = [
+        (text, reward)
+        for text, finished, reward in zip(samples.responses, samples.finished, samples.rewards, strict=True)
+        if text.strip() and (finished or unfinished)
+    ]
+    return Candidates([text for text, _ in kept], [reward for _, reward in kept])
+
+
+def records_of(samples: Samples, config: SelectionConfig, seed: int) -> list[Record]:
+    """What is kept of the responses to a prompt. Random choices depend on the seed and the prompt's number alone."""
+    candidates = candidates_of(samples, unfinished=config.keep_unfinished)
+    rewards, random = candidates.rewards, np.random.default_rng([seed, samples.number])
+    match config.keep:
+        case "all":
+            return demonstrations(samples.prompt, candidates, range(len(rewards)))
+        case "best":
+            return demonstrations(samples.prompt, candidates, best(rewards))
+        case "rest":
+            return demonstrations(samples.prompt, candidates, above(rewards, config.threshold))
+        case "rejection_sampling":
+            chosen = accepted(candidates, config.beta, config.accept, random)
+            return demonstrations(samples.prompt, candidates, chosen)
+        case "rso":
+            chosen = accepted(candidates, config.beta, config.accept, random)
+            return preferences(samples.prompt, candidates, pairs_at_random(chosen, rewards, random))
+        case _:
+            return preferences(samples.prompt, candidates, pairs_apart(rewards, config.min_gap))
+
+
+# --- by rewards -----------------------------------------------------------------------------------------------------
+
+
+def best(rewards: Sequence[float]) -> list[int]:
+    """The first of those with the highest reward; none where there is none."""
+    return [max(range(len(rewards)), key=lambda i: rewards[i])] if rewards else []
+
+
+def above(rewards: Sequence[float], threshold: float) -> list[int]:
+    """Those with a reward above the threshold: 1[r > τ] of ReST (arXiv 2308.08998, section 3)."""
+    return [i for i, reward in enumerate(rewards) if reward > threshold]
+
+
+def accepted(candidates: Candidates, beta: float, count: int, random: np.random.Generator) -> list[int]:
+    """Statistical rejection sampling: samples of the policy that is optimal for reward / β, from samples of this one.
+
+    As in RSO (arXiv 2309.06657, algorithm 1): of what is left of the different texts, one after the other is accepted
+    with probability exp((r − r_max) / β), until there are `count` of them; or all, where there are fewer.
+    """
+    left = [i for i, text in enumerate(candidates.texts) if candidates.texts.index(text) == i]
+    chosen: list[int] = []
+    while left and len(chosen) < count:
+        highest = max(candidates.rewards[i] for i in left)
+        for i in list(left):
+            if len(chosen) < count and random.random() < exp((candidates.rewards[i] - highest) / beta):
+                chosen.append(i)
+                left.remove(i)
+    return chosen
+
+
+def pairs_apart(rewards: Sequence[float], min_gap: float) -> list[tuple[int, int]]:
+    """All (better, worse) whose rewards differ by more than `min_gap`: σ((r_w − r_l) / τ) > η of RS-DPO (arXiv
+    2402.10038, algorithm 1) with min_gap = τ log(η / (1 − η)).
+    """
+    numbers = range(len(rewards))
+    return [(i, j) for i in numbers for j in numbers if rewards[i] - rewards[j] > min_gap]
+
+
+def pairs_at_random(
+    chosen: Sequence[int], rewards: Sequence[float], random: np.random.Generator
+) -> list[tuple[int, int]]:
+    """(better, worse) of disjoint pairs; those of equal rewards, of which none is better, are left out."""
+    drawn = [chosen[i] for i in random.permutation(len(chosen))]
+    pairs = zip(drawn[::2], drawn[1::2], strict=False)
+    return [(i, j) if rewards[i] > rewards[j] else (j, i) for i, j in pairs if rewards[i] != rewards[j]]
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def demonstrations(prompt: Prompt, candidates: Candidates, chosen: Sequence[int]) -> list[Record]:
+    texts, rewards = candidates
+    return [{"prompt": prompt, "completion": in_form_of(prompt, texts[i]), "reward": rewards[i]} for i in chosen]
+
+
+def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> list[Record]:
+    """margin: the difference of the rewards. Pairs of equal texts, which are no preference, are left out."""
+    texts, rewards = candidates
+    return [
+        {
+            "prompt": prompt,
+            "chosen": in_form_of(prompt, texts[better]),
+            "rejected": in_form_of(prompt, texts[worse]),
+            "margin": rewards[better] - rewards[worse],
+        }
+        for better, worse in pairs
+        if texts[better] != texts[worse]
+    ]
+
+
+def in_form_of(prompt: Prompt, text: str) -> str | list[Message]:
+    """A response as text to a text, and as a message to messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

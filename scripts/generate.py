@@ -1,0 +1,16 @@
+"""Sampling without training: responses kept by their rewards. `python scripts/generate.py --help` explains all options.
+
+python scripts/generate.py --model runs/sft/model --reward runs/rm/model --prompts data.jsonl --output_dir runs/best
+"""
+
+from fastp3o.config import parse
+from fastp3o.script import run_script
+from fastp3o.stages.generate import GenerateConfig, generate
+
+
+def main() -> None:
+    generate(parse(GenerateConfig))
+
+
+if __name__ == "__main__":
+    run_script(main)

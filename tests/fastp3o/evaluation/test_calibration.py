@@ -1,0 +1,65 @@
+"""Accuracy and calibration of pairs, on examples made by hand and on draws whose truth is known."""
+
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastp3o.evaluation.calibration import calibration, calibration_error, judged, wilson_interval
+
+
+def difference_of(probability: float) -> float:
+    """The r_w − r_l whose sigmoid it is."""
+    return log(probability / (1 - probability))
+
+
+def test_pairs_count_from_the_side_of_the_higher_score():
+    sure, unsure = difference_of(0.92), difference_of(0.61)
+    first, second = calibration([sure, sure, -sure, unsure, -unsure, unsure, unsure])
+    assert (first.predicted, first.observed, first.pairs) == (pytest.approx(0.61), 3 / 4, 4)
+    assert (second.predicted, second.observed, second.pairs) == (pytest.approx(0.92), pytest.approx(2 / 3), 3)
+    expected = (4 * abs(0.61 - 3 / 4) + 3 * abs(0.92 - 2 / 3)) / 7
+    assert calibration_error([first, second]) == pytest.approx(expected)
+
+
+def test_equal_scores_are_right_in_half_of_the_pairs_and_certain_ones_have_a_bin():
+    (even,) = calibration([0.0, 0.0])
+    assert (even.predicted, even.observed) == (0.5, 0.5)
+    (certain,) = calibration([1e3, 800.0])
+    assert (certain.predicted, certain.observed) == (1.0, 1.0)
+
+
+def test_draws_of_the_model_itself_are_calibrated_and_those_of_a_surer_one_are_not():
+    random = np.random.default_rng(0)
+    truth = random.normal(scale=2, size=20_000)
+    signs = np.where(random.random(truth.size) < 1 / (1 + np.exp(-truth)), 1, -1)
+    bins = calibration((signs * truth).tolist())
+    assert len(bins) == 10
+    assert calibration_error(bins) < 0.01
+    assert all(b.low < b.predicted < b.high for b in bins[1:8])
+    assert calibration_error(calibration((3 * signs * truth).tolist())) > 0.08
+
+
+def test_wilsons_interval_is_that_of_the_literature():
+    # Newcombe 1998, table I: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
+    for count, total, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)):
+        assert wilson_interval(count / total, total) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_prompts_count_alike_and_are_resampled_whole(tmp_path: Path):
+    """A prompt of three pairs, all right, beside one of a single pair, which is wrong."""
+    pairs = [(0, 1.0), (1, -1.0), (0, 2.0), (0, 3.0)]
+    metrics = judged(pairs, tmp_path / "calibration.png", seed=0)
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (0, 1)
+    many = [(number, 1.0 if number % 4 else -1.0) for number in range(400)]
+    metrics = judged(many, tmp_path / "calibration.png", seed=0)
+    half = 1.96 * (0.75 * 0.25 / 400) ** 0.5
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == pytest.approx((0.75 - half, 0.75 + half), abs=0.01)
+    assert (tmp_path / "calibration.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_scores_that_are_not_finite_say_nothing(tmp_path: Path):
+    assert judged([(0, float("nan")), (1, 1.0)], tmp_path / "calibration.png", seed=0) == {}
+    assert not list(tmp_path.iterdir())
