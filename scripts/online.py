@@ -1,7 +1,7 @@
 """Stage 3 with any objective. `python scripts/online.py --help` lists them, `--objective NAME --help` explains one."""
 
 from fastp3o.config import parse_chosen
-from fastp3o.objectives import gspo, online_dpo, online_ipo, p3o, ppg, ppo, rebel, reinforce
+from fastp3o.objectives import gspo, nash_md, online_dpo, online_ipo, p3o, ppg, ppo, rebel, reinforce
 from fastp3o.objectives.grpo import DAPOConfig, DrGRPOConfig, GRPOConfig, GRPOPlusConfig
 from fastp3o.script import run_script
 from fastp3o.stages.online import train
@@ -21,6 +21,7 @@ OBJECTIVES = {
     "online_dpo": online_dpo.OnlineDPOConfig,
     "online_ipo": online_ipo.OnlineIPOConfig,
     "bpo": online_dpo.BPOConfig,
+    "nash_md": nash_md.NashMDConfig,
 }
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from fastp3o.data.errors import Found, RecordError, field_names
 
-PROMPT_COLUMNS = ("prompt", "prompt_ids")
+PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
 
 # Names of fields, each with what asks for it, in words of a message.
 Asked = Mapping[str, str]

@@ -101,6 +101,11 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
             )
 
     @property
+    def from_mixture(self) -> int:
+        """How many of a prompt's responses a mixture of policy and reference samples: the last ones."""
+        return 0
+
+    @property
     def reference_moves(self) -> bool:
         return bool(self.reference_every or self.reference_decay)
 

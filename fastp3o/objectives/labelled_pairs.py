@@ -4,7 +4,6 @@ P prompts with K responses each, M = K (K − 1) / 2 pairs of them.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -15,15 +14,10 @@ from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels.head.groups import Groups
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelledPairsConfig(OnlineConfig):
-    """Preferences between fresh responses."""
-
-
 class LabelledPairs(Objective):
     """The mean of a loss over all pairs of all prompts; equal rewards choose none and count as zero."""
 
-    def __init__(self, config: LabelledPairsConfig):
+    def __init__(self, config: OnlineConfig):
         self.config = config
         # The loss reads which reward is higher, nothing else.
         self.scaler = AbsoluteScaler(0.0, scale=False)

@@ -6,13 +6,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastp3o.config import objective_name, option
-from fastp3o.objectives.labelled_pairs import LabelledPairs, LabelledPairsConfig
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.labelled_pairs import LabelledPairs
 from fastp3o_kernels.head.groups import Groups
 from fastp3o_kernels.losses import dpo
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineDPOConfig(LabelledPairsConfig):
+class OnlineDPOConfig(OnlineConfig):
     """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("kl_coef",)

@@ -6,14 +6,15 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastp3o.config import objective_name, option
-from fastp3o.objectives.labelled_pairs import LabelledPairs, LabelledPairsConfig
+from fastp3o.objectives.labelled_pairs import LabelledPairs
+from fastp3o.objectives.mixture import MixtureConfig
 from fastp3o_kernels.head.groups import Groups
 from fastp3o_kernels.losses import ipo
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnlineIPOConfig(LabelledPairsConfig):
-    """Online IPO: log-ratios of chosen and rejected are drawn to a distance of 1 / (2 tau)."""
+class OnlineIPOConfig(MixtureConfig):
+    """Online IPO: log-ratios of chosen and rejected are drawn to a distance of 1 / (2 tau). IPO-MD with --mixture."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("tau",)
 
@@ -25,6 +26,10 @@ class OnlineIPOConfig(LabelledPairsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check(self.tau > 0, "tau", "above 0")
+
+    @property
+    def from_mixture(self) -> int:
+        return self.responses_per_prompt if self.mixture else 0
 
     def build(self) -> "OnlineIPO":
         return OnlineIPO(self)

@@ -20,7 +20,7 @@ from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
 from fastp3o.rollouts.queue import Queue
 from fastp3o.rollouts.room import LayerShape, Room
 from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
-from fastp3o_kernels.decoding import sample_tokens
+from fastp3o_kernels.decoding import Slots, sample_tokens
 
 # Steps between two looks of the host. So many less one may be for nothing.
 STEPS_PER_LOOK = 8
@@ -67,8 +67,7 @@ class Engine:
         keys: [p, K] int64, of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
         """
         self.queue.fill(prompts, keys)
-        self.cache.take_memory()
-        prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
+        self.prefill(prompts)
         advance = self.graph.ready(self.step, self.tensors()) if self.captures else self.step
         while self.queue.working().any():
             if not self.static:
@@ -77,15 +76,22 @@ class Engine:
                 advance()
         return self.queue.results(len(prompts))
 
+    def prefill(self, prompts: Sequence[Ids]) -> None:
+        self.cache.take_memory()
+        prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
+
     def step(self) -> None:
         """One token for every slot. With static shapes nothing in it waits for the device."""
         queue = self.queue
-        self.cache.slots = slots = queue.slots(bounds=not self.static)
-        positions = slots.prompt_lengths + slots.steps
-        hidden = self.body(queue.tokens[None], positions[None], cache=self.cache)
-        logits = head_logits(hidden, self.head)
+        logits = self.logits(queue.slots(bounds=not self.static))
         tokens, logprobs = sample_tokens(logits, queue.keys[queue.response], queue.steps, **self.settings)
         queue.take(tokens, logprobs)
+
+    def logits(self, slots: Slots) -> Tensor:
+        """Of the next token of each slot."""
+        self.cache.slots = slots
+        hidden = self.body(self.queue.tokens[None], (slots.prompt_lengths + slots.steps)[None], cache=self.cache)
+        return head_logits(hidden, self.head)
 
     def tensors(self) -> list[Tensor]:
         """All that steps read and write beside what they make."""
@@ -99,6 +105,8 @@ class Engine:
     def drop_idle_slots(self) -> None:
         working = self.queue.working()
         if working.sum() <= (1 - IDLE) * len(working):
-            kept = working.nonzero().squeeze(1)
-            self.queue.keep_slots(kept)
-            self.cache.keep_slots(kept)
+            self.keep_slots(working.nonzero().squeeze(1))
+
+    def keep_slots(self, kept: Tensor) -> None:
+        self.queue.keep_slots(kept)
+        self.cache.keep_slots(kept)

@@ -129,7 +129,7 @@ class EngineSampler:
             self.max_response_tokens,
             responses_per_prompt,
             prompts=min(self.batch_size, len(prompt_ids)),
-            bytes_per_token=sum(shape.bytes_per_token for shape in self.shapes.values()),
+            bytes_per_token=self.bytes_per_token(),
             memory=available_memory(device) if self.memory is None else self.memory,
         )
 
@@ -137,6 +137,13 @@ class EngineSampler:
         """The last one where it has the room and its shapes stay, so that its graph serves again."""
         if self.engine is None or not self.engine.static or not self.engine.room.holds(room):
             self.engine = None  # gives its memory back before the next one takes any
-            given = self.policy, self.shapes, room, end_ids, self.settings
-            self.engine = Engine(*given, graph=self.graph, compiles=self.compiles)
+            self.engine = self.new_engine(room, end_ids)
         return self.engine
+
+    def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
+        given = self.policy, self.shapes, room, end_ids, self.settings
+        return Engine(*given, graph=self.graph, compiles=self.compiles)
+
+    def bytes_per_token(self) -> int:
+        """Of keys and values."""
+        return sum(shape.bytes_per_token for shape in self.shapes.values())

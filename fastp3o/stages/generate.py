@@ -19,13 +19,14 @@ from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.sharding import loading_device, process_mesh
 from fastp3o.precision import PRECISIONS, Precision, precision_of
-from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.reward import Reward, columns_of, load_reward
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
-from fastp3o.rollouts.sampler import Sampler
-from fastp3o.stages.online_setup import whole_copy
+from fastp3o.rollouts.sampler import Sampler, sample
+from fastp3o.stages.online_models import whole_copy
 from fastp3o.stages.samples import SamplesFile, samples_of
 from fastp3o.stages.selection import FLAGS_OF, PAIRS, SelectionConfig, records_of
 from fastp3o.stages.setup import new_accelerator
@@ -40,13 +41,15 @@ from fastp3o.training.states.manifest import Manifest, read_manifest
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(SelectionConfig, SamplingConfig, RunConfig):
+class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
     """Samples responses, rewards them, and keeps some as data: best-of-n, rejection sampling, preference pairs."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("trust_remote_code", "offload")
 
     model: str = required("The policy that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
-    reward: str = required("What responses are kept by: a reward model (folder or hub name), or module:function.")
+    reward: str = required(
+        "What responses are kept by: a reward model (folder or hub name), a function, as module:function, or a URL."
+    )
     responses_per_prompt: int = option(8, "n: responses to each prompt.")
     precision: str = field(
         default="auto",
@@ -62,6 +65,7 @@ class GenerateConfig(SelectionConfig, SamplingConfig, RunConfig):
         self.check_run()
         self.check_sampling()
         self.check_selection()
+        self.check_remote(self.reward)
         self.check_at_least(2 if self.keep in PAIRS else 1, "responses_per_prompt")
         if "accept" in FLAGS_OF[self.keep] and self.accept >= self.responses_per_prompt:
             raise ValueError(
@@ -117,6 +121,7 @@ def generate(config: GenerateConfig) -> Generated:
         max_prompt_tokens=config.max_prompt_tokens,
         max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
+        columns=columns_of([config.reward], config),
         as_given=True,
     )
     accelerator.print(f"{config.prompts}: {report}")
@@ -181,6 +186,7 @@ def load_models(
         packing=config.packing,
         mesh=mesh,
         offload=config.offload,
+        remote=config,
         **loading,
     )
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
@@ -225,9 +231,9 @@ def sample_rest(
             # A process that has none left works on another's first prompt: each must make as many passes.
             examples = prompts[numbers or [first]]
             with phases("sampling"):
-                rollouts = sampler(
-                    examples["prompt"],
-                    examples["prompt_ids"],
+                rollouts = sample(
+                    sampler,
+                    examples,
                     numbers or [first],
                     responses_per_prompt=config.responses_per_prompt,
                     seed=config.seed,

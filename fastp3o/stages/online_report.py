@@ -29,7 +29,8 @@ def report_update(
     ties: int,
 ) -> None:
     """ties: how often a prompt was sampled again."""
-    metrics = update_metrics(run.accelerator, rollouts, scores, minibatches, step_metrics, noise)
+    own = config.responses_per_prompt - config.from_mixture
+    metrics = update_metrics(run.accelerator, rollouts, scores, minibatches, step_metrics, noise, own)
     if config.dynamic_sampling:
         metrics["sampled_again"] = ties / len(rollouts)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
@@ -53,8 +54,11 @@ def update_metrics(
     minibatches: list[list[Microbatch]],
     step_metrics: list[dict[str, Tensor]],
     noise: Tensor,
+    own: int,
 ) -> dict[str, float]:
     """Means over all processes: of all their rollouts as they were sampled, and of the optimizer steps on them.
+
+    own: how many of a prompt's responses the policy has sampled; the others are from elsewhere.
 
     scores: of all processes, [P, K]. reward: unscaled, penalties included; reward_difference: mean |ri − rj| of pairs;
     tied_prompts: share of prompts whose rewards are all equal; kl: mean log π_old(y|x) − log π_ref(y|x), in nats per
@@ -72,7 +76,8 @@ def update_metrics(
     means = {
         "reward_difference": differences(rewards).abs().mean(),
         "tied_prompts": (rewards == rewards[:, :1]).all(1).float().mean(),
-        "kl": log_ratios.sum() * processes / rewards.numel(),
+        # Of what the policy samples; where that is nothing, of what there is.
+        "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
         "entropy": -old_token_logprobs.sum() * processes / lengths.sum(),
         "response_length": lengths.mean(),
         "missing_eos": 1 - torch.tensor(rollouts.finished).float().mean(),

@@ -5,41 +5,39 @@ from functools import partial
 from typing import NamedTuple
 
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import load_policy, load_tokenizer, require_same_vocabulary
+from fastp3o.models.loading import load_tokenizer, require_same_vocabulary
 from fastp3o.models.moving_reference import MovingReference
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
-from fastp3o.models.sharding import loading_device, process_mesh
-from fastp3o.models.trainable import choose_trainable
-from fastp3o.models.whole_copy import WholeCopy
+from fastp3o.models.reference import Reference, SecondModel
+from fastp3o.models.sharding import process_mesh
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.precision import Precision, precision_of
-from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import Reward, columns_of, load_reward
-from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.objectives.mixture import MixtureConfig
+from fastp3o.precision import precision_of
+from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rewards.scoring import scores_of, weighted
-from fastp3o.rollouts.gathered_sampler import GatheredSampler
-from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.room import available_memory
 from fastp3o.rollouts.sampler import Sampler, sample
 from fastp3o.stages.dynamic_sampling import DynamicSampling
+from fastp3o.stages.online_models import (
+    load_frozen_policy,
+    load_named_reward,
+    load_reference,
+    load_trainable_policy,
+    whole_copy,
+)
+from fastp3o.stages.online_samplers import SampledModel, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
 from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import optimizer_step
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share, seed_of
 from fastp3o.training.pretraining_mix import PretrainingMix
-from fastp3o.training.processes import on_main_process
 from fastp3o.training.run import Run
 from fastp3o.training.run_folder import check_output_dir
 
@@ -118,32 +116,20 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
-    reference = load_reference(config, accelerator, precision, policy, mesh)
+    reference, sampled_reference = load_reference(config, accelerator, precision, policy, mesh)
     # Evaluations measure how far the policy has come from where the reference began.
-    start = (
-        load_second_model(config, accelerator, precision, mesh, offload=True) if config.reference_moves else reference
-    )
-
-    def sampler(batch_size: int) -> Sampler:
-        own = named_sampler(
-            config.sampler,
-            policy if copy is None else copy.model,
-            tokenizer,
-            max_response_tokens=config.max_response_tokens,
-            batch_size=batch_size,
-            memory_gb=config.rollout_memory,
-            compiles=config.compile_rollouts,
-            graph=False if copy is not None and copy.by_layer else None,
-        )
-        return own if copy is None else GatheredSampler(own, policy, copy)
-
+    start = reference
+    if config.reference_moves:
+        frozen = load_frozen_policy(config, accelerator, precision, mesh)
+        start = SecondModel(frozen, accelerator.device, mesh, offload=True)
+    sampled = SampledModel(policy, copy)
     evaluation = None
     if eval_examples is not None:
         evaluation = Evaluation(
             accelerator,
             policy,
             start,
-            sampler(config.eval_batch_size),
+            policy_sampler(config, sampled, tokenizer, config.eval_batch_size),
             {"reward": reward} if gold is None else {"reward": reward, "gold": gold},
             eval_examples,
             config.packing,
@@ -171,11 +157,13 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         tensors=reference.tensors if isinstance(reference, MovingReference) else dict,
     )
     prompts = PromptsOfUpdate(accelerator, examples, config)
-    rollouts = sampler(config.rollout_batch_size)
+    sampler = policy_sampler(config, sampled, tokenizer, config.rollout_batch_size)
+    if isinstance(config, MixtureConfig) and sampled_reference is not None:
+        sampler = with_mixture(sampler, config, sampled, sampled_reference, tokenizer)
 
     def sample_again(update: int, numbers: list[int], attempt: int) -> Rollouts:
         seed = seed_of(config.seed, update, AGAIN, attempt)
-        return sample(rollouts, *prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
+        return sample(sampler, *prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
 
     def score(rollouts: Rollouts) -> dict[str, Tensor]:
         scores = scores_of(accelerator, reward, rollouts, config, config.max_response_tokens)
@@ -185,7 +173,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     return Online(
         accelerator,
         prompts,
-        rollouts,
+        sampler,
         score,
         DynamicSampling(accelerator, sample_again, score, config.dynamic_sampling),
         objective,
@@ -194,93 +182,3 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         partial(optimizer_step, optimizer, beside=pretraining),
         run,
     )
-
-
-# Bytes for each parameter: masters and moments of what trains, reference and reward model.
-WHILE_TRAINING = 16
-
-
-def whole_copy(
-    policy: PackedModel,
-    accelerator: Accelerator,
-    precision: Precision,
-    mesh: DeviceMesh,
-    bytes_per_parameter: int = WHILE_TRAINING,
-) -> WholeCopy:
-    """What a sharded policy samples from: whole, where every process has the memory.
-
-    bytes_per_parameter: of all that is spread over the processes.
-    """
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
-    parts = bytes_per_parameter * parameters // mesh.size(-1)
-    fits = parts + parameters * precision.weights.itemsize < available_memory(accelerator.device)
-    by_layer = not all(gather_object([fits]))
-    if by_layer:
-        accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
-    return WholeCopy(policy, accelerator.device, precision.weights, by_layer=by_layer)
-
-
-def load_trainable_policy(config: OnlineConfig) -> PackedModel:
-    model = load_policy(config.model, trust_remote_code=config.trust_remote_code).train()
-    model.check_reach(config.longest_sequence)
-    choose_trainable(model, config)
-    if config.gradient_checkpointing:
-        model.recompute_activations()
-    return model
-
-
-def load_named_reward(
-    config: OnlineConfig,
-    accelerator: Accelerator,
-    precision: Precision,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: DeviceMesh | None,
-    name: str,
-    examples: Dataset,
-) -> Reward:
-    """examples: of which an endpoint is asked for a first one, before anything begins."""
-    reward = load_reward(
-        name,
-        tokenizer,
-        device=accelerator.device,
-        dtype=precision.weights,
-        packing=config.packing,
-        mesh=mesh,
-        offload=config.offload,
-        trust_remote_code=config.trust_remote_code,
-        remote=config,
-    )
-    if isinstance(reward, RemoteReward):
-        on_main_process(accelerator, partial(reward.check, examples))
-    # In another vocabulary, lengths are known with the texts.
-    if isinstance(reward, ModelReward) and reward.shares_vocabulary:
-        reward.model.model.check_reach(config.longest_sequence)
-    return reward
-
-
-def load_reference(
-    config: OnlineConfig,
-    accelerator: Accelerator,
-    precision: Precision,
-    policy: PackedModel,
-    mesh: DeviceMesh | None,
-) -> Reference:
-    if config.lora_rank and not config.reference:
-        return WithoutAdapters(policy)
-    second = load_second_model(config, accelerator, precision, mesh, offload=config.offload)
-    if config.reference_moves:
-        return MovingReference(second, every=config.reference_every, decay=config.reference_decay)
-    return second
-
-
-def load_second_model(
-    config: OnlineConfig, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh | None, *, offload: bool
-) -> SecondModel:
-    frozen = load_policy(
-        config.reference or config.model,
-        device=loading_device(accelerator.device, mesh),
-        dtype=precision.weights,
-        trust_remote_code=config.trust_remote_code,
-    )
-    frozen.check_reach(config.longest_sequence)
-    return SecondModel(frozen, accelerator.device, mesh, offload=offload)

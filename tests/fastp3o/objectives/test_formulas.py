@@ -15,6 +15,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.grpo import DAPOConfig, DrGRPOConfig, GRPOConfig, GRPOPlusConfig
 from fastp3o.objectives.gspo import GSPOConfig
+from fastp3o.objectives.nash_md import NashMDConfig
 from fastp3o.objectives.online_dpo import BPOConfig, OnlineDPOConfig
 from fastp3o.objectives.online_ipo import OnlineIPOConfig
 from fastp3o.objectives.ppg import PPGConfig
@@ -169,6 +170,16 @@ def ppg(groups: Groups) -> Tensor:
     return total / count
 
 
+def nash(groups: Groups) -> Tensor:
+    """The first two responses, each against the mean preference to the mixture's two."""
+    total = 0.0
+    for *own, third, fourth in groups:
+        for y in own:
+            preferred = sum(1 / (1 + math.exp(other.reward - y.reward)) for other in (third, fourth)) / 2
+            total += -(preferred - 0.5 - 0.1 * (y.now - y.ref).sum().item()) * y.now.sum()
+    return total / (P * 2)
+
+
 CASES = {
     "grpo": (GRPOConfig, {}, grpo),
     "dr_grpo": (DrGRPOConfig, {}, dr_grpo),
@@ -188,6 +199,7 @@ CASES = {
     "online_dpo": (OnlineDPOConfig, {"kl_coef": 0.3}, lambda groups: dpo(groups, "ref", 0.3)),
     "bpo": (BPOConfig, {}, lambda groups: dpo(groups, "old", 0.1)),
     "online_ipo": (OnlineIPOConfig, {"tau": 0.2}, lambda groups: ipo(groups, 0.2)),
+    "nash_md": (NashMDConfig, {"responses_per_prompt": K}, nash),
     "ppg": (PPGConfig, {"reward_scaling": "none", "reward_clip": 0.0}, ppg),
 }
 

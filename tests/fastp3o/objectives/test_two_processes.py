@@ -7,6 +7,7 @@ BESIDE = {
     "p3o that samples ties again": ["p3o", "--dynamic_sampling", "2", "--reward", "rewards_for_tests:vowels"],
     "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01"],
     "p3o after a mean": ["p3o", "--reference_decay", "0.5"],
+    "ipo from a mixture": ["online_ipo", "--mixture", "0.5"],
     "grpo with a mix": ["grpo", "--entropy_coef", "0.1", "--ptx_data", "sft.jsonl", "--ptx_batch_size", "4"],
 }
 
