@@ -22,6 +22,7 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import precision_of
 from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import columns_of, load_reward
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.rollouts import Rollouts
@@ -153,6 +154,8 @@ def respond(
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     packing = Packing(TOKENS_PER_ROW)
     reward = load_reward(config.reward, tokenizer, packing=packing, remote=config, **loading) if config.reward else None
+    if isinstance(reward, RemoteReward):
+        reward.check({name: values[:1] for name, values in prompts.items()})
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     sampler = named_sampler(
