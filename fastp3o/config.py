@@ -1,7 +1,9 @@
 """What all stages' configurations have in common. Every field is a flag of a script and a key of its YAML file."""
 
+import argparse
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
@@ -29,6 +31,11 @@ def option(default: Any, help: str) -> Any:
 
 def required(help: str) -> Any:
     return field(metadata={"help": help})
+
+
+def objective_name(name: str) -> Any:
+    """The field `objective` of a configuration that `parse_chosen` can choose: its own name is its only value."""
+    return field(default=name, metadata={"help": "What this configuration trains with.", "choices": [name]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,15 +218,13 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     Exits with a usage message on an unknown flag or key, on a key that comes twice, and with the field's name on a bad
     value.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     # Without abbreviations: --update would set --updates, until there is another flag of that beginning.
     parser = HfArgumentParser(
         cast(Any, config_class), description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False
     )
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
-    given: list[str] = []
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
-        given = yaml_as_flags(parser, config_class, Path(arguments.pop(0)))
+    path, arguments = split_off_yaml(arguments)
+    given = [] if path is None else yaml_as_flags(parser, config_class, path)
     try:
         (config,) = parser.parse_args_into_dataclasses(given + arguments, look_for_args_file=False)
     except ValueError as error:
@@ -234,8 +239,52 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     return config
 
 
-def yaml_as_flags(parser: HfArgumentParser, config_class: type, path: Path) -> list[str]:
+def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
+    """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file.
+
+    classes: by objective; each has its name in a field `objective` (`objective_name`). With `--help`, the options of
+    the objective are explained, or objectives are listed where none is named.
+    """
+    summaries = [f"  {name:<15}{str(chosen.__doc__).splitlines()[0]}" for name, chosen in classes.items()]
+    parser = argparse.ArgumentParser(
+        description="\n".join(["objectives, whose options --objective NAME --help explains:", *summaries]),
+        epilog=DEBUG_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [CONFIG.yaml] --objective NAME [--field value ...]",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--objective", choices=list(classes), metavar="NAME", help="What trains.")
+    path, flags = split_off_yaml(arguments)
+    values = {} if path is None else yaml_values(parser, path)
+    named = [f"--objective={values['objective']}"] if "objective" in values else []
+    known, others = parser.parse_known_args(named + flags)
+    if known.objective is not None:
+        return parse(classes[known.objective], arguments)
+    if {"-h", "--help"} & set(others):
+        parser.print_help()
+        parser.exit()
+    parser.error(f"--objective is missing: one of {', '.join(classes)}")
+
+
+def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The YAML file, which may come first, and the flags; None for the arguments of the process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    has_file = bool(arguments) and arguments[0].endswith((".yaml", ".yml"))
+    return (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
+
+
+def yaml_as_flags(parser: argparse.ArgumentParser, config_class: type, path: Path) -> list[str]:
     """The values as they are written, so that types and choices are checked in one place: as those of flags."""
+    values = yaml_values(parser, path)
+    unknown = values.keys() - {f.name for f in fields(config_class)}
+    if unknown:
+        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, str]:
+    """The text of each field's value. Exits with a usage message where a field has none, or more than one."""
 
     def refuse(problem: str) -> NoReturn:
         parser.error(f"{path} {problem}")
@@ -247,14 +296,10 @@ def yaml_as_flags(parser: HfArgumentParser, config_class: type, path: Path) -> l
     if not isinstance(document, yaml.MappingNode):
         refuse("must hold one `field: value` a line")
     entries = [(str(key.value), value) for key, value in document.value]
-    names = [name for name, _ in entries]
-    unknown = set(names) - {f.name for f in fields(config_class)}
-    if unknown:
-        refuse(f"has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
+    if twice := [name for name, count in Counter(name for name, _ in entries).items() if count > 1]:
         refuse(f"gives more than one value for {', '.join(twice)}")
     if nested := [name for name, value in entries if not isinstance(value, yaml.ScalarNode)]:
         refuse(f"must give one value for {', '.join(nested)}, not a list or fields of its own")
     if empty := [name for name, value in entries if value.tag == "tag:yaml.org,2002:null"]:
         refuse(f"gives no value for {', '.join(empty)}")
-    return [f"--{name}={value.value}" for name, value in entries]
+    return {name: value.value for name, value in entries}

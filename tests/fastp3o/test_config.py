@@ -1,8 +1,10 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from transformers import get_scheduler
 
-from fastp3o.config import SCHEDULES, parse
+from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chosen
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages.sft import SFTConfig
 
@@ -92,3 +94,55 @@ def test_yaml_values_are_taken_as_they_are_written(tmp_path):
     config = parse(P3OConfig, [str(path)])
     assert (config.model, config.output_dir, config.prompts, config.reward) == ("1e5", "2026-01-01", "12:30", "-x")
     assert (config.eval_at, config.resume, config.seed) == ("", True, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Red:
+    """Trains red."""
+
+    objective: str = objective_name("red")
+    depth: int = option(1, "Of red.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blue:
+    """Trains blue."""
+
+    objective: str = objective_name("blue")
+    tone: str = option("sky", "Of blue.")
+
+
+COLOURS = {"red": Red, "blue": Blue}
+
+
+def test_the_objective_chooses_the_configuration(tmp_path):
+    assert parse_chosen(COLOURS, ["--depth", "-3", "--objective", "red"]) == Red(depth=-3)
+    assert parse_chosen(COLOURS, ["--objective=blue", "--tone=sea"]) == Blue(tone="sea")
+    path = tmp_path / "run.yaml"
+    path.write_text("objective: blue\ntone: sea\n")
+    assert parse_chosen(COLOURS, [str(path), "--tone", "ink"]) == Blue(tone="ink")
+    path.write_text("depth: 2\n")
+    assert parse_chosen(COLOURS, [str(path), "--objective", "red"]) == Red(depth=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--depth", "1"], "--objective is missing: one of red, blue"),
+        (["--objective", "green"], "invalid choice: 'green'"),
+        (["--objective", "red", "--tone", "sea"], "not used by the HfArgumentParser: ['--tone', 'sea']"),
+        (["missing.yaml", "--objective", "red"], "cannot read missing.yaml"),
+    ],
+)
+def test_an_objective_that_is_not_there_is_refused_by_name(capsys, arguments, message):
+    with pytest.raises((SystemExit, ValueError)) as error:
+        parse_chosen(COLOURS, arguments)
+    assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_help_lists_the_objectives_and_explains_the_one_that_is_named(capsys):
+    for arguments, expected in (([], "blue           Trains blue."), (["--objective", "blue"], "Of blue.")):
+        with pytest.raises(SystemExit) as end:
+            parse_chosen(COLOURS, [*arguments, "--help"])
+        assert end.value.code == 0
+        assert expected in capsys.readouterr().out
