@@ -163,6 +163,27 @@ class StageConfig(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(StageConfig):
+    """What supervised stages have in common: passes over a fixed data set."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("epochs",)
+
+    train_data: str = required("Training data: a hub name (or name:config), or JSONL or parquet files.")
+    eval_data: str | None = option(None, "Held-out data of the same layout.")
+    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
+    epochs: int = option(1, "Passes over the training data.")
+    batch_size: int = option(32, "Examples of one optimizer step, over all processes.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_at_least(1, "max_response_tokens", "epochs", "batch_size")
+        self.check_evaluation()
+
+    def check_evaluation(self) -> None:
+        self.check_alone("eval_data", *EVALUATION_FLAGS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainableConfig(Flags):
     """Which parameters of a policy train."""
 

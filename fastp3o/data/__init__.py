@@ -6,10 +6,23 @@ layouts.py        a record -> a prompt and its responses, as text or messages
 chat_template.py  messages -> text, in which only the template's own special tokens count
 encoding.py       texts or messages -> token ids
 time_limit.py     an end to a template that has none
-loading.py        all of it: the three loaders, from source to data set of examples
+loading.py        all of it: the loaders, from source to data set of examples
 """
 
 from fastp3o.data.errors import DataError
-from fastp3o.data.loading import DataReport, load_demonstrations, load_preferences, load_prompts
+from fastp3o.data.loading import (
+    DataReport,
+    load_demonstrations,
+    load_preferences,
+    load_prompts,
+    load_unpaired_preferences,
+)
 
-__all__ = ["DataError", "DataReport", "load_demonstrations", "load_preferences", "load_prompts"]
+__all__ = [
+    "DataError",
+    "DataReport",
+    "load_demonstrations",
+    "load_preferences",
+    "load_prompts",
+    "load_unpaired_preferences",
+]

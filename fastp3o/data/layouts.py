@@ -3,7 +3,7 @@
 README.md in this folder lists the layouts, with an example of each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,15 +38,6 @@ class Layout:
 
     def __str__(self) -> str:
         return "/".join(self.fields)
-
-
-def find_layout(record: Fields, responses: int) -> Layout:
-    """The first layout with at least `responses` responses whose fields the record has. RecordError where none fits."""
-    accepted = [layout for layout in LAYOUTS if layout.response_count >= responses]
-    for layout in accepted:
-        if all(field in record for field in layout.fields):
-            return layout
-    raise RecordError(None, f"the fields of one of the layouts {', '.join(map(str, accepted))}", record)
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -134,6 +125,21 @@ def the_response(record: Fields, field: str) -> Part:
     if any(value != given.get(field, value) for value in given.values()):
         raise RecordError(None, f"one response in the fields {', '.join(given)}", Found("different ones"))
     return response_field(record, field)
+
+
+# --- responses that are desirable or not ----------------------------------------------------------------------------
+
+
+def unpaired_response(record: Fields) -> tuple[Part, ...]:
+    desirable(record)
+    return (response_field(record, "completion"),)
+
+
+def desirable(record: Fields) -> bool:
+    label = record.get("label", MISSING)
+    if not isinstance(label, bool):
+        raise RecordError("label", "true or false, whether the completion is desirable", label)
+    return label
 
 
 # --- conversations --------------------------------------------------------------------------------------------------
@@ -262,3 +268,19 @@ LAYOUTS = (
     Layout(("messages",), 1, messages_prompt, messages_response),
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
+
+# Fields that demonstrations have too: a stage takes one or the other.
+UNPAIRED_PREFERENCES = (Layout(("prompt", "completion", "label"), 1, prompt_field, unpaired_response),)
+
+
+def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
+    """The first layout with at least `responses` responses whose fields the record has. RecordError where none fits."""
+    accepted = [layout for layout in layouts if layout.response_count >= responses]
+    for layout in accepted:
+        if all(field in record for field in layout.fields):
+            return layout
+    raise RecordError(None, f"the fields of {one_of(accepted)}", record)
+
+
+def one_of(layouts: list[Layout]) -> str:
+    return f"{'one of the layouts' if len(layouts) > 1 else 'the layout'} {', '.join(map(str, layouts))}"

@@ -1,12 +1,13 @@
-"""The three loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
+"""The loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
 import hashlib
 import mmap
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import cast
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
-from fastp3o.data.layouts import Layout, find_layout
+from fastp3o.data.layouts import LAYOUTS, UNPAIRED_PREFERENCES, Fields, Layout, desirable, find_layout
 from fastp3o.data.sources import Record, read_records
 
 BATCH = 1000  # records tokenised at once
@@ -116,7 +117,7 @@ def load_preferences(
     skip_bad_records: bool = False,
     limit: int | None = None,
 ) -> tuple[Dataset, DataReport]:
-    """Prompts with a chosen and a rejected response, for the reward model. Arguments as in `load_prompts`.
+    """Prompts with a chosen and a rejected response. Arguments as in `load_prompts`.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids`, `chosen_ids` and `rejected_ids`; and the report. Responses end
@@ -129,14 +130,46 @@ def load_preferences(
     return Loading(encoder, ("chosen_ids", "rejected_ids"), skip_bad_records, limit).load(source, split)
 
 
+def load_unpaired_preferences(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str = "train",
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    max_characters: int = LONGEST_TEXT,
+    skip_bad_records: bool = False,
+    limit: int | None = None,
+) -> tuple[Dataset, DataReport]:
+    """Prompts with one response that is desirable or not, for KTO: `prompt, completion, label` with a boolean label.
+    Arguments as in `load_prompts`.
+
+    Returns:
+        Dataset with the columns `prompt`, `prompt_ids`, `response_ids` and `desirable` (bool); and the report.
+        Responses end as in `load_demonstrations`.
+
+    Raises:
+        DataError, ValueError: as `load_demonstrations`.
+    """
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
+    labels = {"desirable": desirable}
+    loading = Loading(encoder, ("response_ids",), skip_bad_records, limit, UNPAIRED_PREFERENCES, labels)
+    return loading.load(source, split)
+
+
 @dataclass(frozen=True)
 class Loading:
-    """One pass over the records of a source; the three loaders differ in the columns that hold responses."""
+    """One pass over the records of a source; loaders differ in the columns that hold responses, and labels of them.
+
+    layouts: that are accepted. labels: further columns, of what the records say without tokens.
+    """
 
     encoder: Encoder
     response_columns: tuple[str, ...]
     skip_bad_records: bool
     limit: int | None
+    layouts: Sequence[Layout] = LAYOUTS
+    labels: Mapping[str, Callable[[Fields], bool]] = field(default_factory=dict)
     report: DataReport = field(default_factory=DataReport)
 
     def __post_init__(self) -> None:
@@ -149,6 +182,7 @@ class Loading:
         """
         ids = List(Value("int32"))
         columns = {"prompt": Value("string"), "prompt_ids": ids, **dict.fromkeys(self.response_columns, ids)}
+        columns |= dict.fromkeys(self.labels, Value("bool"))
         schema = Features(columns).arrow_schema
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
@@ -192,7 +226,7 @@ class Loading:
         if not isinstance(record.content, Mapping):
             raise RecordError(None, "an object", record.content)
         if record.file not in layouts:
-            layouts[record.file] = find_layout(record.content, len(self.response_columns))
+            layouts[record.file] = find_layout(record.content, len(self.response_columns), self.layouts)
         layout = layouts[record.file]
         prompt = layout.prompt(record.content)
         if not isinstance(prompt.value, str) and self.encoder.tokenizer.chat_template is None:
@@ -214,7 +248,8 @@ class Loading:
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
         responses = dict(zip(self.response_columns, result.response_ids, strict=True))
-        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses}
+        labels = {name: read(cast(Fields, record.content)) for name, read in self.labels.items()}
+        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **responses, **labels}
 
     def reject(self, record: Record, problem: RecordError) -> None:
         """Counts the record as skipped, or raises DataError where none may be."""

@@ -37,3 +37,13 @@ class WithoutAdapters:
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         with adapters_off(self.policy):
             return passes(rows, partial(scored_logprobs, self.policy))
+
+
+class LoadedForEachUse:
+    """A model that is in memory only while it computes."""
+
+    def __init__(self, load: Callable[[], Reference]):
+        self.load = load
+
+    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
+        return self.load()(rows)

@@ -1,5 +1,6 @@
 """What the online loop works with, built from its configuration."""
 
+from functools import partial
 from typing import NamedTuple
 
 from accelerate import Accelerator
@@ -18,6 +19,7 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.offline.config import PreferenceConfig
 from fastp3o.precision import Precision, precision_of
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rewards.reward_model import ModelReward
@@ -94,19 +96,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     reference = load_reference(config, accelerator, precision, policy, mesh)
 
-    def sampler(batch_size: int) -> Sampler:
-        own = named_sampler(
-            config.sampler,
-            policy if copy is None else copy.model,
-            tokenizer,
-            max_response_tokens=config.max_response_tokens,
-            batch_size=batch_size,
-            memory_gb=config.rollout_memory,
-            compiles=config.compile_rollouts,
-            graph=False if copy is not None and copy.by_layer else None,
-        )
-        return own if copy is None else GatheredSampler(own, policy, copy)
-
+    sampler = partial(policy_sampler, config, policy, copy, tokenizer)
     evaluation = None
     if eval_examples is not None:
         evaluation = Evaluation(
@@ -145,6 +135,27 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     )
 
 
+def policy_sampler(
+    config: OnlineConfig | PreferenceConfig,
+    policy: PackedModel,
+    copy: WholeCopy | None,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+) -> Sampler:
+    """copy: what a policy that is spread over processes samples from."""
+    own = named_sampler(
+        config.sampler,
+        policy if copy is None else copy.model,
+        tokenizer,
+        max_response_tokens=config.max_response_tokens,
+        batch_size=batch_size,
+        memory_gb=config.rollout_memory,
+        compiles=config.compile_rollouts,
+        graph=False if copy is not None and copy.by_layer else None,
+    )
+    return own if copy is None else GatheredSampler(own, policy, copy)
+
+
 def whole_copy(policy: PackedModel, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh) -> WholeCopy:
     """What a sharded policy samples from: whole, where every process has the memory."""
     parameters = sum(parameter.numel() for parameter in policy.parameters())
@@ -168,7 +179,7 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 
 def load_named_reward(
     name: str,
-    config: OnlineConfig,
+    config: OnlineConfig | PreferenceConfig,
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,
@@ -191,7 +202,7 @@ def load_named_reward(
 
 
 def load_reference(
-    config: OnlineConfig,
+    config: OnlineConfig | PreferenceConfig,
     accelerator: Accelerator,
     precision: Precision,
     policy: PackedModel,

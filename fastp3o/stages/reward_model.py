@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastp3o.config import SupervisedConfig
 from fastp3o.data import load_preferences
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import Examples, SupervisedConfig, train_supervised
+from fastp3o.stages.supervised import Examples, SupervisedTask, train_supervised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ def train(config: RewardModelConfig) -> None:
     train_supervised(RewardModelling(config))
 
 
-class RewardModelling:
-    """A SupervisedTask."""
+class RewardModelling(SupervisedTask[PackedRow]):
+    """Bradley and Terry's model of comparisons."""
 
     name = "reward model"
     load_examples = staticmethod(load_preferences)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fastp3o.config import TrainableConfig, option
+from fastp3o.config import SupervisedConfig, TrainableConfig, option
 from fastp3o.data import load_demonstrations
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import Examples, SupervisedConfig, train_supervised
+from fastp3o.stages.supervised import Examples, SupervisedTask, train_supervised
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,10 @@ def train(config: SFTConfig) -> None:
     train_supervised(SFT(config))
 
 
-class SFT:
-    """A SupervisedTask."""
+class SFT(SupervisedTask[PackedRow]):
+    """Maximum likelihood."""
 
+    config: SFTConfig
     name = "SFT"
     load_examples = staticmethod(load_demonstrations)
 

@@ -19,12 +19,12 @@ def beside(path: Path, kind: str = UNFINISHED) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Writes a whole file, in place of the one that is there."""
     unfinished = beside(path)
     try:
-        with unfinished.open("x") as file:
-            file.write(text)
+        with unfinished.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

@@ -22,7 +22,8 @@ from fastp3o.training.states.fingerprints import MODELS
 
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
-OURS = re.compile(rf"{CONFIG}|{METRICS}|{EVALUATIONS}|model|checkpoint-\d{{6,}}|stopped-in-\d{{6,}}")
+REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"
+OURS = re.compile(rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{REFERENCE}|model|checkpoint-\d{{6,}}|stopped-in-\d{{6,}}")
 
 # Of this process, by folder: of a run that ended with an error, something may still hold the objects.
 locks: dict[Path, int] = {}

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data import DataError, DataReport, chat_template, load_demonstrations, load_preferences, load_prompts
+from fastp3o.data import (
+    DataError,
+    DataReport,
+    chat_template,
+    load_demonstrations,
+    load_preferences,
+    load_prompts,
+    load_unpaired_preferences,
+)
 from fastp3o.data.time_limit import TimeLimit
 
 EOS = "</s>"
@@ -79,6 +87,11 @@ def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     responses = {"chosen_ids": ids(" you") + end, "rejected_ids": ids(" there") + end}
     assert data.to_list() == [example | responses for example in prompts]
     assert data.features["chosen_ids"] == datasets.List(datasets.Value("int32"))
+
+    unpaired = [{"prompt": "Hi", "completion": " you", "label": label} for label in (True, False)]
+    data, _ = load_unpaired_preferences(jsonl(tmp_path, unpaired), tokenizer, **LENGTHS)
+    responses = {"response_ids": ids(" you") + end}
+    assert data.to_list() == [prompts[0] | responses | {"desirable": label} for label in (True, False)]
 
 
 def test_data_is_memory_mapped_and_leaves_no_file(
@@ -297,6 +310,7 @@ COMPARISON = {
 LAYOUTS = [
     {"prompt": TEXT},
     *({"prompt": TEXT, column: TEXT} for column in ("label", "completion", "response")),
+    {"prompt": TEXT, "completion": TEXT, "label": st.booleans()},
     {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
     {"prompt": PROMPT, "completion": REPLY},
     {"prompt": PROMPT, "chosen": REPLY, "rejected": REPLY},
@@ -311,7 +325,7 @@ FILES = st.sampled_from(LAYOUTS).flatmap(
 )
 
 
-@pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences])
+@pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences, load_unpaired_preferences])
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
 def test_any_json_gives_usable_records_or_a_data_error(
@@ -332,7 +346,8 @@ def test_any_json_gives_usable_records_or_a_data_error(
     assert report.examples + report.skipped == len(records), "every record is used or counted"
     assert report.reasons == Counter() or skip
     for example in data:
-        assert all(example[column] for column in data.column_names)
+        assert isinstance(example.pop("desirable", True), bool)
+        assert all(example.values())
         assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])
 
 

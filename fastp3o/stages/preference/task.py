@@ -1,0 +1,123 @@
+"""What learning from pairs and from single responses have in common: the reference, the loss, sampled evaluations."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from datasets import Dataset
+from torch import Tensor, nn
+
+from fastp3o.data import load_prompts
+from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.loading import load_policy, require_same_vocabulary
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.reference import LoadedForEachUse, Reference
+from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.offline.config import PreferenceConfig
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.stages.online_setup import load_named_reward, load_reference, policy_sampler, whole_copy
+from fastp3o.stages.setup import Setting, load_examples
+from fastp3o.stages.supervised import Examples, SupervisedTask
+from fastp3o.training.processes import on_main_process
+from fastp3o.training.reference_logprobs import ReferenceLogprobs
+from fastp3o.training.states.fingerprints import of_model
+from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss
+
+
+@dataclass(frozen=True)
+class PreferenceRow(PackedRow):
+    """A packed row of P groups of K responses, and what its loss takes beside the policy."""
+
+    of_responses: dict[str, Tensor]  # [P, K] each
+
+    @classmethod
+    def of(cls, row: PackedRow, of_batch: dict[str, Tensor]) -> "PreferenceRow":
+        """of_batch: of all groups of a batch, which row.groups are numbers of."""
+        numbers = list(row.groups)
+        return cls(**vars(row), of_responses={name: values[numbers] for name, values in of_batch.items()})
+
+
+class Preferences(SupervisedTask[PreferenceRow]):
+    """Before the first step the reference's log-probs are computed, or found in their file; then it is gone.
+
+    columns: of the responses whose log-probs they are.
+    """
+
+    config: PreferenceConfig
+    columns: tuple[str, ...]
+
+    def __init__(self, config: PreferenceConfig):
+        self.config, self.name = config, config.objective
+        self.reference: Reference | None = None
+
+    def load_model(self) -> PackedModel:
+        model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code)
+        choose_trainable(model, self.config)
+        return model
+
+    def set_up(self, setting: Setting, data: dict[str, Dataset]) -> None:
+        """Loads the reference, unless its log-probs of all data are found."""
+        config, self.data = self.config, data
+        if config.reference:
+            require_same_vocabulary(
+                config.reference, config.model, setting.tokenizer, trust_remote_code=config.trust_remote_code
+            )
+        load = partial(load_reference, config, setting.accelerator, setting.precision, setting.model, setting.mesh)
+        if config.eval_prompts:
+            self.samples = evaluation_of_samples(config, setting, config.eval_prompts, LoadedForEachUse(load))
+        if config.needs_reference:
+            weights = on_main_process(setting.accelerator, lambda: of_model(config.reference or config.model))
+            self.ref_logprobs = ReferenceLogprobs(
+                setting.accelerator,
+                Path(config.reference_logprobs or config.output_dir),
+                data,
+                self.columns,
+                config.packing,
+                depends_on=(weights, setting.precision.name),
+            )
+            self.reference = None if self.ref_logprobs.complete else load()
+
+    def complete(self) -> dict[str, Dataset]:
+        """The data with log-probs of the reference, [n, 2], which is dropped."""
+        if not self.config.needs_reference:
+            return self.data
+        if self.reference is not None:
+            self.ref_logprobs.compute(self.reference)
+            self.reference = None
+        return self.ref_logprobs.added_to_data()
+
+    def losses(self, model: nn.Module, row: PreferenceRow) -> dict[str, Tensor]:
+        def sums(groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.config.losses(groups).sum(), self.config.metrics(groups)
+
+        def loss(hidden: Tensor, head: Head) -> LinearLossOutput:
+            return linear_loss(
+                hidden,
+                head,
+                row.labels,
+                row.cu_seqlens_on_host,
+                sums,
+                responses_per_group=row.responses_per_prompt or 1,
+                of_responses=row.of_responses,
+                divisor=1,
+            )
+
+        output = model(row, row.scored_at, loss)
+        return {"loss": output.loss, **output.metrics}
+
+    def count(self, examples: Examples) -> int:
+        """Pairs, or single responses."""
+        return len(examples["prompt_ids"])
+
+
+def evaluation_of_samples(config: PreferenceConfig, setting: Setting, prompts: str, reference: Reference) -> Evaluation:
+    """Of responses sampled to prompts, as in the online loop; before the policy is spread over processes."""
+    accelerator, precision, tokenizer, policy, mesh = setting
+    split, limit = config.eval_split, config.eval_limit
+    examples = load_examples(accelerator, load_prompts, prompts, split, limit, tokenizer, config)
+    rewards = {}
+    if config.reward:
+        rewards["reward"] = load_named_reward(config.reward, config, accelerator, precision, tokenizer, mesh)
+    copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
+    sampler = policy_sampler(config, policy, copy, tokenizer, config.rollout_batch_size)
+    return Evaluation(accelerator, policy, reference, sampler, rewards, examples, config.packing, 1, config.seed)
