@@ -35,7 +35,7 @@ def required(help: str) -> Any:
 
 def objective_name(name: str) -> Any:
     """The field `objective` of a configuration that `parse_chosen` can choose: its own name is its only value."""
-    return field(default=name, metadata={"help": "What this configuration trains with.", "choices": [name]})
+    return option(name, "What trains.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +257,8 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
         value = getattr(config, flag.name)
         if isinstance(value, str) and value != flag.default and (not value.strip() or "\0" in value):
             parser.error(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
+        if flag.name == "objective" and value != flag.default:
+            parser.error(f"--objective is {flag.default} in these options, got {value!r}")
     return config
 
 

@@ -51,10 +51,13 @@ class PreferenceConfig(SamplerConfig, TrainableConfig, SupervisedConfig):
         self.check_trainable()
         self.check_sampler()
         self.check_alone("eval_prompts", *SAMPLING_FLAGS)
-        self.check(self.needs_reference or not self.reference_logprobs, "reference_logprobs", "left out: there is none")
-        if self.reference and not (self.needs_reference or self.eval_prompts):
+        if self.needs_reference:
+            return
+        if self.reference_logprobs:
+            raise ValueError(f"--reference_logprobs does nothing: --objective {self.objective} has no reference")
+        if self.reference and not self.eval_prompts:
             raise ValueError(
-                f"--reference does nothing without --eval_prompts: the loss of --objective {self.objective} has none"
+                f"--reference does nothing without --eval_prompts: --objective {self.objective} has no reference"
             )
 
     def check_evaluation(self) -> None:

@@ -20,6 +20,7 @@ from fastp3o.stages import online_setup, supervised
 from fastp3o.stages.preference import train
 from fastp3o.stages.preference.unpaired import with_other_prompts
 from fastp3o.training import reference_logprobs
+from fastp3o.training.states.changes import ResumeError
 from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start
 
 LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
@@ -335,6 +336,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(objective, changes, workplace, t
     for file in ("metrics.jsonl", "eval.jsonl"):
         assert metrics("resumed", file) == metrics("whole", file)
     assert_equal(weights("resumed"), weights("whole"))
+
+
+def test_another_objective_is_another_run(workplace, tiny_model):
+    run("dpo", "run", tiny_model)
+    with pytest.raises(ResumeError, match=r"another run: --objective \(dpo before, ipo now\)"):
+        run("ipo", "run", tiny_model, resume=True)
+    run("dpo", "run", tiny_model, resume=True, epochs=2, beta=0.2)
+    assert len(metrics("run")) == 4
 
 
 def test_the_written_configuration_starts_the_same_run(workplace, tiny_model):
