@@ -38,8 +38,8 @@ class DamagedFileError(ValueError):
 class ReferenceLogprobs:
     """Of the responses in some columns of data sets, which go by names.
 
-    folder: of the files. packing: of the rows that a reference gets. depends_on: what the log-probs depend on beside
-    the examples, such as the model's fingerprint.
+    folder: of the files. columns: those of one tuple share their prompt in a row, as they do in training. packing: of
+    the rows. depends_on: what the log-probs depend on beside the examples, such as the model's fingerprint.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class ReferenceLogprobs:
         accelerator: Accelerator,
         folder: Path,
         data: Mapping[str, Dataset],
-        columns: Sequence[str],
+        columns: Sequence[Sequence[str]],
         packing: Packing,
         depends_on: Sequence[str],
     ):
         self.accelerator, self.data, self.columns, self.packing = accelerator, data, columns, packing
         self.paths = {
-            name: folder / file_name(examples._fingerprint, *columns, *depends_on) for name, examples in data.items()
+            name: folder / file_name(examples._fingerprint, columns, depends_on) for name, examples in data.items()
         }
         self.known = {
             name: logprobs for name, examples in data.items() if (logprobs := self.find(name, examples)) is not None
@@ -95,7 +95,7 @@ class ReferenceLogprobs:
         }
 
 
-def file_name(*contents: str) -> str:
+def file_name(*contents: object) -> str:
     return f"reference-{hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]}.safetensors"
 
 
@@ -126,14 +126,22 @@ def checksum(logprobs: Tensor) -> str:
 
 
 def compute_logprobs(
-    accelerator: Accelerator, reference: Reference, examples: Dataset, columns: Sequence[str], packing: Packing
+    accelerator: Accelerator,
+    reference: Reference,
+    examples: Dataset,
+    columns: Sequence[Sequence[str]],
+    packing: Packing,
 ) -> Tensor:
     """log π_ref of the responses in R columns, [n, R] fp32 on the CPU of every process.
 
     Raises NotFiniteError where one is NaN or infinite.
     """
-    chunks = [range(first, min(first + CHUNK, len(examples))) for first in range(0, len(examples), CHUNK)]
-    logprobs = torch.cat([of_chunk(accelerator, reference, examples[chunk], columns, packing) for chunk in chunks])
+    chunks = []
+    for first in range(0, len(examples), CHUNK):
+        chunk = examples[first : first + CHUNK]
+        of_tuples = [of_chunk(accelerator, reference, chunk, together, packing) for together in columns]
+        chunks.append(torch.cat(of_tuples, dim=1))
+    logprobs = torch.cat(chunks)
     require_finite(accelerator, "a log-probability of the reference", logprobs)
     return logprobs
 
@@ -141,12 +149,13 @@ def compute_logprobs(
 def of_chunk(
     accelerator: Accelerator, reference: Reference, examples: dict[str, list], columns: Sequence[str], packing: Packing
 ) -> Tensor:
-    texts = list(zip(examples["prompt_ids"], *(examples[column] for column in columns), strict=True))
-    # A chunk may have fewer examples than there are processes: all must make equally many passes, one at least.
-    own = [texts[number] for number in process_share(list(range(len(texts))), accelerator) or [0]]
-    rows = pack([prompt for prompt, *_ in own], [responses for _, *responses in own], packing)
+    prompts, groups = examples["prompt_ids"], list(zip(*(examples[column] for column in columns), strict=True))
+    # A chunk may have fewer examples than there are processes, and each must make equally many passes, one at least.
+    own = process_share(list(range(len(prompts))), accelerator) or [0]
+    rows = pack([prompts[number] for number in own], [groups[number] for number in own], packing)
+    rows = [row.to(accelerator.device) for row in rows]
     with accelerator.autocast():
-        token_logprobs = reference([row.to(accelerator.device) for row in rows])
-    sums = [sequence_logprobs(of_row, row.cu_seqlens) for of_row, row in zip(token_logprobs, rows, strict=True)]
-    shares = gather_object([by_group(rows, sums).tolist()])
-    return torch.tensor([shares[n % len(shares)][n // len(shares)] for n in range(len(texts))])
+        token_logprobs = reference(rows)
+    logprobs = [sequence_logprobs(of_row, row.cu_seqlens) for of_row, row in zip(token_logprobs, rows, strict=True)]
+    shares = gather_object([by_group(rows, logprobs).tolist()])
+    return torch.tensor([shares[number % len(shares)][number // len(shares)] for number in range(len(prompts))])

@@ -12,7 +12,7 @@ class PreferencePairs(Preferences):
     """Both responses share their prompt in the row."""
 
     load_examples = staticmethod(load_preferences)
-    columns = ("chosen_ids", "rejected_ids")
+    columns = (("chosen_ids", "rejected_ids"),)
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
         responses = list(zip(examples["chosen_ids"], examples["rejected_ids"], strict=True))

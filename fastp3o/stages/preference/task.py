@@ -40,11 +40,11 @@ class PreferenceRow(PackedRow):
 class Preferences(SupervisedTask[PreferenceRow]):
     """Before the first step the reference's log-probs are computed, or found in their file; then it is gone.
 
-    columns: of the responses whose log-probs they are.
+    columns: of the responses whose log-probs they are; those of one tuple share their prompt in a row.
     """
 
     config: PreferenceConfig
-    columns: tuple[str, ...]
+    columns: tuple[tuple[str, ...], ...]
 
     def __init__(self, config: PreferenceConfig):
         self.config, self.name = config, config.objective

@@ -27,7 +27,7 @@ class UnpairedPreferences(Preferences):
     """
 
     load_examples = staticmethod(load_unpaired_preferences)
-    columns = ("response_ids", "mismatched_ids")
+    columns = (("response_ids",), ("mismatched_ids",))
 
     def set_up(self, setting: Setting, data: dict[str, Dataset]) -> None:
         super().set_up(setting, {name: with_mismatched(examples, name) for name, examples in data.items()})
