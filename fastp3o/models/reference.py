@@ -1,5 +1,6 @@
 """The frozen policy that the KL is measured against: a second model, or a LoRA policy without its adapters."""
 
+import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -46,4 +47,8 @@ class LoadedForEachUse:
         self.load = load
 
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        return self.load()(rows)
+        try:
+            return self.load()(rows)
+        finally:
+            # A model that is spread over processes refers to itself.
+            gc.collect()

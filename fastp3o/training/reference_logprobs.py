@@ -55,14 +55,13 @@ class ReferenceLogprobs:
         self.paths = {
             name: folder / file_name(examples._fingerprint, columns, depends_on) for name, examples in data.items()
         }
-        self.known = {
-            name: logprobs for name, examples in data.items() if (logprobs := self.find(name, examples)) is not None
-        }
+        found = {self.paths[name]: self.find(name, examples) for name, examples in data.items()}
+        self.known = {path: logprobs for path, logprobs in found.items() if logprobs is not None}
 
     @property
     def complete(self) -> bool:
         """Whether those of all data sets are known."""
-        return self.known.keys() == self.data.keys()
+        return self.known.keys() >= set(self.paths.values())
 
     def find(self, name: str, examples: Dataset) -> Tensor | None:
         """What the file of a data set has; a damaged one is said."""
@@ -82,15 +81,18 @@ class ReferenceLogprobs:
 
     def compute(self, reference: Reference) -> None:
         """Computes what is not known, and writes it to its file. Raises NotFiniteError."""
-        for name in [name for name in self.data if name not in self.known]:
-            logprobs = compute_logprobs(self.accelerator, reference, self.data[name], self.columns, self.packing)
-            on_main_process(self.accelerator, partial(write_logprobs, self.paths[name], logprobs))
-            self.known[name] = logprobs
+        for name, path in self.paths.items():
+            if path not in self.known:
+                logprobs = compute_logprobs(self.accelerator, reference, self.data[name], self.columns, self.packing)
+                on_main_process(self.accelerator, partial(write_logprobs, path, logprobs))
+                self.known[path] = logprobs
 
     def added_to_data(self) -> dict[str, Dataset]:
         """The data sets with a further column `reference`, a list of R numbers."""
         return {
-            name: examples.add_column("reference", self.known[name].tolist(), new_fingerprint=examples._fingerprint)
+            name: examples.add_column(
+                "reference", self.known[self.paths[name]].tolist(), new_fingerprint=examples._fingerprint
+            )
             for name, examples in self.data.items()
         }
 

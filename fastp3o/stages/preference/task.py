@@ -1,5 +1,6 @@
 """What learning from pairs and from single responses have in common: the reference, the loss, sampled evaluations."""
 
+import gc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,8 @@ class Preferences(SupervisedTask[PreferenceRow]):
         if self.reference is not None:
             self.ref_logprobs.compute(self.reference)
             self.reference = None
+            # A model that is spread over processes refers to itself.
+            gc.collect()
         return self.ref_logprobs.added_to_data()
 
     def losses(self, model: nn.Module, row: PreferenceRow) -> dict[str, Tensor]:
