@@ -60,7 +60,7 @@ class KTOConfig(PreferenceConfig):
         log_ratios = responses.logprobs - responses["reference"]
         sides = (log_ratios - responses["reference_point"]).sign()
         of_kind = log_ratios / responses["share"]
-        of_desirable, of_undesirable = of_kind[desirable].sum(), of_kind[~desirable].sum()
+        of_desirable, of_undesirable = ((of_kind * kind).sum() for kind in (desirable, ~desirable))
         return {
             "accuracy": ((sides.where(desirable, -sides) + 1) / 2).sum(),
             "margin": of_desirable - of_undesirable,

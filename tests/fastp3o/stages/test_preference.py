@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +21,6 @@ from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
 from fastp3o.stages import online_setup, supervised
 from fastp3o.stages.preference import train
 from fastp3o.stages.preference.unpaired import with_other_prompts
-from fastp3o.training import reference_logprobs
 from fastp3o.training.states.changes import ResumeError
 from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start
 
@@ -155,12 +156,15 @@ def test_z0_is_at_least_0_and_is_of_another_prompts_response(workplace, tiny_mod
     assert above["margin"] == pytest.approx(above["log_ratio_desirable"] - above["log_ratio_undesirable"], abs=1e-5)
 
 
-def test_partners_have_another_prompt():
-    for prompts in ("ab", "abc", "aabbb", "aab", "abba", "aabaab"):
-        others = with_other_prompts([[ord(prompt)] for prompt in prompts])
-        assert all(prompts[other] != prompt for other, prompt in zip(others, prompts, strict=True)), prompts
+@given(prompts=st.lists(st.integers(0, 2).map(lambda token: [token]), min_size=1))
+def test_partners_have_another_prompt(prompts):
+    others = with_other_prompts(prompts)
+    assert (others is None) == all(prompt == prompts[0] for prompt in prompts)
+    assert others is None or all(prompts[other] != prompt for other, prompt in zip(others, prompts, strict=True))
+
+
+def test_partners_are_the_nearest_before():
     assert with_other_prompts([[1], [2], [2], [3], [1]]) == [3, 0, 0, 2, 3]
-    assert with_other_prompts([[1], [1]]) is None
 
 
 # --- packing, processes, memory ---------------------------------------------------------------------------------------
@@ -267,25 +271,15 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
     assert len(reference_files("shared")) == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_a_damaged_file_is_said_and_computed_again(damage, workplace, tiny_model, capsys):
+def test_a_damaged_file_is_said_and_computed_again(workplace, tiny_model, capsys):
     run("dpo", "first", tiny_model, reference_logprobs="shared")
     (file,) = reference_files("shared")
     whole = file.read_bytes()
-    file.write_bytes(whole[:-5] if damage == "cut" else whole[:-1] + b"\1")
+    file.write_bytes(whole[:-1] + b"x")
     run("dpo", "second", tiny_model, reference_logprobs="shared")
     assert f"{file} is damaged" in capsys.readouterr().out
     assert file.read_bytes() == whole
     assert metrics("first") == metrics("second")
-
-
-def test_log_probs_are_those_of_every_chunk(workplace, tiny_model, monkeypatch):
-    run("dpo", "whole", tiny_model)
-    monkeypatch.setattr(reference_logprobs, "CHUNK", 3)
-    run("dpo", "chunks", tiny_model)
-    whole, chunks = (reference_logprobs.read_logprobs(*reference_files(name), 8) for name in ("whole", "chunks"))
-    torch.testing.assert_close(whole, chunks)
-    assert not torch.equal(whole[0], whole[1])
 
 
 def test_stages_chain(workplace, tiny_model):
