@@ -19,6 +19,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 BINS = 10
+WIDTH = 0.5 / BINS
 
 
 def judged(differences: Sequence[tuple[int, float]], path: Path, seed: int) -> dict[str, float]:
@@ -42,12 +43,13 @@ def judged(differences: Sequence[tuple[int, float]], path: Path, seed: int) -> d
 
 
 class Bin(NamedTuple):
-    """Pairs with similar predictions.
+    """Pairs with similar predictions, from `start` to the start of the next bin.
 
     predicted: their mean. observed: the share in which the better response has the higher score, equal scores counting
-    a half. low, high: its 95% interval.
+    a half. low, high: its 95% interval, which takes pairs as independent; those of one ranking are not.
     """
 
+    start: float
     predicted: float
     observed: float
     low: float
@@ -55,19 +57,19 @@ class Bin(NamedTuple):
     pairs: int
 
 
-def calibration(differences: Sequence[float], bins: int = BINS) -> list[Bin]:
+def calibration(differences: Sequence[float]) -> list[Bin]:
     """Bins of equal width from 1/2 to 1, without the empty ones. differences: r_w − r_l of the pairs, finite."""
     values = np.asarray(differences, dtype=float)
     predicted = 1 / (1 + np.exp(-np.abs(values)))
     right = (np.sign(values) + 1) / 2
-    number = np.minimum((2 * bins * (predicted - 0.5)).astype(int), bins - 1)
-    found = []
-    for b in range(bins):
-        inside = number == b
-        if pairs := int(inside.sum()):
-            observed = float(right[inside].mean())
-            found.append(Bin(float(predicted[inside].mean()), observed, *wilson_interval(observed, pairs), pairs))
-    return found
+    bin_of_pair = np.minimum(((predicted - 0.5) / WIDTH).astype(int), BINS - 1)
+    bins = []
+    for number in np.unique(bin_of_pair):
+        inside = bin_of_pair == number
+        observed, pairs = float(right[inside].mean()), int(inside.sum())
+        mean = float(predicted[inside].mean())
+        bins.append(Bin(0.5 + WIDTH * int(number), mean, observed, *wilson_interval(observed, pairs), pairs))
+    return bins
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
@@ -89,15 +91,17 @@ def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
     # The end of an interval can be where the share is, and by rounding behind it.
     below, above = [max(b.observed - b.low, 0) for b in bins], [max(b.high - b.observed, 0) for b in bins]
     axes.plot([0.5, 1], [0.5, 1], "--", color="grey", linewidth=1, label="as sure as right")
-    axes.errorbar(predicted, observed, yerr=[below, above], fmt="o-", markersize=5, linewidth=1, elinewidth=0.8)
-    axes.set_ylabel("share in which it is the better one (bars: 95%)")
+    axes.errorbar(predicted, observed, yerr=[below, above], fmt="o", markersize=5, elinewidth=1, capsize=3)
+    axes.set_ylabel("observed share (bars: 95%)")
+    axes.set_ylim(-0.02, 1.02)
     axes.set_title(title, fontsize=10)
     axes.legend(loc="lower right")
-    counts.bar(predicted, [b.pairs for b in bins], width=0.02)
+    bars = counts.bar([b.start for b in bins], [b.pairs for b in bins], width=WIDTH, align="edge", edgecolor="white")
+    counts.bar_label(bars, fontsize=7)
+    counts.margins(y=0.2)
     counts.set_ylabel("pairs")
-    counts.set_xlabel("predicted: σ(difference of the two scores)")
-    for part in (axes, counts):
-        part.grid(alpha=0.3)
+    counts.set_xlabel("predicted share of pairs with the better response ahead")
+    axes.grid(alpha=0.3)
     axes.set_xlim(0.49, 1.01)
     unfinished = beside(path)
     try:

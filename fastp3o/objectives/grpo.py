@@ -39,7 +39,7 @@ class ClippedConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(ClippedConfig):
-    """GRPO: the mean over a response's tokens, then over responses; a KL in the loss."""
+    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
 
     objective: str = objective_name("grpo")
     kl_coef: float = option(0.04, "Beta, the weight of the KL to the reference (arXiv 2402.03300: 0.04).")
@@ -62,9 +62,7 @@ class DrGRPOConfig(GRPOConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DAPOConfig(GRPOConfig):
-    """DAPO (arXiv 2503.14476): clipped farther above than below, the mean over tokens, groups of equal rewards sampled
-    again, no KL.
-    """
+    """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
     objective: str = objective_name("dapo")
     clip_high: float = option(0.28, "Ratios count up to 1 + clip_high.")

@@ -11,7 +11,7 @@ from fastp3o_kernels.head.groups import Groups
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOConfig(ClippedConfig):
-    """GSPO: the geometric mean of the ratios of a response's tokens is clipped."""
+    """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
     objective: str = objective_name("gspo")
     clip_low: float = option(3e-4, "Ratios count down to 1 − clip_low (arXiv 2507.18071: 0.0003).")

@@ -20,7 +20,7 @@ from fastp3o_kernels.losses import nash_md
 
 @dataclass(frozen=True, kw_only=True)
 class NashMDConfig(MixtureConfig):
-    """Nash-MD: towards what is preferred to the mixture's responses; K / 2 responses are the policy's."""
+    """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("tau",)
 

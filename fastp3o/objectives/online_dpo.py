@@ -14,7 +14,7 @@ from fastp3o_kernels.losses import dpo
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineDPOConfig(OnlineConfig):
-    """Online DPO: of two fresh responses the one with the higher reward is the chosen one."""
+    """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("kl_coef",)
 
@@ -43,7 +43,7 @@ class OnlineDPO(LabelledPairs):
 
 @dataclass(frozen=True, kw_only=True)
 class BPOConfig(OnlineDPOConfig):
-    """BPO (behaviour preference optimization, arXiv 2406.12168): online DPO against the policy that sampled."""
+    """BPO (arXiv 2406.12168): online DPO against the policy that sampled."""
 
     objective: str = objective_name("bpo")
     kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the policy that sampled.")

@@ -14,7 +14,7 @@ from fastp3o_kernels.losses import ipo
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineIPOConfig(MixtureConfig):
-    """Online IPO: log-ratios of chosen and rejected are drawn to a distance of 1 / (2 tau). IPO-MD with --mixture."""
+    """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("tau",)
 

@@ -18,7 +18,7 @@ OF_PROMPTS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl"
 
 @dataclass(frozen=True, kw_only=True)
 class P3OConfig(P3OSettings, RewardScalingConfig, KLConfig):
-    """Stage 3: Pairwise Proximal Policy Optimization. Defaults are the first author's settings for a 1 B model."""
+    """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("clip_range",)
 

@@ -13,7 +13,7 @@ from fastp3o_kernels.p3o.settings import described
 
 @dataclass(frozen=True, kw_only=True)
 class PPGConfig(P3OConfig):
-    """PPG: one step a round, from the policy that sampled."""
+    """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
     objective: str = objective_name("ppg")
     clipping: str = described("none", "The gradient has nothing to clip.", choices=("none",))

@@ -31,7 +31,7 @@ OfHead = Callable[[Tensor, Head, PackedRow], Tensor | tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(KLConfig):
-    """PPO for language models: token by token, with a critic. Every response of a prompt counts alone."""
+    """PPO (arXiv 1707.06347): token by token, with a critic; every response of a prompt counts alone."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = (
         *("clip_range", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),

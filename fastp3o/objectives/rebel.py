@@ -14,7 +14,7 @@ from fastp3o_kernels.losses import rebel
 
 @dataclass(frozen=True, kw_only=True)
 class REBELConfig(PolicyGradientConfig):
-    """REBEL: a quadratic step from the policy that sampled."""
+    """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("eta",)
 

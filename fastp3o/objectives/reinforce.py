@@ -19,7 +19,7 @@ from fastp3o_kernels.losses import reinforce, rloo_advantages
 
 @dataclass(frozen=True, kw_only=True)
 class RLOOConfig(PolicyGradientConfig):
-    """RLOO: the baseline of a response is the mean reward of its prompt's others."""
+    """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
     objective: str = objective_name("rloo")
     inner_epochs: int = option(1, "Passes over each round's rollouts; the loss is on-policy in the first step alone.")
@@ -40,7 +40,7 @@ class RLOO(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class REINFORCEConfig(RLOOConfig):
-    """REINFORCE: the baseline is the mean reward of all responses of an update."""
+    """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
     objective: str = objective_name("reinforce")
     reward_scaling: str = field(

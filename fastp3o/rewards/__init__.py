@@ -5,6 +5,8 @@ names.py         what the name of a reward says it is
 reward.py        what every reward is: rollouts -> a number for each response; loading one by name
 reward_model.py  the score of a reward model
 function.py      a user's Python function of texts, and of columns of the data
+remote.py        what an endpoint answers
+verifiable.py    rewards of tasks whose answers are known
 penalties.py     what is subtracted for the form of a response: its end, its length, its repetitions
 scoring.py       all of it added up: rewards with their weights, less penalties
 scaling.py       rewards divided by a running standard deviation, and bounded

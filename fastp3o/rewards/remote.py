@@ -3,11 +3,10 @@
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.data.columns import column_values
@@ -58,9 +57,8 @@ class RemoteReward:
         rewards = self.endpoint.post(body, lambda answer: read_rewards(answer, len(texts)), stopped)
         return dict(zip(keys, rewards, strict=True))
 
-    def check(self, examples: Dataset) -> None:
-        """Has an empty response to the first prompt scored. Raises as a call does."""
-        example = examples[:1]
+    def check(self, example: Mapping[str, list]) -> None:
+        """Has an empty response to a prompt scored. example: a batch of one. Raises as a call does."""
         columns = column_values(example)
         self(Rollouts(example["prompt"], example["prompt_ids"], [[""]], [[[]]], [[False]], columns=columns))
 

@@ -5,6 +5,7 @@ online.py                stage 3, any online objective: the loop from top to bot
 online_setup.py          what that loop works with
 online_report.py         what it says of an update
 generate.py              sampling without training: responses that their rewards choose, as data for the others
+generate_config.py, generate_setup.py, generate_report.py   its options, what it works with, what it writes and says
 selection.py             which responses that is, and the records that they become
 samples.py               the file of all responses and rewards, which a resumed run goes on with
 setup.py                 what every stage does before its loop

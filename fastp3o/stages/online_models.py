@@ -80,7 +80,7 @@ def load_named_reward(
         remote=config,
     )
     if isinstance(reward, RemoteReward):
-        on_main_process(accelerator, partial(reward.check, examples))
+        on_main_process(accelerator, partial(reward.check, examples[:1]))
     # In another vocabulary, lengths are known with the texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         reward.model.model.check_reach(config.longest_sequence)

@@ -20,6 +20,7 @@ from fastp3o.evaluation.win_rates.verdicts import Verdict
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.precision import precision_of
 from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import columns_of, load_reward
 from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.named_sampler import named_sampler
@@ -125,6 +126,8 @@ def respond(
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     packing = config.packing
     reward = load_reward(config.reward, tokenizer, packing=packing, remote=config, **loading) if config.reward else None
+    if isinstance(reward, RemoteReward):
+        reward.check({name: values[:1] for name, values in prompts.items()})
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.longest_sequence)
     sampler = named_sampler(

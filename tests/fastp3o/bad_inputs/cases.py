@@ -64,6 +64,7 @@ FLAGS = [
         f"--eval_prompts prompts.jsonl --gold_{AWAY.removeprefix('--')} --reward_retries 0",
         "http://127.0.0.1:1/score does not answer",
     ),
+    ("win_rate", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer"),
     ("p3o", "--reward http://host/a?b=c", "the endpoint must be a URL such as http://localhost:8000/v1"),
     *[
         ("p3o", f"--{name}={value}", f"--{name} must be {expected}")

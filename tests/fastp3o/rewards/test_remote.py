@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from datasets import Dataset
 
 from fastp3o.endpoint import EndpointError
 from fastp3o.rewards.config import RemoteConfig
@@ -180,8 +179,8 @@ def test_nobody_listens():
 
 
 def test_a_check_has_one_response_scored(server):
-    examples = Dataset.from_dict({"prompt": ["a", "b"], "prompt_ids": [[1], [2]], "answer": ['"x"', '"y"']})
-    reward_at(server.url, reward_columns="answer").check(examples)
+    reward = reward_at(server.url, reward_columns="answer")
+    reward.check({"prompt": ["a"], "prompt_ids": [[1]], "answer": ['"x"']})
     assert server.requests == [{"prompts": ["a"], "responses": [""], "answer": ["x"]}]
 
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.data import load_demonstrations, load_preferences
 from fastp3o.stages import generate as stage
-from fastp3o.stages.generate import GenerateConfig, generate
+from fastp3o.stages.generate import generate
+from fastp3o.stages.generate_config import GenerateConfig
 from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.run_folder import release
 from fastp3o.training.states.changes import ResumeError

@@ -109,6 +109,7 @@ DAMAGES = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: path.write_bytes(b""),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "not to be read": lambda path: (path.unlink(), path.mkdir()),
 }
 
 

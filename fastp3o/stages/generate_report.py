@@ -1,0 +1,67 @@
+"""What of the samples is kept and written, and what is said of it."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from fastp3o.stages.generate_config import GenerateConfig
+from fastp3o.stages.samples import SamplesFile
+from fastp3o.stages.selection import PAIRS, records_of
+from fastp3o.training.durable import whole_file
+
+
+class Generated(NamedTuple):
+    """What a start of `generate` has to say.
+
+    prompts, responses, mean_reward, empty, unfinished: of all that was sampled, before this start too. records,
+    records_of_prompts: kept, and to how many prompts; mean_kept: their mean reward, of pairs their mean margin.
+    tokens_per_second: sampled in this start, rewards not included; 0 where there was nothing left to sample.
+    """
+
+    prompts: int
+    responses: int
+    mean_reward: float
+    empty: int
+    unfinished: int
+    records: int
+    records_of_prompts: int
+    mean_kept: float
+    tokens_per_second: float = 0.0
+
+
+def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Generated:
+    """Writes the records that are kept, in the order of the prompts. Raises ValueError where there are none."""
+    rewards, kept = [], []
+    prompts = with_records = empty = unfinished = 0
+    with whole_file(path) as file:
+        for one in samples:
+            records = records_of(one, config, config.seed)
+            for record in records:
+                file.write(f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode())
+                kept.append(record["margin" if config.keep in PAIRS else "reward"])
+            prompts += 1
+            with_records += bool(records)
+            rewards += one.rewards
+            empty += sum(not text.strip() for text in one.responses)
+            unfinished += len(one.finished) - sum(one.finished)
+        if not kept:
+            raise ValueError(
+                f"nothing of {len(rewards)} responses is kept by --keep {config.keep}: rewards go from "
+                f"{min(rewards):.4g} to {max(rewards):.4g}, {unfinished} responses have no end-of-sequence and {empty} "
+                f"no text. All are in {samples.path}: --resume with other settings keeps others"
+            )
+    means = (sum(values) / len(values) for values in (rewards, kept))
+    mean_reward, mean_kept = means
+    return Generated(prompts, len(rewards), mean_reward, empty, unfinished, len(kept), with_records, mean_kept)
+
+
+def told(generated: Generated, config: GenerateConfig, path: Path) -> str:
+    g = generated
+    speed = f", {g.tokens_per_second:.0f} tokens per second" if g.tokens_per_second else ""
+    unfinished = "cut at --max_response_tokens" + ("" if config.keep_unfinished else " and left out")
+    return (
+        f"{g.responses} responses to {g.prompts} prompts, mean reward {g.mean_reward:.4g}{speed}; {g.unfinished} "
+        f"{unfinished}, {g.empty} without text and left out\n"
+        f"{path} ({config.keep}): {g.records} {'pairs' if config.keep in PAIRS else 'responses'} of "
+        f"{g.records_of_prompts} prompts, mean {'margin' if config.keep in PAIRS else 'reward'} {g.mean_kept:.4g}"
+    )

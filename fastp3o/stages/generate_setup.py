@@ -1,0 +1,104 @@
+"""What `generate.py` works with, built from its configuration, and the folder that it goes on with."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.models.frozen import FrozenModel
+from fastp3o.models.loading import load_policy
+from fastp3o.models.sharding import loading_device, process_mesh
+from fastp3o.precision import Precision
+from fastp3o.rewards.remote import RemoteReward
+from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rollouts.gathered_sampler import GatheredSampler
+from fastp3o.rollouts.named_sampler import named_sampler
+from fastp3o.rollouts.sampler import Sampler
+from fastp3o.stages.generate_config import GenerateConfig
+from fastp3o.stages.online_models import whole_copy
+from fastp3o.stages.samples import SamplesFile
+from fastp3o.training.processes import on_main_process
+from fastp3o.training.run_folder import clear_away, write_config
+from fastp3o.training.states.changes import plain, require_same_run
+from fastp3o.training.states.fingerprints import fingerprints_of
+from fastp3o.training.states.manifest import Manifest, read_manifest
+
+
+def load_models(
+    config: GenerateConfig,
+    accelerator: Accelerator,
+    precision: Precision,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Dataset,
+) -> tuple[Sampler, Reward]:
+    """A sampler of the policy and the reward; of several processes each has a part of the models.
+
+    prompts: of which an endpoint is asked for the first one, before anything begins.
+    """
+    device, mesh = accelerator.device, process_mesh(accelerator.device)
+    loading: dict[str, Any] = {"dtype": precision.weights, "trust_remote_code": config.trust_remote_code}
+    reward = load_reward(
+        config.reward,
+        tokenizer,
+        device=device,
+        packing=config.packing,
+        mesh=mesh,
+        offload=config.offload,
+        remote=config,
+        **loading,
+    )
+    if isinstance(reward, RemoteReward):
+        on_main_process(accelerator, partial(reward.check, prompts[:1]))
+    if isinstance(reward, ModelReward) and reward.shares_vocabulary:
+        reward.model.model.check_reach(config.longest_sequence)
+    policy = load_policy(config.model, device=loading_device(device, mesh), **loading)
+    policy.check_reach(config.longest_sequence)
+    copy = None
+    if mesh is not None:
+        # Its own part and one of a reward model of its size.
+        copy = whole_copy(policy, accelerator, precision, mesh, 2 * precision.weights.itemsize)
+    FrozenModel(policy, device, mesh, offload=False)
+    sampler = named_sampler(
+        config.sampler,
+        policy if copy is None else copy.model,
+        tokenizer,
+        max_response_tokens=config.max_response_tokens,
+        batch_size=config.rollout_batch_size,
+        memory_gb=config.rollout_memory,
+        compiles=config.compile_rollouts,
+        settings=config.sampling_settings(),
+        graph=False if copy is not None and copy.by_layer else None,
+    )
+    return sampler if copy is None else GatheredSampler(sampler, policy, copy), reward
+
+
+def begun(
+    accelerator: Accelerator, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
+) -> tuple[Manifest, int]:
+    """What this run's samples are of, and how many prompts have theirs. Changes nothing.
+
+    Raises ResumeError where those in the folder are of something else, and CorruptStateError where nothing says.
+    """
+    fingerprints = fingerprints_of(config, {"prompts": prompts})
+    manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
+    done = samples.whole_batches(config.rollout_batch_size, len(prompts))
+    if config.resume:
+        lines = []
+        if samples.path.exists():
+            before = read_manifest(samples.path.parent)
+            lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
+        for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
+            accelerator.print(line)
+    return manifest, done
+
+
+def begin(config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int) -> None:
+    """Puts the folder in order for what comes next; every check is behind."""
+    clear_away(folder)
+    manifest.write(folder)
+    samples.cut_behind(done)
+    write_config(folder, config)
