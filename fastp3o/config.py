@@ -36,7 +36,7 @@ def required(help: str) -> Any:
 
 def objective_name(name: str) -> Any:
     """The field `objective` of a configuration that `parse_chosen` can choose: its own name is its only value."""
-    return field(default=name, metadata={"help": "What this configuration trains with.", "choices": [name]})
+    return option(name, "What trains.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,29 @@ class StageConfig(RunConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SupervisedConfig(StageConfig):
+    """What supervised stages have in common: passes over a fixed data set."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("epochs",)
+
+    train_data: str = required(
+        "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
+    )
+    eval_data: str | None = option(None, "Held-out data of the same layout.")
+    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
+    epochs: int = option(1, "Passes over the training data.")
+    batch_size: int = option(32, "Examples of one optimizer step, over all processes.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_at_least(1, "max_response_tokens", "epochs", "batch_size")
+        self.check_evaluation()
+
+    def check_evaluation(self) -> None:
+        self.check_alone("eval_data", *EVALUATION_FLAGS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainableConfig(Flags):
     """Which parameters of a policy train."""
 
@@ -248,6 +271,8 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
         value = getattr(config, flag.name)
         if isinstance(value, str) and value != flag.default and (not value.strip() or "\0" in value):
             parser.error(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
+        if flag.name == "objective" and value != flag.default:
+            parser.error(f"--objective is {flag.default} in these options, got {value!r}")
     return config
 
 

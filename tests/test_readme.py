@@ -12,7 +12,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 KERNELS = ROOT / "kernels" / "fastp3o_kernels"
-PAGES = ("README.md", "fastp3o/README.md", "fastp3o/integrations/README.md", ".github/CONTRIBUTING.md")
+PAGES = (
+    *("README.md", "fastp3o/README.md", "fastp3o/integrations/README.md", "fastp3o/objectives/README.md"),
+    ".github/CONTRIBUTING.md",
+)
 
 
 def blocks(language: str) -> list[str]:

@@ -11,6 +11,21 @@ loading.py        all of it: the loaders, from source to data set of examples
 """
 
 from fastp3o.data.errors import DataError
-from fastp3o.data.loading import DataReport, load_demonstrations, load_preferences, load_prompts, load_rankings
+from fastp3o.data.loading import (
+    DataReport,
+    load_demonstrations,
+    load_preferences,
+    load_prompts,
+    load_rankings,
+    load_unpaired_preferences,
+)
 
-__all__ = ["DataError", "DataReport", "load_demonstrations", "load_preferences", "load_prompts", "load_rankings"]
+__all__ = [
+    "DataError",
+    "DataReport",
+    "load_demonstrations",
+    "load_preferences",
+    "load_prompts",
+    "load_rankings",
+    "load_unpaired_preferences",
+]

@@ -129,6 +129,21 @@ def the_response(record: Fields, field: str) -> Part:
     return response_field(record, field)
 
 
+# --- responses that are desirable or not ----------------------------------------------------------------------------
+
+
+def unpaired_response(record: Fields) -> tuple[Part, ...]:
+    desirable(record)
+    return (response_field(record, "completion"),)
+
+
+def desirable(record: Fields) -> bool:
+    label = record.get("label", MISSING)
+    if not isinstance(label, bool):
+        raise RecordError("label", "true or false, whether the completion is desirable", label)
+    return label
+
+
 # --- conversations --------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +305,9 @@ RANKINGS = (
     *(layout for layout in LAYOUTS if layout.response_count == 2),
 )
 
+# Fields that demonstrations have too: a stage takes one or the other.
+UNPAIRED_PREFERENCES = (Layout(("prompt", "completion", "label"), 1, prompt_field, unpaired_response),)
+
 
 def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
     """The first layout with at least `responses` responses whose fields the record has. RecordError where none fits."""
@@ -297,4 +315,8 @@ def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYO
     for layout in accepted:
         if all(field in record for field in layout.fields):
             return layout
-    raise RecordError(None, f"the fields of one of the layouts {', '.join(map(str, accepted))}", record)
+    raise RecordError(None, f"the fields of {one_of(accepted)}", record)
+
+
+def one_of(layouts: list[Layout]) -> str:
+    return f"{'one of the layouts' if len(layouts) > 1 else 'the layout'} {', '.join(map(str, layouts))}"

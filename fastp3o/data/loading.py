@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.data.columns import PROMPT_COLUMNS, Asked, column_texts
 from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
-from fastp3o.data.layouts import RANKINGS, Fields, Layout, Part, find_layout, margin
+from fastp3o.data.layouts import RANKINGS, UNPAIRED_PREFERENCES, Fields, Layout, Part, desirable, find_layout, margin
 from fastp3o.data.sources import Record, read_records
 
 BATCH = 1000  # records tokenised at once
@@ -172,6 +172,31 @@ def load_rankings(
     return Rankings(encoder, (), skip_bad_records, limit).load(source, split)
 
 
+def load_unpaired_preferences(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str = "train",
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    max_characters: int = LONGEST_TEXT,
+    skip_bad_records: bool = False,
+    limit: int | None = None,
+) -> tuple[Dataset, DataReport]:
+    """Prompts with one response that is desirable or not, for KTO: `prompt, completion, label` with a boolean label.
+    Arguments as in `load_prompts`.
+
+    Returns:
+        Dataset with the columns `prompt`, `prompt_ids`, `response_ids` and `desirable` (bool); and the report.
+        Responses end as in `load_demonstrations`.
+
+    Raises:
+        DataError, ValueError: as `load_demonstrations`.
+    """
+    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
+    return UnpairedPreferences(encoder, ("response_ids",), skip_bad_records, limit).load(source, split)
+
+
 @dataclass(frozen=True)
 class Loading:
     """One pass over the records of a source; loaders differ in the columns that hold responses."""
@@ -302,6 +327,19 @@ class Rankings(Loading):
     def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
         self.report.margins += margin(record) > 0
         return {"ranked_ids": result.response_ids, "margin": margin(record)}
+
+
+class UnpairedPreferences(Loading):
+    """The pass of the loader that takes the label of a response, too."""
+
+    def features(self) -> dict[str, Any]:
+        return super().features() | {"desirable": Value("bool")}
+
+    def layout_of(self, record: Fields) -> Layout:
+        return find_layout(record, 1, UNPAIRED_PREFERENCES)
+
+    def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
+        return super().columns_of(record, texts, result) | {"desirable": desirable(record)}
 
 
 def equal_responses(texts: Texts, encoded: Encoded) -> RecordError | None:

@@ -1,7 +1,8 @@
 """The policy that the KL is measured against: a second model, or a LoRA policy without its adapters."""
 
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -46,3 +47,17 @@ class WithoutAdapters(Reference):
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         with adapters_off(self.policy):
             return passes(rows, partial(scored_logprobs, self.policy))
+
+
+class LoadedForEachUse(Reference):
+    """A model that is in memory only while it computes."""
+
+    def __init__(self, load: Callable[[], Reference]):
+        self.load = load
+
+    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
+        try:
+            return self.load()(rows)
+        finally:
+            # A model that is spread over processes refers to itself.
+            gc.collect()

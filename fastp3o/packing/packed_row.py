@@ -22,6 +22,8 @@ class OnDevice:
 def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor | OnDevice):
         return value.to(device)
+    if isinstance(value, dict):
+        return {name: to_device(part, device) for name, part in value.items()}
     return tuple(to_device(part, device) for part in value) if isinstance(value, tuple) else value
 
 

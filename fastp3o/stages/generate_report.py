@@ -37,7 +37,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
         for one in samples:
             records = records_of(one, config, config.seed)
             for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode())
                 kept.append(record["margin" if config.keep in PAIRS else "reward"])
             prompts += 1
             with_records += bool(records)

@@ -1,4 +1,4 @@
-"""The models of the online loop: policy, reference and rewards, as its configuration names them."""
+"""Policy, reference and rewards as a configuration names them, of the online loop and of fixed preferences."""
 
 from functools import partial
 
@@ -16,6 +16,7 @@ from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.offline.config import PreferenceConfig
 from fastp3o.precision import Precision
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, load_reward
@@ -58,7 +59,7 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 
 
 def load_named_reward(
-    config: OnlineConfig,
+    config: OnlineConfig | PreferenceConfig,
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,
@@ -93,9 +94,9 @@ def load_reference(
     policy: PackedModel,
     mesh: DeviceMesh | None,
 ) -> tuple[Reference, SampledModel | None]:
-    """The reference, and what is sampled of it where a mixture with it is."""
-    if config.lora_rank and not config.reference:
-        return WithoutAdapters(policy), None
+    """The loop's reference, which may move, and what is sampled of it where a mixture with it is."""
+    if not config.from_mixture and not config.reference_moves:
+        return load_fixed_reference(config, accelerator, precision, policy, mesh), None
     frozen = load_frozen_policy(config, accelerator, precision, mesh)
     sampled = None
     if config.from_mixture:
@@ -106,8 +107,22 @@ def load_reference(
     return second, sampled
 
 
+def load_fixed_reference(
+    config: OnlineConfig | PreferenceConfig,
+    accelerator: Accelerator,
+    precision: Precision,
+    policy: PackedModel,
+    mesh: DeviceMesh | None,
+) -> Reference:
+    """What stays as it was when training began: a second model, or a LoRA policy without its adapters."""
+    if config.lora_rank and not config.reference:
+        return WithoutAdapters(policy)
+    frozen = load_frozen_policy(config, accelerator, precision, mesh)
+    return SecondModel(frozen, accelerator.device, mesh, offload=config.offload)
+
+
 def load_frozen_policy(
-    config: OnlineConfig, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh | None
+    config: OnlineConfig | PreferenceConfig, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh | None
 ) -> PackedModel:
     """What the policy's KL is measured against, before it is spread over the processes."""
     frozen = load_policy(

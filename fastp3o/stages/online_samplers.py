@@ -8,6 +8,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.mixture import MixtureConfig
+from fastp3o.objectives.offline.config import PreferenceConfig
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.mixture import MixtureSampler, PartlyFromMixture
 from fastp3o.rollouts.named_sampler import named_sampler
@@ -30,7 +31,7 @@ class SampledModel(NamedTuple):
 
 
 def policy_sampler(
-    config: OnlineConfig, policy: SampledModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
+    config: OnlineConfig | PreferenceConfig, policy: SampledModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
 ) -> Sampler:
     """batch_size: prompts sampled at once."""
     sampler = named_sampler(

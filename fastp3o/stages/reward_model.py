@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.config import TrainableConfig, option
+from fastp3o.config import SupervisedConfig, TrainableConfig, option
 from fastp3o.data import load_rankings
 from fastp3o.evaluation.calibration import judged
 from fastp3o.models.loading import load_reward_model
@@ -21,7 +21,7 @@ from fastp3o.models.sharding import passes
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import SupervisedConfig, means_of, train_supervised
+from fastp3o.stages.supervised import SupervisedTask, means_of, train_supervised
 from fastp3o.training.order import Examples, process_share
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import CALIBRATION
@@ -61,11 +61,12 @@ class RankedRow(PackedRow):
     group_of_pair: Tensor  # [n] int64, numbers of groups
 
 
-class RewardModelling:
-    """A SupervisedTask. Its units are prompts: a ranking of K counts with the mean of its K (K − 1) / 2 pairs, as in
-    InstructGPT (arXiv 2203.02155, equation 1).
+class RewardModelling(SupervisedTask[RankedRow]):
+    """Bradley and Terry's model of comparisons. Its units are prompts: a ranking of K counts with the mean of its
+    K (K − 1) / 2 pairs, as in InstructGPT (arXiv 2203.02155, equation 1).
     """
 
+    config: RewardModelConfig
     name = "reward model"
     load_examples = staticmethod(load_rankings)
 
@@ -77,15 +78,14 @@ class RewardModelling:
         choose_trainable(model, self.config)
         return model
 
-    def pack(self, examples: Examples) -> list[PackedRow]:
+    def pack(self, examples: Examples) -> list[RankedRow]:
         rows = pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing)
         return [with_pairs(row, examples) for row in rows]
 
-    def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
+    def losses(self, model: nn.Module, row: RankedRow) -> dict[str, Tensor]:
         return self.sums(scores(model, row), row)
 
-    def sums(self, scores: Tensor, row: PackedRow) -> dict[str, Tensor]:
-        assert isinstance(row, RankedRow)
+    def sums(self, scores: Tensor, row: RankedRow) -> dict[str, Tensor]:
         return bradley_terry(
             scores[row.better], scores[row.worse], row.weights, margins=row.margins, centring=self.config.centring
         )

@@ -3,23 +3,35 @@
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from datasets import Dataset
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import StageConfig
 from fastp3o.data import DataReport
+from fastp3o.models.packed_model import PackedModel
 from fastp3o.precision import Precision
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
 
 # One process loads, saves or asks a judge while the others wait, far beyond NCCL's ten minutes.
 LONGEST_WAIT = timedelta(hours=12)
+
+
+class Setting(NamedTuple):
+    """What a stage works with beside its data. model: the one that learns. mesh: None for a single process."""
+
+    accelerator: Accelerator
+    precision: Precision
+    tokenizer: PreTrainedTokenizerBase
+    model: PackedModel
+    mesh: DeviceMesh | None
 
 
 def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
@@ -97,22 +109,36 @@ def load_data(
     """
 
     def load(loader: Loader, source: str, split: str, limit: int | None) -> Dataset:
-        examples, report = loader(
-            source,
-            tokenizer,
-            split=split,
-            limit=limit,
-            max_prompt_tokens=config.max_prompt_tokens,
-            max_characters=config.max_characters,
-            skip_bad_records=config.skip_bad_records,
-            **lengths,
-        )
-        accelerator.print(f"{source}: {report}")
-        if len(examples) < accelerator.num_processes:
-            raise ValueError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
-        return examples
+        return load_examples(accelerator, loader, source, split, limit, tokenizer, config, **lengths)
 
     train = load(loader, train_source, config.split, config.limit)
     if not eval_source:
         return train, None
     return train, load(eval_loader or loader, eval_source, config.eval_split, config.eval_limit)
+
+
+def load_examples(
+    accelerator: Accelerator,
+    loader: Loader,
+    source: str,
+    split: str,
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase,
+    config: StageConfig,
+    **lengths: int,
+) -> Dataset:
+    """A data set, the same on every process. Raises ValueError where it has fewer examples than there are processes."""
+    examples, report = loader(
+        source,
+        tokenizer,
+        split=split,
+        limit=limit,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_characters=config.max_characters,
+        skip_bad_records=config.skip_bad_records,
+        **lengths,
+    )
+    accelerator.print(f"{source}: {report}")
+    if len(examples) < accelerator.num_processes:
+        raise ValueError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
+    return examples

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-from accelerate import Accelerator
-from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.config import TrainableConfig, option
+from fastp3o.config import SupervisedConfig, TrainableConfig, option
 from fastp3o.data import load_demonstrations
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import SupervisedConfig, held_out_means, train_supervised
+from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples
 
 
@@ -35,9 +33,10 @@ def train(config: SFTConfig) -> None:
     train_supervised(SFT(config))
 
 
-class SFT:
-    """A SupervisedTask."""
+class SFT(SupervisedTask[PackedRow]):
+    """Maximum likelihood."""
 
+    config: SFTConfig
     name = "SFT"
     load_examples = staticmethod(load_demonstrations)
 
@@ -63,6 +62,3 @@ class SFT:
         if self.config.train_on_prompt:
             tokens += sum(len(ids) - 1 for ids in examples["prompt_ids"])
         return tokens
-
-    def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
-        return held_out_means(accelerator, model, data, self)

@@ -1,78 +1,79 @@
 """The loop of supervised training: shuffled passes over a fixed data set, packed rows, one loss."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar, Protocol
+from functools import cache
+from typing import Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.config import EVALUATION_FLAGS, StageConfig, option, required
+from fastp3o.config import SupervisedConfig
 from fastp3o.data import DataReport
+from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import in_step, passes, process_mesh
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
-from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
+from fastp3o.stages.setup import Setting, check_divisible, load_data, make_accelerator
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
 from fastp3o.training.run import Run
 from fastp3o.training.run_folder import check_output_dir
 
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedConfig(StageConfig):
-    """What SFT and reward modelling have in common: passes over a fixed data set."""
-
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("epochs",)
-
-    train_data: str = required(
-        "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
-    )
-    eval_data: str | None = option(None, "Held-out data of the same layout.")
-    max_response_tokens: int = option(512, "Tokens kept of a response; longer ones lose their end and are counted.")
-    epochs: int = option(1, "Passes over the training data.")
-    batch_size: int = option(32, "Examples of one optimizer step, over all processes.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_at_least(1, "max_response_tokens", "epochs", "batch_size")
-        self.check_alone("eval_data", *EVALUATION_FLAGS)
+Row = TypeVar("Row", bound=PackedRow)
 
 
-class SupervisedTask(Protocol):
+class SupervisedTask(ABC, Generic[Row]):
     """What is learned from a data set.
 
-    name: of the stage. load_examples: a loader of `fastp3o.data`. Losses are sums over the units that `count` counts
-    (tokens, pairs), so that a batch's mean does not depend on how it is packed.
+    name: of the stage. load_examples: a loader of `fastp3o.data`. samples: an evaluation beside that of held-out data,
+    for a task that has one. Losses are sums over the units that `count` counts (tokens, pairs), so that a batch's mean
+    does not depend on how it is packed.
     """
 
     name: str
+    config: SupervisedConfig
+    load_examples: Callable[..., tuple[Dataset, DataReport]]
+    samples: Evaluation | None = None
 
-    @property
-    def config(self) -> SupervisedConfig: ...
-    @property
-    def load_examples(self) -> Callable[..., tuple[Dataset, DataReport]]: ...
-
+    @abstractmethod
     def load_model(self) -> PackedModel:
         """The model that learns."""
 
-    def pack(self, examples: Examples) -> list[PackedRow]:
+    def set_up(self, setting: Setting, data: dict[str, Dataset]) -> None:
+        """Checks and loads what the task has beside the model and the data, which are given by the option that names
+        them; the model is not spread over processes yet.
+        """
+        self.data = data
+
+    def complete(self) -> dict[str, Dataset]:
+        """The data with what is computed of all examples once, before the first step."""
+        return self.data
+
+    @abstractmethod
+    def pack(self, examples: Examples) -> list[Row]:
         """Packed rows of a batch."""
 
-    def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
+    def prepare(self, accelerator: Accelerator, model: nn.Module, rows: list[Row], examples: Examples) -> list[Row]:
+        """Rows with what losses take of the whole batch, over all processes."""
+        return rows
+
+    @abstractmethod
+    def losses(self, model: nn.Module, row: Row) -> dict[str, Tensor]:
         """Sums over a row's units of the `loss`, and of what is reported beside it, 0-d."""
 
+    @abstractmethod
     def count(self, examples: Examples) -> int:
         """The units of a batch."""
 
     def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
-        """Metrics of held-out data: `held_out_means`, and what the task has to say beside them."""
+        """Metrics of held-out data: means of the losses, and what a task has to say beside them."""
+        return held_out_means(accelerator, model, data, self)
 
 
 def train_supervised(task: SupervisedTask) -> None:
@@ -96,17 +97,23 @@ def train_supervised(task: SupervisedTask) -> None:
         config,
         max_response_tokens=config.max_response_tokens,
     )
+    data = {"train_data": examples} | ({} if eval_examples is None else {"eval_data": eval_examples})
     model = task.load_model().train()
     model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     if config.gradient_checkpointing:
         model.recompute_activations()
+    mesh = process_mesh(accelerator.device, config.shard_size)
+    task.set_up(Setting(accelerator, precision, tokenizer, model, mesh), data)
 
     steps = -(-config.epochs * len(examples) // config.batch_size)
-    mesh = process_mesh(accelerator.device, config.shard_size)
     optimizer = Optimizer(accelerator, model, precision, config, steps, mesh=mesh)
-    evaluation = None
-    if eval_examples is not None:
-        evaluation = partial(task.evaluate, accelerator, optimizer.model, eval_examples)
+    complete = cache(task.complete)
+
+    def evaluation() -> dict[str, float]:
+        held_out = complete().get("eval_data")
+        metrics = {} if held_out is None else task.evaluate(accelerator, optimizer.model, held_out)
+        return metrics | (task.samples() if task.samples else {})
+
     run = Run(
         accelerator,
         config,
@@ -115,15 +122,16 @@ def train_supervised(task: SupervisedTask) -> None:
         stage=task.name,
         step_name="step",
         steps=steps,
-        evaluate=evaluation,
-        data={"train_data": examples, "eval_data": eval_examples},
+        evaluate=evaluation if eval_examples is not None or task.samples else None,
+        data={**data, "eval_prompts": task.samples and task.samples.prompts},
     )
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)
-        batch = own_part(accelerator, examples[chosen])
-        with run.saved_if_not_finite(step), run.phase("update"):
-            rows = task.pack(batch)
-            metrics, shown = optimizer_step(accelerator, optimizer, task, rows, task.count(batch))
+        with run.saved_if_not_finite(step):
+            batch = own_part(accelerator, complete()["train_data"][chosen])
+            with run.phase("update"):
+                rows = prepared_rows(accelerator, optimizer.model, task, batch)
+                metrics, shown = optimizer_step(accelerator, optimizer, task, rows, task.count(batch))
         values = {name: value.item() for name, value in metrics.items()}
         values |= {
             "epoch": step * config.batch_size / len(examples),
@@ -133,8 +141,15 @@ def train_supervised(task: SupervisedTask) -> None:
         run.report(step, values, tokens=tokens, shown=shown)
 
 
+def prepared_rows(
+    accelerator: Accelerator, model: nn.Module, task: SupervisedTask[Row], examples: Examples
+) -> list[Row]:
+    with accelerator.autocast():
+        return task.prepare(accelerator, model, task.pack(examples), examples)
+
+
 def optimizer_step(
-    accelerator: Accelerator, optimizer: Optimizer, task: SupervisedTask, rows: list[PackedRow], count: int
+    accelerator: Accelerator, optimizer: Optimizer, task: SupervisedTask[Row], rows: list[Row], count: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """One step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
     mean_count = accelerator.reduce(torch.tensor(float(count), device=accelerator.device), "mean")
@@ -153,8 +168,9 @@ def optimizer_step(
 def held_out_means(accelerator: Accelerator, model: nn.Module, data: Dataset, task: SupervisedTask) -> dict[str, float]:
     """Means over held-out data of what the task's losses are sums of."""
     batch = data[process_share(list(range(len(data))), accelerator)]
+    rows = prepared_rows(accelerator, model, task, batch)
     with accelerator.autocast():
-        sums = passes(task.pack(batch), lambda row: task.losses(model, row.to(accelerator.device)))
+        sums = passes(rows, lambda row: task.losses(model, row.to(accelerator.device)))
     return means_of(accelerator, sums, task.count(batch))
 
 

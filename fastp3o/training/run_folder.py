@@ -23,10 +23,11 @@ from fastp3o.training.states.manifest import MANIFEST
 
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
+REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
 SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # of responses that nothing is trained on
 CALIBRATION = "calibration.png"  # of a reward model's last evaluation
 OURS = re.compile(
-    rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
+    rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
     r"model|checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 

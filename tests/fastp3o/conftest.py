@@ -117,6 +117,11 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "answers": [{"prompt": f"Say {word}:", "answer": len(word), "word": word} for word in words],
         "sft": [{"prompt": f"Say {word}:", "label": f" {word}"} for word in words],
         "preferences": [{"prompt": f"Say {word}:", "chosen": f" {word}", "rejected": " zzz"} for word in words],
+        "unpaired": [
+            {"prompt": f"Say {word}:", "completion": f" {said}", "label": said == word}
+            for word in words
+            for said in (word[::-1], word)
+        ],
     }
     for name, records in files.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -121,6 +121,9 @@ def test_the_objective_chooses_the_configuration(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("objective: blue\ntone: sea\n")
     assert parse_chosen(COLOURS, [str(path), "--tone", "ink"]) == Blue(tone="ink")
+    assert parse_chosen(COLOURS, [str(path), "--objective", "blue", "--objective", "blue"]) == Blue(tone="sea")
+    path.write_text("objective: blue\ndepth: 2\n")
+    assert parse_chosen(COLOURS, [str(path), "--objective", "red"]) == Red(depth=2)
     path.write_text("depth: 2\n")
     assert parse_chosen(COLOURS, [str(path), "--objective", "red"]) == Red(depth=2)
 
@@ -138,6 +141,13 @@ def test_an_objective_that_is_not_there_is_refused_by_name(capsys, arguments, me
     with pytest.raises((SystemExit, ValueError)) as error:
         parse_chosen(COLOURS, arguments)
     assert message in capsys.readouterr().err + str(error.value)
+
+
+def test_a_configuration_keeps_its_objective(capsys):
+    assert parse(Red, ["--objective", "red"]) == Red()
+    with pytest.raises(SystemExit):
+        parse(Red, ["--objective", "blue"])
+    assert "--objective is red in these options, got 'blue'" in capsys.readouterr().err
 
 
 def test_help_lists_the_objectives_and_explains_the_one_that_is_named(capsys):

@@ -180,6 +180,44 @@ FLAGS = [
     ],
     ("sft", "--learning_rate inf", "--learning_rate must be a finite number"),
     ("sft", "--train_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("preference", "--objective nosuch", "argument --objective: invalid choice: 'nosuch' (choose from "),
+    ("preference", "--desirable_weight 2", "['--desirable_weight', '2']"),
+    ("preference", "--objective simpo --label_smoothing 0.1", "['--label_smoothing', '0.1']"),
+    *[
+        ("preference", f"--objective {objective} --{name} {value}", f"--{name} must be {expected}")
+        for objective, name, value, expected in (
+            ("dpo", "beta", "0", "above 0"),
+            ("dpo", "beta", "nan", "a finite number"),
+            ("dpo", "label_smoothing", "0.5", "at least 0 and below 0.5"),
+            ("ipo", "tau", "0", "above 0"),
+            ("simpo", "beta", "0", "above 0"),
+            ("simpo", "gamma", "-1", "0 or more"),
+            ("orpo", "odds_weight", "-1", "0 or more"),
+            ("cpo", "nll_weight", "-1", "0 or more"),
+            ("slic", "delta", "-1", "0 or more"),
+            ("apo_zero", "beta", "0", "above 0"),
+            ("apo_down", "beta", "0", "above 0"),
+            ("discopop", "tau", "0", "above 0"),
+            ("kto", "undesirable_weight", "0", "above 0"),
+        )
+    ],
+    (
+        "preference",
+        "--objective simpo --reference models/whole",
+        "--reference does nothing without --eval_prompts: --objective simpo has no reference",
+    ),
+    ("preference", "--objective orpo --reference_logprobs x", "--reference_logprobs does nothing: --objective orpo"),
+    ("preference", "--reward rewards_for_tests:vowels", "--reward does nothing without --eval_prompts"),
+    ("preference", "--sampler transformers", "--sampler does nothing without --eval_prompts"),
+    ("preference", "--eval_every 1", "--eval_every does nothing without --eval_data"),
+    ("preference", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
+    ("preference", "--eval_prompts nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("preference", "--train_data unpaired.jsonl", "record 1: expected the fields of one of the layouts prompt/chosen/"),
+    *[
+        ("preference", f"--objective kto --train_data {name}.jsonl", "the fields of the layout prompt/completion/label")
+        for name in ("preferences", "sft", "prompts")
+    ],
+    ("sft", "--train_data unpaired.jsonl", "record 1: expected one response in the fields label, completion"),
     ("reward_model", "--batch_size 0", "--batch_size must be at least 1"),
     ("reward_model", "--warmup_steps -2", "--warmup_steps must be 0 or more"),
     ("reward_model", "--centring -1", "--centring must be 0 or more"),
@@ -356,6 +394,13 @@ RANKED = [
     ),
     ({"ranked_responses": ["b", "c"]}, " field 'prompt': expected text, got nothing: the field is missing"),
 ]
+UNPAIRED = [
+    ({"prompt": "a", "completion": "b"}, " field 'label': expected true or false, whether the completion is desirable"),
+    ({"prompt": "a", "completion": "b", "label": "true"}, " field 'label': expected true or false, whether the"),
+    ({"prompt": "a", "completion": "b", "label": 1}, " field 'label': expected true or false, whether the completion"),
+    ({"prompt": "a", "completion": "b", "label": "b"}, " field 'label': expected true or false, whether the"),
+    ({"prompt": "a", "label": True}, " field 'completion': expected text, got nothing: the field is missing"),
+]
 # Of a first line, with the tokenizer of models/chat.
 MESSAGES = [
     ({"messages": []}, " field 'messages': expected a list of messages, got a list of 0"),
@@ -528,6 +573,11 @@ MODELS = [
         "--reward models/reward_short",
         "positions of LlamaForSequenceClassification (models/reward_short) end at 16",
     ),
+    ("preference", "--reference models/headless", "it lacks lm_head.weight"),
+    ("preference", "--reference models/short", "the positions of LlamaForCausalLM (models/short) end at 16"),
+    ("preference", "--reference models/permuted", "that of models/permuted is not that of models/whole: 2 tokens have"),
+    ("preference", "--reference ./nosuch", "cannot load ./nosuch: there is no such folder"),
+    ("preference", "--eval_prompts prompts.jsonl --reward models/whole", "models/whole is no trained reward model"),
     ("win_rate", "--first models/headless", "it lacks lm_head.weight"),
     ("win_rate", "--second models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
     ("win_rate", "--reward models/whole", "models/whole is no trained reward model"),
@@ -551,6 +601,33 @@ CASES = [
     *(
         Case("sft", "--model models/chat --train_data data.jsonl", f"record 1{said}", {"data.jsonl": lines(record)})
         for record, said in MESSAGES
+    ),
+    *(
+        Case(
+            "preference",
+            "--objective kto --train_data data.jsonl",
+            f"data.jsonl record 2{said}",
+            {"data.jsonl": lines({"prompt": "a", "completion": "b", "label": True}, record)},
+        )
+        for record, said in UNPAIRED
+    ),
+    Case(
+        "preference",
+        "--objective kto --train_data data.jsonl",
+        "--train_data: KTO needs two different prompts at least, for z0, and all are the same",
+        {"data.jsonl": lines(*({"prompt": "a", "completion": "b", "label": label} for label in (True, False)))},
+    ),
+    *(
+        Case("preference", "run.yaml", message, {"run.yaml": content})
+        for content, message in (
+            ("objective: nosuch\n", "argument --objective: invalid choice: 'nosuch' (choose from "),
+            ("objective: [dpo]\n", "run.yaml must give one value for objective, not a list"),
+            ("objective: dpo\nobjective: kto\n", "run.yaml gives more than one value for objective"),
+            (
+                "objective: simpo\nlabel_smoothing: 0.1\n",
+                "run.yaml has fields that SimPOConfig does not: label_smoothing",
+            ),
+        )
     ),
     *(Case("p3o", f"--prompts {name.split('/')[0]}", message, {name: content}) for name, content, message in FILES),
     Case("p3o", "--prompts *.nosuch", "*.nosuch: no file matches"),

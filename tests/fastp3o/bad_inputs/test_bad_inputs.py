@@ -22,6 +22,7 @@ WORKING = {
     "online_dpo": ONLINE,
     "sft": f"{TRAINING} --train_data sft.jsonl",
     "reward_model": f"{TRAINING} --train_data preferences.jsonl",
+    "preference": f"{TRAINING} --objective dpo --train_data preferences.jsonl",
     "win_rate": "--first models/whole --second models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels "
     "--max_prompt_tokens 32 --max_response_tokens 8 --output o/win_rate.json",
     "generate": "--model models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels --output_dir o "

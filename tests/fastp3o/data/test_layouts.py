@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fastp3o.data.errors import RecordError
-from fastp3o.data.layouts import find_layout
+from fastp3o.data.layouts import UNPAIRED_PREFERENCES, desirable, find_layout
 
 USER = {"role": "user", "content": "Hi"}
 GOOD = {"role": "assistant", "content": "Hello!"}
@@ -71,6 +71,32 @@ def test_null_fields_of_messages_and_empty_system_messages():
 def test_preferences_serve_as_demonstrations():
     record = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
     assert find_layout(record, 1).responses(record)[0].value == "a"
+
+
+def test_unpaired_preferences_have_a_boolean_label():
+    for prompt, completion in (("Hi", " a"), ([USER], [GOOD])):
+        record = {"prompt": prompt, "completion": completion, "label": False}
+        layout = find_layout(record, 1, UNPAIRED_PREFERENCES)
+        (response,) = layout.responses(record)
+        assert (layout.prompt(record).value, response.value, desirable(record)) == (prompt, completion, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"completion": " a", "label": " a"}, "field 'label': expected true or false, whether the completion is"),
+        ({"completion": " a", "label": 1}, "got the number 1"),
+        ({"completion": " a", "label": None}, "got null"),
+        ({"completion": "", "label": True}, "field 'completion': expected text, got an empty string"),
+        ({"label": " a"}, "expected the fields of the layout prompt/completion/label, got an object with the fields"),
+        ({"completion": " a"}, "expected the fields of the layout prompt/completion/label"),
+        ({"chosen": " a", "rejected": " b"}, "expected the fields of the layout prompt/completion/label"),
+    ],
+)
+def test_what_is_no_unpaired_preference_is_said(fields: dict[str, Any], said: str):
+    with pytest.raises(RecordError) as caught:
+        find_layout({"prompt": "Hi", **fields}, 1, UNPAIRED_PREFERENCES).responses({"prompt": "Hi", **fields})
+    assert said in str(caught.value.at("kto.jsonl", 1))
 
 
 @pytest.mark.parametrize(

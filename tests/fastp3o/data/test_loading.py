@@ -24,6 +24,7 @@ from fastp3o.data import (
     load_preferences,
     load_prompts,
     load_rankings,
+    load_unpaired_preferences,
 )
 from fastp3o.data.columns import column_values
 from fastp3o.data.time_limit import TimeLimit
@@ -93,6 +94,11 @@ def test_columns(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     data, report = load_rankings(source, tokenizer, **LENGTHS)
     ranked = {"ranked_ids": list(responses.values()), "margin": 0.0}
     assert data.to_list() == [example | ranked for example in prompts]
+
+    unpaired = [{"prompt": "Hi", "completion": " you", "label": label} for label in (True, False)]
+    data, _ = load_unpaired_preferences(jsonl(tmp_path, unpaired), tokenizer, **LENGTHS)
+    responses = {"response_ids": ids(" you") + end}
+    assert data.to_list() == [prompts[0] | responses | {"desirable": label} for label in (True, False)]
 
 
 def test_prompts_as_they_were_given(tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast):
@@ -378,6 +384,7 @@ COMPARISON = {
 LAYOUTS = [
     {"prompt": TEXT},
     *({"prompt": TEXT, column: TEXT} for column in ("label", "completion", "response")),
+    {"prompt": TEXT, "completion": TEXT, "label": st.booleans()},
     {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT},
     {"prompt": TEXT, "chosen": TEXT, "rejected": TEXT, "margin": mostly(st.floats(0, 9))},
     {"prompt": TEXT, "ranked_responses": mostly(st.lists(TEXT, max_size=4))},
@@ -395,7 +402,9 @@ FILES = st.sampled_from(LAYOUTS).flatmap(
 )
 
 
-@pytest.mark.parametrize("load", [load_prompts, load_demonstrations, load_preferences, load_rankings])
+@pytest.mark.parametrize(
+    "load", [load_prompts, load_demonstrations, load_preferences, load_rankings, load_unpaired_preferences]
+)
 @settings(max_examples=150, deadline=None)
 @given(records=FILES, skip=st.booleans())
 def test_any_json_gives_usable_records_or_a_data_error(
@@ -416,7 +425,9 @@ def test_any_json_gives_usable_records_or_a_data_error(
     assert report.examples + report.skipped == len(records), "every record is used or counted"
     assert report.reasons == Counter() or skip
     for example in data:
-        assert all(example[column] for column in set(data.column_names) - {"margin"})
+        example.pop("margin", None)
+        assert isinstance(example.pop("desirable", True), bool)
+        assert all(example.values())
         assert example.get("chosen_ids", [0]) != example.get("rejected_ids", [1])
 
 

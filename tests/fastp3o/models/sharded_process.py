@@ -1,5 +1,6 @@
 """One of two processes that share models: what each case gives, in the file named by the first argument."""
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fastp3o.config import StageConfig
 from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.reference import LoadedForEachUse, SecondModel
 from fastp3o.models.sharding import empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.models.whole_copy import WholeCopy
@@ -141,6 +143,19 @@ def offloaded() -> bool:
     return len(got) == len(rows) and all(torch.equal(logprobs, expected) for logprobs in got)
 
 
+def gone_after_use() -> bool:
+    def in_memory() -> int:
+        return sum(issubclass(type(thing), PackedModel) for thing in gc.get_objects())
+
+    def load() -> SecondModel:
+        return SecondModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=False)
+
+    gc.collect()
+    before = in_memory()
+    (logprobs,) = LoadedForEachUse(load)([ROWS[0]])
+    return in_memory() == before and torch.equal(logprobs, scored_logprobs(tied(), ROWS[0]).detach())
+
+
 def optimizer_for(precision: str) -> Optimizer:
     config = StageConfig(model="", output_dir="", learning_rate=1e-2)
     mesh = process_mesh(CPU)
@@ -212,6 +227,7 @@ def main(file: Path) -> None:
         "copied": [copied(by_layer) for by_layer in (False, True)],
         "offloaded": offloaded(),
         "overflowed": [overflowed(process, within) for process in range(2) for within in ("pass", "part")],
+        "gone after use": gone_after_use(),
         "resumed": {precision: resumed(precision, states) for precision in ("fp32", "fp16")},
     }
     if accelerator.is_main_process:

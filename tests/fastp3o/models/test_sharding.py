@@ -48,6 +48,10 @@ def test_an_offloaded_model_makes_equally_many_passes_and_has_the_same_bits(resu
     assert results["offloaded"]
 
 
+def test_a_model_that_is_loaded_for_each_use_is_gone_afterwards(results):
+    assert results["gone after use"]
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 3e-6), ("fp16", 1e-3)])
 def test_a_state_of_two_processes_goes_on_in_one(folder, results, precision, tolerance):
     optimizer = optimizer_for(precision)

@@ -1,0 +1,9 @@
+"""DPO, KTO and their kin. `python scripts/preference.py --objective dpo --help` explains every option."""
+
+from fastp3o.config import parse_chosen
+from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
+from fastp3o.script import run_script
+from fastp3o.stages.preference import train
+
+if __name__ == "__main__":
+    run_script(lambda: train(parse_chosen(OFFLINE_OBJECTIVES)))

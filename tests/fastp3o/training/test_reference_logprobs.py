@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+
+from fastp3o.models.loading import load_policy
+from fastp3o.models.reference import SecondModel
+from fastp3o.packing.pack import Packing
+from fastp3o.training import reference_logprobs
+from fastp3o.training.finite import NotFiniteError
+from fastp3o.training.reference_logprobs import (
+    DamagedFileError,
+    ReferenceLogprobs,
+    compute_logprobs,
+    read_logprobs,
+    write_logprobs,
+)
+from tests.fastp3o.models.model_families import logprobs_alone
+
+TOGETHER, APART = (("first_ids", "second_ids"),), (("first_ids",), ("second_ids",))
+
+
+@pytest.fixture
+def examples() -> Dataset:
+    ids = torch.randint(0, 250, (7, 3, 9), generator=torch.Generator().manual_seed(0))
+    columns = zip(("prompt_ids", "first_ids", "second_ids"), ids.unbind(1), strict=True)
+    return Dataset.from_dict(
+        {name: [row[: 1 + number].tolist() for number, row in enumerate(of_texts)] for name, of_texts in columns}
+    )
+
+
+@pytest.mark.parametrize("columns", [TOGETHER, APART], ids=["together", "apart"])
+@pytest.mark.parametrize("chunk", [2, 1024])
+def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, chunk, monkeypatch):
+    monkeypatch.setattr(reference_logprobs, "CHUNK", chunk)
+    policy = load_policy(tiny_model)
+    reference = SecondModel(policy, torch.device("cpu"), offload=False)
+    logprobs = compute_logprobs(Accelerator(cpu=True), reference, examples, columns, Packing(20))
+    with torch.no_grad(), policy.with_own_attention() as alone:
+        expected = [
+            [logprobs_alone(alone, e["prompt_ids"], e[name]).sum() for name in ("first_ids", "second_ids")]
+            for e in examples
+        ]
+    torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-4, rtol=1e-5)
+
+
+def test_what_is_not_finite_is_not_kept(tiny_model, examples, tmp_path):
+    policy = load_policy(tiny_model)
+    with torch.no_grad():
+        policy.model.model.norm.weight.fill_(torch.nan)
+    kept = ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {"data": examples}, TOGETHER, Packing(20), ["m"])
+    with pytest.raises(NotFiniteError, match="a log-probability of the reference is NaN or infinite \\(14 values\\)"):
+        kept.compute(SecondModel(policy, torch.device("cpu"), offload=False))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_is_of_all_that_they_depend_on(examples, tmp_path):
+    def name(data: Dataset, *arguments) -> Path:
+        return ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {"data": data}, *arguments).paths["data"]
+
+    cases = [
+        (examples, TOGETHER, Packing(20), ["m", "fp32"]),
+        (examples, APART, Packing(20), ["m", "fp32"]),
+        (examples, TOGETHER, Packing(20), ["other", "fp32"]),
+        (examples, TOGETHER, Packing(20), ["m", "fp16"]),
+        (examples.select(range(6)), TOGETHER, Packing(20), ["m", "fp32"]),
+    ]
+    assert len({name(*case) for case in cases}) == len(cases)
+    assert name(*cases[0]) == name(examples, TOGETHER, Packing(90), ["m", "fp32"])
+
+
+def test_a_file_has_what_was_written(tmp_path):
+    path, logprobs = tmp_path / "new" / "file", torch.randn(5, 2)
+    with pytest.raises(FileNotFoundError):
+        read_logprobs(path, 5)
+    write_logprobs(path, logprobs)
+    assert torch.equal(read_logprobs(path, 5), logprobs)
+    with pytest.raises(DamagedFileError, match="is damaged"):
+        read_logprobs(path, 6)
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-5], lambda whole: whole[:-1] + b"x", lambda whole: b"{}"])
+def test_a_damaged_file_is_refused(damage, tmp_path):
+    path = tmp_path / "file"
+    write_logprobs(path, torch.randn(5, 2))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DamagedFileError, match=f"{path} is damaged"):
+        read_logprobs(path, 5)
