@@ -38,7 +38,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
         for one in samples:
             records = records_of(one, config, config.seed)
             for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
                 kept.append(record["margin" if config.keep in PAIRS else "reward"])
             prompts += 1
             with_records += bool(records)

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 UNFINISHED, REPLACED = "unfinished", "replaced"
 LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{UNFINISHED}|{REPLACED})-[0-9a-f]{{12}}")
@@ -22,18 +22,18 @@ def beside(path: Path, kind: str = UNFINISHED) -> Path:
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """Writes a whole file, in place of the one that is there."""
     with whole_file(path) as file:
-        file.write(text)
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[TextIO]:
+def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which is in place of the one that is there once the block has ended without an error."""
     unfinished = beside(path)
     try:
-        with unfinished.open("x", encoding="utf-8") as file:
+        with unfinished.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
