@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from fastp3o.stages.generate_config import GenerateConfig
@@ -37,7 +38,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
         for one in samples:
             records = records_of(one, config, config.seed)
             for record in records:
-                file.write(f"{json.dumps(record, ensure_ascii=False, allow_nan=False)}\n".encode())
+                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
                 kept.append(record["margin" if config.keep in PAIRS else "reward"])
             prompts += 1
             with_records += bool(records)
@@ -50,9 +51,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
                 f"{min(rewards):.4g} to {max(rewards):.4g}, {unfinished} responses have no end-of-sequence and {empty} "
                 f"no text. All are in {samples.path}: --resume with other settings keeps others"
             )
-    means = (sum(values) / len(values) for values in (rewards, kept))
-    mean_reward, mean_kept = means
-    return Generated(prompts, len(rewards), mean_reward, empty, unfinished, len(kept), with_records, mean_kept)
+    return Generated(prompts, len(rewards), fmean(rewards), empty, unfinished, len(kept), with_records, fmean(kept))
 
 
 def told(generated: Generated, config: GenerateConfig, path: Path) -> str:

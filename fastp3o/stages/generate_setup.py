@@ -25,7 +25,7 @@ from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import clear_away, write_config
 from fastp3o.training.states.changes import plain, require_same_run
 from fastp3o.training.states.fingerprints import fingerprints_of
-from fastp3o.training.states.manifest import Manifest, read_manifest
+from fastp3o.training.states.manifest import CorruptStateError, Manifest, read_manifest
 
 
 def load_models(
@@ -89,11 +89,21 @@ def begun(
     if config.resume:
         lines = []
         if samples.path.exists():
-            before = read_manifest(samples.path.parent)
+            before = manifest_of(samples)
             lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
         for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
             accelerator.print(line)
     return manifest, done
+
+
+def manifest_of(samples: SamplesFile) -> Manifest:
+    folder = samples.path.parent
+    try:
+        return read_manifest(folder)
+    except CorruptStateError as error:
+        raise CorruptStateError(
+            f"--resume: what the samples in {folder} are of cannot be told: {error}. Begin a new --output_dir"
+        ) from error
 
 
 def begin(config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int) -> None:

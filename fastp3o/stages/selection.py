@@ -64,7 +64,7 @@ class SelectionConfig(Flags):
     def check_selection(self) -> None:
         self.check(self.keep in FLAGS_OF, "keep", f"one of {', '.join(FLAGS_OF)}")
         self.check(self.beta > 0, "beta", "above 0")
-        self.check_at_least(1, "accept")
+        self.check_at_least(2 if self.keep == "rso" else 1, "accept")
         self.check_at_least(0, "min_gap")
         for flag in fields(SelectionConfig):
             users = [keep for keep, names in FLAGS_OF.items() if flag.name in names]
@@ -168,7 +168,9 @@ def demonstrations(prompt: Prompt, candidates: Candidates, chosen: Sequence[int]
 
 
 def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> list[Record]:
-    """margin: the difference of the rewards. Pairs of equal texts, which are no preference, are left out."""
+    """margin: the difference of the rewards. Left out are pairs of texts that are equal but for white space at their
+    ends, which chat templates take off.
+    """
     texts, rewards = candidates
     return [
         {
@@ -178,7 +180,7 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
             "margin": rewards[better] - rewards[worse],
         }
         for better, worse in pairs
-        if texts[better] != texts[worse]
+        if texts[better].strip() != texts[worse].strip()
     ]
 
 

@@ -18,6 +18,7 @@ from fastp3o.stages.generate_config import GenerateConfig
 from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.run_folder import release
 from fastp3o.training.states.changes import ResumeError
+from fastp3o.training.states.manifest import CorruptStateError
 from tests.fastp3o.torchrun import ROOT, torchrun
 
 SCRIPT = ROOT / "scripts" / "generate.py"
@@ -103,6 +104,20 @@ def test_samples_of_something_else_are_not_gone_on_with(workplace, tiny_model, c
     before = contents("run")
     with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
         generate(config(tiny_model, "run", resume=True, **changes))
+    assert contents("run") == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_samples_of_which_nothing_tells_what_they_are_stay_as_they_are(workplace, tiny_model, content):
+    generate(config(tiny_model, "run"))
+    before = contents("run")
+    Path("run/manifest.json").unlink()
+    if content is not None:
+        Path("run/manifest.json").write_bytes(content)
+    with pytest.raises(
+        CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
+    ):
+        generate(config(tiny_model, "run", resume=True))
     assert contents("run") == before
 
 

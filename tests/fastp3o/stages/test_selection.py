@@ -149,7 +149,7 @@ def test_unfinished_responses_are_kept_where_that_is_asked_for():
 
 
 def test_equal_texts_are_no_preference():
-    one = samples([1.0, 2.0], [" a", " a"])
+    one = samples([1.0, 2.0, 3.0], [" a", " a", "a\n"])
     assert records_of(one, SelectionConfig(keep="rs_dpo"), seed=0) == []
 
 
