@@ -74,5 +74,6 @@ def test_operations_are_counted_in_place_and_into_given_memory_too():
         torch.mm(a, b, out=c)
         c.addmm_(a, b)
         torch.addmm(c, a, b, out=c)
+        torch.ones(7, 2, 3) @ torch.ones(7, 3, 5)
         torch.relu(a)
-    assert operations.total == 4 * 2 * 2 * 3 * 5
+    assert operations.total == (4 + 7) * 2 * 2 * 3 * 5
