@@ -36,18 +36,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=order)
 
 
-def order(item: pytest.Item) -> tuple[bool, bool, int, bool, bool, bool]:
+def order(item: pytest.Item) -> tuple[bool, bool, bool, int, bool, bool, bool]:
     """A run that ends early has measured what the goals are about, and every peer at the first number of tokens.
 
     Then come whole updates, rollouts and iterations, the other numbers of tokens, more of the peers that compile for
-    long, and what only explains.
+    long, other objectives, and what only explains.
     """
     callspec = getattr(item, "callspec", None)
     tokens = TOKENS.index(callspec.params.get("tokens", TOKENS[0])) if callspec else 0
     explains = any(word in item.name for word in ("apart", "without_gradients"))
     peers = "of_peers" in item.name
     whole = any(word in item.name for word in ("rollouts", "iteration"))
-    return explains, peers and tokens > 0, tokens, whole, "training" in item.name, peers
+    return explains, "objective" in item.name, peers and tokens > 0, tokens, whole, "training" in item.name, peers
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from benchmarks.measure import CLOCK
 from benchmarks.peers import AbsentError
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages import online, online_setup
@@ -58,8 +59,6 @@ class Task(NamedTuple):
 
 
 wall_clock = reporting.now
-# Of the processor, others' processes take nothing; but all threads' time adds up.
-CLOCK = "processor" if not torch.cuda.is_available() and torch.get_num_threads() == 1 else "wall"
 
 
 def clock() -> float:

@@ -14,6 +14,8 @@ from benchmarks.shapes import CUDA
 # Seconds that one benchmark may take: few rounds where one is slow.
 SECONDS = 0.4 if CUDA else 1.5
 ROUNDS = range(3, 16)
+# Of the processor, others' processes take nothing; but all threads' time adds up.
+CLOCK = "processor" if not CUDA and torch.get_num_threads() == 1 else "wall"
 
 
 @dataclass
@@ -34,9 +36,10 @@ class Case:
 
 def milliseconds(function: Callable[[], object]) -> float:
     if not CUDA:
-        start = time.perf_counter()
+        clock = time.process_time if CLOCK == "processor" else time.perf_counter
+        start = clock()
         function()
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * (clock() - start)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -53,8 +56,10 @@ def measure(
     run: Callable[[object], object],
     bare: Callable[[], object],
     bare_share: float = 1.0,
+    typical: Callable[[list[float]], float] = statistics.median,
 ) -> None:
-    """Medians into benchmark.extra_info. `bare`: the bare operation; `bare_share`: of it, what the case must do.
+    """Typical times of all rounds into benchmark.extra_info. `bare`: the bare operation; `bare_share`: of it, what the
+    case must do.
 
     Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted, which sees nothing of
     compiled code.
@@ -87,8 +92,9 @@ def measure(
         with PeakMemory() as memory:
             run(argument)
         extra = [memory.peak - case.gradient_bytes]
-    ms, bare_ms = statistics.median(times), bare_share * statistics.median(bare_times)
+    ms, bare_ms = typical(times), bare_share * typical(bare_times)
     benchmark.extra_info |= asdict(case) | {
+        "clock": CLOCK,
         "ms": ms,
         "spread_ms": max(times) - min(times),
         "bare_ms": bare_ms,

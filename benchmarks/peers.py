@@ -48,7 +48,8 @@ def logits_liger_grpo(logits: Tensor, inputs: Inputs) -> Tensor:
     return loss
 
 
-def hidden_trl(inputs: Inputs) -> Tensor:
+def trl_logprobs(inputs: Inputs) -> Tensor:
+    """As TRL's DPO, KTO, GRPO and RLOO trainers compute them."""
     from trl.trainer import utils
 
     logprobs, *_ = utils._ChunkedLogProbFunction.apply(
@@ -62,7 +63,18 @@ def hidden_trl(inputs: Inputs) -> Tensor:
         1.0,
         (),
     )
-    return p3o_of(logprobs.float(), inputs)
+    return logprobs.float()
+
+
+def trl_logprobs_of_logits(inputs: Inputs) -> Tensor:
+    """As TRL's CPO and ORPO trainers compute them."""
+    from trl.trainer.utils import selective_log_softmax
+
+    return selective_log_softmax(inputs.hidden @ inputs.weight.T, inputs.labels).float()
+
+
+def hidden_trl(inputs: Inputs) -> Tensor:
+    return p3o_of(trl_logprobs(inputs), inputs)
 
 
 def hidden_torch(inputs: Inputs) -> Tensor:
@@ -103,13 +115,19 @@ def hidden_liger_grpo(inputs: Inputs) -> Tensor:
     loss_of = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, importance_sampling_level="sequence", loss_type="grpo"
     )
-    labels = inputs.labels.view(-1, RESPONSE_TOKENS)
+    hidden, weight, labels = of_responses(inputs)
     loss, _ = loss_of(
-        inputs.hidden.view(-1, RESPONSE_TOKENS, inputs.hidden.shape[1]),
-        inputs.weight,
+        hidden,
+        weight,
         labels,
         torch.ones_like(labels),
         inputs.rewards.flatten().to(inputs.hidden.dtype),
         old_per_token_logps=(inputs.old_logprobs.view(-1, 1) / RESPONSE_TOKENS).expand_as(labels),
     )
     return loss
+
+
+def of_responses(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [B, T, D], weight [V, D] and labels [B, T] of B responses, as Liger takes them."""
+    labels = inputs.labels.view(-1, RESPONSE_TOKENS)
+    return inputs.hidden.view(*labels.shape, -1), inputs.weight, labels

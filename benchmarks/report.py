@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
 from benchmarks.iteration_report import iterations, plot_iterations, unit
+from benchmarks.objectives_report import WAYS, objectives
 from benchmarks.rollouts_report import plot_rollouts, rollouts
 
 FOLDER = Path(__file__).parent
@@ -175,6 +176,18 @@ def benchmarks_section(record: dict, on_gpu: bool) -> str:
     return "\n\n".join(parts)
 
 
+def objectives_section(cpu: dict, gpu: dict | None) -> str:
+    one = select(cpu["benchmarks"], level="objectives")[0]
+    shape = f"N {one['N']}, D {one['D']}, V {one['V']}, {one['dtype']}"
+    on_gpu = "No GPU figure has been measured yet."
+    if gpu and (found := select(gpu["benchmarks"], level="objectives")):
+        on_gpu = "N {N}, D {D}, V {V}, {dtype} on the GPU: ".format(**found[0]) + described(gpu["environment"]) + "."
+    times = f"Times on the CPU: {one['clock']} time, the least of all rounds."
+    first = f"{measured_on(cpu)} {shape}. {times} {on_gpu} In each cell: {' / '.join(WAYS)}."
+    table = objectives(cpu["benchmarks"], gpu["benchmarks"] if gpu else [])
+    return f"{first}\n\n{markdown(table)}"
+
+
 def iteration_section(record: dict) -> str:
     results = record["benchmarks"]
     first = f"{measured_on(record)} In {unit(results)}; `×`: of fastp3o's, the median of turns."
@@ -248,12 +261,19 @@ def write() -> None:
     goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
     (FOLDER / "goals.md").write_text(goals)
     plot(record, RESULTS / "kernels.png")
+    write_between(README, "objectives", objectives_section(*records_of_objectives()))
     record = record_of("iteration")
     write_between(README, "iteration", iteration_section(record))
     plot_iterations(record, RESULTS / "iteration.png")
     record = record_of("rollouts")
     write_between(README, "rollouts", rollouts_section(record))
     plot_rollouts(record, RESULTS / "rollouts.png")
+
+
+def records_of_objectives() -> tuple[dict, dict | None]:
+    """Of the CPU and of the GPU, the latter from the whole suite's run."""
+    gpu = RESULTS / "kernels.gpu.json"
+    return load(RESULTS / "objectives.cpu.json"), load(gpu) if gpu.exists() else None
 
 
 def record_of(level: str) -> dict:
@@ -282,6 +302,8 @@ def main() -> None:
             print("", plain(comparison(first, level)), sep="\n")
         print("", plain(packing(results)), "", plain(memory(results)), "", plain(iterations(results)), sep="\n")
         print("", plain(rollouts(results)), sep="\n")
+        by_device = ([], results) if record["environment"]["cuda"] else (results, [])
+        print("", plain(objectives(*by_device)), sep="\n")
     if arguments.write:
         write()
 

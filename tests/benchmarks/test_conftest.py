@@ -19,6 +19,8 @@ def test_a_run_that_ends_early_has_measured_the_most_telling():
         item("test_rollouts_of_fastp3o"),
         item("test_forward_and_backward", tokens=second),
         item("test_forward_and_backward_of_peers", tokens=second),
+        item("test_objective_of_fastp3o"),
+        item("test_objective_of_peers"),
         item("test_forward_without_gradients", tokens=first),
         item("test_passes_apart"),
     ]

@@ -11,12 +11,22 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Partial
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
 from fastp3o_kernels import expose_head, linear_logprobs, linear_p3o_loss, response_tokens
 
-WRAPPERS = ("ddp", "fsdp", "fsdp, head alone")
+# What wraps the model, of which kind it is, and how far gradients may be from those of one process in fp32.
+WRAPPERS = {
+    "ddp": ("llama", 1e-5),
+    "fsdp": ("llama", 1e-5),
+    "fsdp, checkpoints": ("llama", 1e-5),
+    "fsdp, head alone": ("llama", 1e-5),
+    "fsdp, norm and head": ("llama", 1e-5),  # as accelerate groups them
+    "fsdp, tied": ("tied llama", 1e-5),
+    "fsdp, bf16": ("llama", 0.05),
+}
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 40, "pad_token_id": 0}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32}
 CONFIGS = {
@@ -60,11 +70,17 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def wrapped(kind: str, model: nn.Module) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    if kind == "fsdp, checkpoints":
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    param_dtype = torch.bfloat16 if kind == "fsdp, bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     if kind == "fsdp, head alone":
         fully_shard(model.lm_head, mp_policy=policy)
+    if kind == "fsdp, norm and head":
+        fully_shard([model.model.norm, model.lm_head], mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
 
 
@@ -72,8 +88,8 @@ def gradients_of_two(folder: Path) -> None:
     """Each process takes two of the four prompts, one at a time. FOLDER gets a file of each wrapper's gradients."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for kind in WRAPPERS:
-        model = wrapped(kind, expose_head(model_of("llama")))
+    for kind, (name, _) in WRAPPERS.items():
+        model = wrapped(kind, expose_head(model_of(name)))
         for groups in (slice(2 * rank, 2 * rank + 1), slice(2 * rank + 1, 2 * rank + 2)):
             (model(**p3o_of(groups)) / 2).backward()
         whole = {
@@ -83,11 +99,23 @@ def gradients_of_two(folder: Path) -> None:
         if rank == 0:
             save_file(whole, folder / f"{kind}.safetensors")
         if kind == "fsdp":
-            try:
-                linear_logprobs(torch.zeros(1, 16), model.lm_head.weight, torch.zeros(1, dtype=torch.long))
-            except ValueError as error:
-                (folder / f"refused by {rank}").write_text(str(error))
+            weight = model.lm_head.weight
+            refused(weight, folder / f"a part refused by {rank}")
+            refused(weight.full_tensor().to(torch.bfloat16).float(), folder / f"gathered refused by {rank}")
+            gathered = weight.full_tensor(grad_placements=[Partial("avg")])
+            weight.grad = None
+            # Each process has tokens of its own.
+            labels = torch.tensor([3 + rank])
+            linear_logprobs(torch.ones(1, 16), gathered, labels).sum().backward()
+            save_file({"head": weight.grad.full_tensor()}, folder / f"gathered by {rank}.safetensors")
     dist.destroy_process_group()
+
+
+def refused(weight: torch.Tensor, path: Path) -> None:
+    try:
+        linear_logprobs(torch.zeros(1, 16), weight, torch.zeros(1, dtype=torch.long))
+    except ValueError as error:
+        path.write_text(str(error))
 
 
 if __name__ == "__main__":

@@ -101,16 +101,51 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    model = expose_head(model_of("llama"))
-    model(**p3o_of(slice(0, 4))).backward()
-    expected = gradients(model)
-    for kind in exposed_heads.WRAPPERS:
+    for kind, (name, tolerance) in exposed_heads.WRAPPERS.items():
+        model = expose_head(model_of(name))
+        model(**p3o_of(slice(0, 4))).backward()
+        expected = gradients(model)
         found = load_file(tmp_path / f"{kind}.safetensors")
         assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert (found[name] - gradient).norm() < 1e-5 * gradient.norm(), (kind, name)
+        for weight, gradient in expected.items():
+            assert (found[weight] - gradient).norm() < tolerance * gradient.norm(), (kind, weight)
+    weight = model_of("llama").lm_head.weight
+    both = linear_logprobs(torch.ones(2, 16), weight, torch.tensor([3, 4])).mean()
+    (expected,) = torch.autograd.grad(both, weight)
     for rank in range(2):
-        assert "expose_head" in (tmp_path / f"refused by {rank}").read_text()
+        assert "expose_head" in (tmp_path / f"a part refused by {rank}").read_text()
+        assert "without grad_placements" in (tmp_path / f"gathered refused by {rank}").read_text()
+        torch.testing.assert_close(load_file(tmp_path / f"gathered by {rank}.safetensors")["head"], expected)
+
+
+def test_hidden_states_that_the_model_returns_are_those_that_it_exposes():
+    batch, found = p3o_of(slice(0, 4)), []
+    for exposed in (True, False):
+        model = expose_head(model_of("llama"))
+        if exposed:
+            loss = model(**batch)
+        else:
+            of_hidden = batch.pop("of_hidden")
+            output = model(**batch, output_hidden_states=True, logits_to_keep=1)
+            loss = of_hidden(output.hidden_states[-1], head_of(model))
+        loss.backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_scaler_of_gradients_scales_them():
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=2.0**12)):
+        model = expose_head(model_of("llama"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**p3o_of(slice(0, 4)))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found.append(gradients(model))
+        scaler.step(optimizer)
+    torch.testing.assert_close(found[0], found[1])
+    assert all(gradient.any() for gradient in found[0].values())
 
 
 def test_a_head_of_a_reward_model_is_its_score():

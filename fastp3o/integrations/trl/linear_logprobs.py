@@ -10,10 +10,11 @@ from typing import Any
 import trl.trainer.utils
 from torch import Tensor
 
-from fastp3o_kernels import Head, linear_logprobs
+from fastp3o_kernels import Head, TokenOutputs, linear_logprobs
 
-# What TRL's function returns, in its order.
+# What TRL's function returns, in its order, and what `linear_logprobs` calls it.
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+OURS = {"entropy": "entropy", "mean_logits": "mean_logit", "is_top1": "is_top"}
 CALLED_IN: Any = trl.trainer.utils
 TRLS_OWN = CALLED_IN._ChunkedLogProbFunction
 
@@ -35,7 +36,9 @@ class LinearLogprobsOfTRL:
     ) -> tuple[Tensor | None, ...]:
         """OUTPUTS of each token, [N]; None for what is not among `outputs`. log_probs always are.
 
-        Log-probs are `linear_logprobs`'; everything else is TRL's own function's, differentiable as it is there.
+        All of one pass of `linear_logprobs`, differentiable as TRL's are, but for log_sum_sq_probs, which only DPO with
+        use_weighting asks for: that is TRL's own, from a second pass. Of tokens equally likely TRL's is_top1 takes the
+        first alone, ours each.
         """
         # TRL scales before it caps: c tanh(s z / c) = s (c/s) tanh(z / (c/s)).
         head = Head(
@@ -44,16 +47,23 @@ class LinearLogprobsOfTRL:
             softcap=None if softcap is None else softcap / logit_scale,
             temperature=temperature / logit_scale,
         )
-        logprobs = linear_logprobs(hidden, head, targets)
-        if not set(outputs) & set(OUTPUTS[1:]):
-            return logprobs, None, None, None, None
-        given = hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
-        return logprobs, *TRLS_OWN.apply(*given)[1:]
+        wanted = [OURS[name] for name in OUTPUTS if name in OURS and name in outputs]
+        found = (
+            linear_logprobs(hidden, head, targets, outputs=wanted)
+            if wanted
+            else TokenOutputs(linear_logprobs(hidden, head, targets))
+        )
+        squares = None
+        if "log_sum_sq_probs" in outputs:
+            given = hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale
+            squares = TRLS_OWN.apply(*given, ("log_sum_sq_probs",))[2]
+        return found.logprobs, found.entropy, squares, found.mean_logit, found.is_top
 
 
 @contextmanager
 def linear_logprobs_in_trl() -> Iterator[None]:
-    """Within, TRL's DPO, GRPO, KTO and RLOO trainers take log-probs from `linear_logprobs`.
+    """Within, TRL's DPO, GRPO, KTO and RLOO trainers take log-probs, entropy, mean logit and top-1 from
+    `linear_logprobs`.
 
     with linear_logprobs_in_trl():
         trainer.train()

@@ -43,6 +43,7 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
             raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
         check_floating(name, tensor)
         check_whole(name, tensor)
+    check_gradient_placements(head.weight)
     V, D = head.weight.shape
     if hidden.shape[1] != D:
         raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")
@@ -56,6 +57,23 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
         check_floating("bias", head.bias)
     check_same_device(hidden=hidden, weight=head.weight, labels=labels, bias=head.bias)
     check_labels(labels, len(hidden), V, ignore_index, "one label for each row of hidden")
+
+
+def check_gradient_placements(weight: Tensor) -> None:
+    """Raises ValueError for what full_tensor() made without grad_placements: in the backward pass each process would
+    take the gradient of its own tokens for that of all.
+    """
+    node = weight.grad_fn
+    while node is not None:
+        if node.name() == "_ToTorchTensorBackward" and getattr(node, "grad_placements", None) is None:
+            raise ValueError(
+                "weight was gathered by full_tensor() without grad_placements, which would give it a wrong gradient: "
+                "compute the loss within the model's forward call (`expose_head`), or pass "
+                'grad_placements=[Partial("avg")] where processes have different tokens, [Replicate()] where all have '
+                "the same"
+            )
+        inputs = node.next_functions
+        node = inputs[0][0] if len(inputs) == 1 else None  # through casts and views
 
 
 def save_for_backward(ctx, hidden: Tensor, head: Head, *others: Tensor) -> None:

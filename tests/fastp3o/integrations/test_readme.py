@@ -28,6 +28,15 @@ def names(workplace, tiny_model) -> dict:
     return {"MODEL": tiny_model, "PROMPTS": prompts, "reward": varied}
 
 
+def test_the_index_of_tests_names_tests():
+    here = Path(__file__).parent
+    named = re.findall(r"([\w/]+\.py)::(\w+)", here.joinpath("conftest.py").read_text())
+    assert len(named) == 19
+    for path, test in named:
+        text = (ROOT / path if "/" in path else here / path).read_text()
+        assert f"def {test}(" in text, f"{path} has no {test}"
+
+
 @pytest.mark.parametrize("number", range(len(SECTIONS)), ids=TITLES)
 def test_a_page_has_at_most_60_lines(number):
     assert len(SECTIONS[number].splitlines()) <= 60

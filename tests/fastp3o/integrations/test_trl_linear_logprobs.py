@@ -27,9 +27,12 @@ def test_three_steps_are_the_same(tmp_path, tiny_model, name, monkeypatch):
     trainer_class, config_class, data, options, more = TRAINERS[name]
     calls = []
 
-    def counted(*arguments):
-        calls.append(len(arguments))
-        return original(*arguments)
+    def counted(*arguments, **options):
+        calls.append(options)
+        return original(*arguments, **options)
+
+    def second_pass(*_):
+        raise AssertionError("TRL's own function was called")
 
     original = linear_logprobs.linear_logprobs
     monkeypatch.setattr(linear_logprobs, "linear_logprobs", counted)
@@ -44,6 +47,7 @@ def test_three_steps_are_the_same(tmp_path, tiny_model, name, monkeypatch):
 
     start, expected, logs = trained()
     assert not calls
+    monkeypatch.setattr(linear_logprobs.TRLS_OWN, "forward", second_pass)
     with linear_logprobs_in_trl():
         _, found, found_logs = trained()
     assert calls

@@ -1,7 +1,6 @@
 """Each objective against its paper's formula, one pair, response or token at a time, in fp64."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -235,21 +234,3 @@ def test_far_apart_responses_overflow_nothing():
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         assert loss.isfinite().all(), name
         assert gradient.isfinite().all(), name
-
-
-def test_trl_has_the_same_contrastive_losses():
-    cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
-    orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
-    logprobs = -randn(6, 2).abs() - 0.01
-    settings = {"alpha": 0.0, "beta": 0.4, "simpo_gamma": 0.6, "label_smoothing": 0.0, "nll": 1.0}
-    trainer = SimpleNamespace(**settings, accelerator=SimpleNamespace(device="cpu"))
-    columns = logprobs.unbind(1)
-    trainer.loss_type = "simpo"
-    theirs, *_ = cpo.CPOTrainer.cpo_loss(trainer, *columns)
-    torch.testing.assert_close(losses.simpo(logprobs, beta=0.4, gamma=0.6), theirs)
-    trainer.loss_type = "sigmoid"
-    theirs, *_ = cpo.CPOTrainer.cpo_loss(trainer, *columns)
-    torch.testing.assert_close(losses.cpo(logprobs, beta=0.4, weight=0.0), theirs)
-    theirs, *_ = orpo.ORPOTrainer.odds_ratio_loss(trainer, *columns)
-    mine = losses.orpo(logprobs, weight=0.4) + logprobs[:, 0]
-    torch.testing.assert_close(mine, -theirs.double(), rtol=1e-5, atol=1e-6)

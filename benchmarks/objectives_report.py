@@ -1,0 +1,27 @@
+"""Objectives: a table of what each costs us and others."""
+
+from benchmarks.goals import NOT_MEASURED, Results, select
+
+WAYS = ("fastp3o", "eager", "TRL", "Liger")
+ABSENT = "–"
+
+
+def objectives(cpu: Results, gpu: Results) -> list[list[str]]:
+    """Of each objective a figure for each of WAYS, with slashes between them. Header first."""
+    cpu, gpu = (select(results, level="objectives") for results in (cpu, gpu))
+    lines = [["objective", "operations, F", "extra MB", "× bare products, CPU", "× bare products, GPU"]]
+    for name in dict.fromkeys(result["objective"] for result in cpu + gpu):
+        of_cpu, of_gpu = (select(results, objective=name) for results in (cpu, gpu))
+        counted = [
+            figures(of_cpu or of_gpu, "counted_operations", "{:.3g}"),
+            figures(of_cpu or of_gpu, "extra_gb", "{:.0f}", 1e3),
+        ]
+        lines.append([name, *counted, *(figures(results, "ratio_to_bare", "{:.2f}") for results in (of_cpu, of_gpu))])
+    return lines
+
+
+def figures(results: Results, key: str, form: str, times: float = 1.0) -> str:
+    if not results:
+        return NOT_MEASURED
+    found = {result["implementation"]: result[key] for result in results if result[key] is not None}
+    return " / ".join(form.format(times * found[way]) if way in found else ABSENT for way in WAYS)
