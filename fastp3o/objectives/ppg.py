@@ -17,10 +17,12 @@ class PPGConfig(P3OConfig):
 
     objective: str = objective_name("ppg")
     clipping: str = described("none", "The gradient has nothing to clip.", choices=("none",))
-    prompts_per_minibatch: int = option(64, "Prompts of a round's only optimizer step: prompts_per_update.")
+    prompts_per_minibatch: int = option(0, "Prompts of a round's only optimizer step; 0: all of the round's.")
     inner_epochs: int = option(1, "A round's only pass: after a step the policy is another than the one that sampled.")
 
     def __post_init__(self) -> None:
+        if not self.prompts_per_minibatch:
+            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
         super().__post_init__()
         self.check(self.inner_epochs == 1, "inner_epochs", "1, since the gradient is on-policy (p3o has more)")
         if self.minibatches_per_update != 1:

@@ -20,6 +20,7 @@ WORKING = {
     "p3o": ONLINE,
     "ppo": ONLINE,
     "online_dpo": ONLINE,
+    "online": f"{ONLINE} --objective rloo",
     "sft": f"{TRAINING} --train_data sft.jsonl",
     "reward_model": f"{TRAINING} --train_data preferences.jsonl",
     "preference": f"{TRAINING} --objective dpo --train_data preferences.jsonl",
