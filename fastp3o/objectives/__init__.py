@@ -5,4 +5,5 @@ config.py      the settings that all have in common
 p3o.py         Pairwise Proximal Policy Optimization
 ppo.py         token-level PPO, with critic.py and advantages.py
 online_dpo.py  online DPO
+offline/       objectives of fixed preferences, each a configuration with its loss
 """

@@ -49,7 +49,7 @@ class RemoteConfig(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(RemoteConfig):
-    """The rewards of an online stage; README.md of this folder is for users."""
+    """The rewards of sampled responses; README.md of this folder is for users."""
 
     reward: str = required(
         "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of what "

@@ -1,8 +1,6 @@
 """What `generate.py` works with, built from its configuration, and the folder that it goes on with."""
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from datasets import Dataset
@@ -12,16 +10,13 @@ from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.loading import load_policy
 from fastp3o.models.sharding import loading_device, process_mesh
 from fastp3o.precision import Precision
-from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import Reward, load_reward
-from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate_config import GenerateConfig
-from fastp3o.stages.online_models import whole_copy
+from fastp3o.stages.online_models import load_named_reward, whole_copy
 from fastp3o.stages.samples import SamplesFile
-from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import clear_away, write_config
 from fastp3o.training.states.changes import plain, require_same_run
 from fastp3o.training.states.fingerprints import fingerprints_of
@@ -40,22 +35,13 @@ def load_models(
     prompts: of which an endpoint is asked for the first one, before anything begins.
     """
     device, mesh = accelerator.device, process_mesh(accelerator.device)
-    loading: dict[str, Any] = {"dtype": precision.weights, "trust_remote_code": config.trust_remote_code}
-    reward = load_reward(
-        config.reward,
-        tokenizer,
-        device=device,
-        packing=config.packing,
-        mesh=mesh,
-        offload=config.offload,
-        remote=config,
-        **loading,
+    reward = load_named_reward(config, accelerator, precision, tokenizer, mesh, config.reward, prompts)
+    policy = load_policy(
+        config.model,
+        device=loading_device(device, mesh),
+        dtype=precision.weights,
+        trust_remote_code=config.trust_remote_code,
     )
-    if isinstance(reward, RemoteReward):
-        on_main_process(accelerator, partial(reward.check, prompts[:1]))
-    if isinstance(reward, ModelReward) and reward.shares_vocabulary:
-        reward.model.model.check_reach(config.longest_sequence)
-    policy = load_policy(config.model, device=loading_device(device, mesh), **loading)
     policy.check_reach(config.longest_sequence)
     copy = None
     if mesh is not None:

@@ -1,4 +1,4 @@
-"""Policy, reference and rewards as a configuration names them, of the online loop and of fixed preferences."""
+"""Policy, reference and rewards, as the configuration of the online loop or of another stage names them."""
 
 from functools import partial
 
@@ -22,6 +22,7 @@ from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.room import available_memory
+from fastp3o.stages.generate_config import GenerateConfig
 from fastp3o.stages.online_samplers import SampledModel
 from fastp3o.training.processes import on_main_process
 
@@ -59,7 +60,7 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 
 
 def load_named_reward(
-    config: OnlineConfig | PreferenceConfig,
+    config: OnlineConfig | PreferenceConfig | GenerateConfig,
     accelerator: Accelerator,
     precision: Precision,
     tokenizer: PreTrainedTokenizerBase,

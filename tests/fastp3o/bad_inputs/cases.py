@@ -258,6 +258,18 @@ FLAGS = [
     ("preference", "--objective orpo --reference_logprobs x", "--reference_logprobs does nothing: --objective orpo"),
     ("preference", "--reward rewards_for_tests:vowels", "--reward does nothing without --eval_prompts"),
     ("preference", "--sampler transformers", "--sampler does nothing without --eval_prompts"),
+    *[
+        ("preference", f"--eval_prompts prompts.jsonl --{name}", f"--{name.split()[0]} does nothing without --reward")
+        for name in ("gold_reward models/reward", "reward_weights 1", "reward_columns answer", "reward_timeout 9")
+    ],
+    *[
+        ("preference", f"--eval_prompts prompts.jsonl --reward {flags}", message)
+        for flags, message in {
+            f"{TWO} --reward_weights 1": "--reward_weights must be 2 finite numbers, as many as there are rewards",
+            f"{TWO} --reward_columns answer": "field 'answer': expected a value, which --reward_columns asks for",
+            "http://127.0.0.1:1/score --reward_retries 0": "http://127.0.0.1:1/score does not answer",
+        }.items()
+    ],
     ("preference", "--eval_every 1", "--eval_every does nothing without --eval_data"),
     ("preference", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
     ("preference", "--eval_prompts nosuch.jsonl", "nosuch.jsonl: no such file or folder"),

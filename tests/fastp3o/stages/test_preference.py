@@ -1,6 +1,7 @@
 """Offline objectives on the tiny model: one update of each against its formula, references, evaluations, resuming."""
 
 import gc
+import json
 import math
 from collections.abc import Callable
 from dataclasses import fields
@@ -24,6 +25,7 @@ from fastp3o.stages.preference.unpaired import with_other_prompts
 from fastp3o.training.states.changes import ResumeError
 from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start
 
+REWARDS = "rewards_for_tests"
 LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
 # An update that is proportional to small gradients, not to their signs.
 ADAM = {"learning_rate": 1e-2, "adam_eps": 1e-2}
@@ -305,6 +307,22 @@ def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, load
     assert set(loads.in_memory) == {1}
     run("kto", "kto", tiny_model, eval_prompts="prompts.jsonl", max_response_tokens=8)
     assert metrics("kto", "eval.jsonl")[-1].keys() & {"kl", "reward", "accuracy"} == {"kl"}
+
+
+def test_rewards_of_samples_may_be_several_and_ask_for_columns(workplace, tiny_model):
+    words = ["tree", "house"]
+    records = [json.dumps({"prompt": f"Say {word}:", "word": word, "answer": len(word)}) for word in words]
+    Path("answers.jsonl").write_text("\n".join(records))
+    sampled = {
+        "eval_prompts": "answers.jsonl",
+        "reward": f"{REWARDS}:answered,{REWARDS}:vowels",
+        "reward_weights": "1,-2",
+    }
+    run("dpo", "run", tiny_model, gold_reward=f"{REWARDS}:varied", max_response_tokens=8, **sampled)
+    for line in metrics("run", "eval.jsonl"):
+        answered, vowels = (line[f"reward/{REWARDS}:{name}"] for name in ("answered", "vowels"))
+        assert line["reward"] == pytest.approx(answered - 2 * vowels)
+        assert answered == pytest.approx(line["gold"] + 4.5)
 
 
 @pytest.mark.parametrize(("objective", "changes"), [("dpo", {}), ("kto", {"lora_rank": 2}), ("simpo", {})])
