@@ -25,7 +25,7 @@ WORKING = {
     "win_rate": "--first models/whole --second models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels "
     "--max_prompt_tokens 32 --max_response_tokens 8 --output o/win_rate.json",
     "memory": "--model models/whole",
-    "make_arithmetic": "--output_dir o",
+    "make_arithmetic": "--output o/sums.jsonl",
     "make_tiny_llama": "--text sft.jsonl --output_dir o --hidden_size 32 --intermediate_size 32 --layers 1 "
     "--vocab_size 300",
 }
