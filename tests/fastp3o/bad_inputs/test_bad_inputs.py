@@ -29,7 +29,7 @@ WORKING = {
     "generate": "--model models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels --output_dir o "
     "--max_prompt_tokens 32 --max_response_tokens 8",
     "memory": "--model models/whole",
-    "make_arithmetic": "--output_dir o",
+    "make_arithmetic": "--output o/sums.jsonl",
     "make_tiny_llama": "--text sft.jsonl --output_dir o --hidden_size 32 --intermediate_size 32 --layers 1 "
     "--vocab_size 300",
 }
