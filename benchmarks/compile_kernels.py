@@ -68,7 +68,7 @@ SCALARS = {
     "row_stride": "i64",
     "dlogits_row_stride": "i64",
     "ignore_index": "i32",
-    **dict.fromkeys(("S", "P", "N", "averaged_prompts", "size"), "i32"),
+    **dict.fromkeys(("S", "P", "size"), "i32"),
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
     **dict.fromkeys(("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
@@ -92,9 +92,10 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         yield from logits_configurations(V)
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
-    for clipping, kl_reward, K in product(CLIPPING, KL_REWARD, RESPONSES):
-        constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "K": K, **pair_kernel.block_sizes(K)}
-        yield configuration("pair_kernel", f"{clipping}, kl {kl_reward}, K {K}", {}, constants)
+    for clipping, kl_reward, K, valid in product(CLIPPING, KL_REWARD, RESPONSES, (False, True)):
+        constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "HAS_VALID": valid, "K": K}
+        name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid
+        yield configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants | pair_kernel.block_sizes(K))
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
     yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
@@ -183,7 +184,7 @@ def compiler_source(config: Configuration) -> ASTSource:
 
 def compiled(config: Configuration, architecture: int) -> dict[str, object]:
     """Registers a thread, bytes of stack (spills show there) and of shared memory, and instructions of interest."""
-    options = {"num_warps": config.warps}
+    options = {"num_warps": config.warps, "maxnreg": getattr(KERNELS[config.kernel], "REGISTERS", None)}
     result = triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])

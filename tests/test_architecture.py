@@ -153,7 +153,7 @@ def test_the_kernels_name_torch_and_triton_alone(imports: Imports):
 
 def test_importing_the_kernels_loads_torch_and_triton_alone():
     program = (
-        "import sys, torch\n"
+        "import sys, torch, torch._dynamo\n"  # as every optimizer of torch does
         "try: import triton\n"
         "except ImportError: pass\n"
         "before = {name.split('.')[0] for name in sys.modules}\n"

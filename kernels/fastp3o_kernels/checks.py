@@ -7,7 +7,9 @@ host wait, only with FASTP3O_DEBUG=1 in the environment.
 """
 
 import os
+from collections.abc import Sequence
 from itertools import pairwise
+from operator import index
 
 import torch
 from torch import Tensor
@@ -71,15 +73,22 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
             raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}")
 
 
-def check_cu_seqlens(
-    cu_seqlens: Tensor, tokens: int, *, responses_per_prompt: int = 1, may_be_empty: bool = False
-) -> None:
-    """may_be_empty: that there are sequences without tokens, or none at all, is no error."""
-    if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(f"cu_seqlens must be a tensor [S + 1], got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < (1 if may_be_empty else 2):
-        least = "" if may_be_empty else " with at least one sequence"
-        raise ValueError(f"cu_seqlens must have shape [S + 1]{least}, got {list(cu_seqlens.shape)}")
+def offsets_tensor(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
+    """A tensor stays where it is; a list becomes one on the CPU."""
+    if isinstance(cu_seqlens, Tensor):
+        return cu_seqlens
+    try:
+        return torch.tensor([index(offset) for offset in cu_seqlens], dtype=torch.int64)
+    except TypeError:
+        message = f"cu_seqlens must be a tensor or a list of integers [S + 1], got {cu_seqlens!r}"
+        raise ValueError(message) from None
+
+
+def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], tokens: int, *, responses_per_prompt: int = 1) -> Tensor:
+    """The offsets as a tensor. Sequences may be empty, and there may be none."""
+    cu_seqlens = offsets_tensor(cu_seqlens)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+        raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
     if (len(cu_seqlens) - 1) % responses_per_prompt:
@@ -92,10 +101,18 @@ def check_cu_seqlens(
         if offsets[0] != 0:
             raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
         for i, (begin, end) in enumerate(pairwise(offsets)):
-            if end < begin or (end == begin and not may_be_empty):
-                kind = "empty" if end == begin else "of negative length"
+            if end < begin:
                 raise ValueError(
-                    f"cu_seqlens[{i + 1}] = {end} must exceed cu_seqlens[{i}] = {begin}: sequence {i} is {kind}"
+                    f"cu_seqlens[{i + 1}] = {end} must not be below cu_seqlens[{i}] = {begin}: sequence {i} is of "
+                    "negative length"
                 )
         if offsets[-1] != tokens:
             raise ValueError(f"cu_seqlens[{len(offsets) - 1}] = {offsets[-1]} must be the number of tokens, {tokens}")
+    return cu_seqlens
+
+
+def check_divisor(divisor: float | Tensor) -> None:
+    if isinstance(divisor, Tensor):
+        check_shape("divisor", divisor, (), "one number")
+    if not (isinstance(divisor, Tensor) and not may_look_at_values(divisor)) and not divisor > 0:
+        raise ValueError(f"divisor must be above 0, got {float(divisor)}")

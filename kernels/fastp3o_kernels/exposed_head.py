@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.uncompiled import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,9 +57,14 @@ def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
         gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
         if gather is not None:
             gather()
-        return of_hidden(hidden, head_of(model))
+        return called(of_hidden, hidden, head_of(model))
 
     return forward
+
+
+@uncompiled
+def called(of_hidden: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
+    return of_hidden(hidden, head)
 
 
 def head_of(model: Any) -> Head:

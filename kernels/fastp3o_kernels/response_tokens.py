@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
+from fastp3o_kernels.copies import copyable
+from fastp3o_kernels.uncompiled import uncompiled
 
 
+@copyable
 class ResponseTokens(NamedTuple):
     """N tokens of B responses.
 
@@ -26,6 +29,7 @@ class ResponseTokens(NamedTuple):
         return values.flatten()[self.predicted_at + 1]
 
 
+@uncompiled
 def response_tokens(
     input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1, order: Tensor | None = None
 ) -> ResponseTokens:

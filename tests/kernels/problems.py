@@ -28,11 +28,11 @@ def budget_for(tokens: int, V: int) -> int:
 
 
 def ragged_groups() -> st.SearchStrategy[tuple[int, list[int]]]:
-    """K and the lengths of the responses to 1 to 4 prompts; half the time K is 2."""
+    """K and the lengths of the responses to up to 4 prompts, some of them 0; half the time K is 2."""
 
     def groups_of(K: int) -> st.SearchStrategy[tuple[int, list[int]]]:
-        group = st.lists(st.integers(1, 12), min_size=K, max_size=K)
-        return st.tuples(st.just(K), st.lists(group, min_size=1, max_size=4).map(lambda groups: list(chain(*groups))))
+        group = st.lists(st.integers(0, 12), min_size=K, max_size=K)
+        return st.tuples(st.just(K), st.lists(group, max_size=4).map(lambda groups: list(chain(*groups))))
 
     return st.sampled_from([2, 2, 3, 4]).flatmap(groups_of)
 
@@ -48,16 +48,18 @@ class Pairs:
     ref_logprobs: Tensor
     rewards: Tensor
     old_token_logprobs: Tensor
+    valid_responses: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Pairs":
         """The same values in another precision; offsets and labels stay."""
-        floating = {name: value.to(dtype) for name, value in vars(self).items() if value.is_floating_point()}
-        return replace(self, **floating)
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()})
 
     def known(self, settings: P3OSettings) -> tuple[tuple, dict[str, Tensor]]:
         """Arguments that losses take after the policy's own, by place and by name."""
         old = {"old_token_logprobs": self.old_token_logprobs} if settings.clipping == "token" else {}
-        return (self.labels, self.cu_seqlens, self.old_logprobs, self.ref_logprobs, self.rewards, settings), old
+        known = self.labels, self.cu_seqlens, self.old_logprobs, self.ref_logprobs, self.rewards, settings
+        return known, old | {"valid_responses": self.valid_responses}
 
     def call(self, loss, logits: Tensor, settings: P3OSettings, **given) -> P3OLossOutput:
         known, old = self.known(settings)
@@ -65,10 +67,19 @@ class Pairs:
 
 
 def random_pairs(
-    lengths: list[int], vocabulary: int, device: torch.device, *, K=2, scale=2.0, moved=0.3, seed=0, logits=None
+    lengths: list[int],
+    vocabulary: int,
+    device: torch.device,
+    *,
+    K=2,
+    scale=2.0,
+    moved=0.3,
+    seed=0,
+    logits=None,
+    masked=False,
 ) -> Pairs:
     """K responses to each prompt, of a policy with these logits or random ones that moved by about `moved` nats each
-    since the rollout.
+    since the rollout. masked: a fourth of them is not valid, and nothing is known of these.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -79,7 +90,7 @@ def random_pairs(
     logits = scale * randn(N, vocabulary) if logits is None else logits.detach().float().cpu()
     labels = torch.randint(vocabulary, (N,), generator=generator)
     token_logprobs = logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
-    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)]).view(P, K)
+    sums = torch.stack([part.sum() for part in token_logprobs.split(lengths)] or [randn(0).sum()])[: P * K].view(P, K)
     pairs = Pairs(
         logits=logits,
         labels=labels,
@@ -89,7 +100,11 @@ def random_pairs(
         rewards=randn(P, K),
         old_token_logprobs=token_logprobs + moved * randn(N),
     )
-    return Pairs(**{name: tensor.to(device) for name, tensor in vars(pairs).items()})
+    if masked:
+        pairs.valid_responses = torch.rand(P, K, generator=generator) > 0.25
+        for known in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards):
+            known[~pairs.valid_responses] = float("nan")
+    return Pairs(**{name: None if t is None else t.to(device) for name, t in vars(pairs).items()})
 
 
 @dataclass
@@ -159,6 +174,9 @@ def oracle(
     losses = []
     for p, *responses in ((p, i, j) for p in range(P) for i in range(K) for j in range(i + 1, K)):
         tokens = [range(bounds[K * p + i], bounds[K * p + i + 1]) for i in responses]
+        valid = pairs.valid_responses is None or pairs.valid_responses[p][responses].all()
+        if not (valid and all(tokens)):
+            continue
         token_logprobs = [[logprobs[t, pairs.labels[t]] for t in part] for part in tokens]
         pi = [torch.stack(part).sum() for part in token_logprobs]
         old, ref, reward = (
@@ -189,7 +207,7 @@ def oracle(
         else:
             losses.append(w * u / 2)
     mean_over = len(logits) * (K - 1) if clipping == "token" else P * K * (K - 1) // 2
-    return torch.stack(losses).sum() / mean_over
+    return torch.stack([0 * logits.sum(), *losses]).sum() / max(mean_over, 1)
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:

@@ -97,15 +97,18 @@ def test_pairs(monkeypatch, pairs, clipping):
     old_token_logprobs = pairs.old_token_logprobs if clipping == "token" else None
     settings = P3OSettings(clipping=clipping)
     with counted_traffic(monkeypatch) as traffic:
-        launch_pairs(pairs.old_token_logprobs, PairInputs(*given, old_token_logprobs, 2), settings)
-    # Two responses to two prompts. Their offsets are read for the sums and again for the coefficients, which pass from
-    # one step to the other by way of memory, as the sums do.
+        inputs = PairInputs(*given, None, old_token_logprobs, torch.tensor(2.0))
+        launch_pairs(pairs.old_token_logprobs, inputs, settings)
+    # Two responses to two prompts. Their offsets are read for the sums, for what is empty and for the coefficients,
+    # which pass from one step to the other by way of memory, as the sums do. Metrics of responses are a step of their
+    # own, with offsets, sums, old and reference log-probs. The divisor is read for coefficients and for the loss.
     responses, results = 4, 7 * 4
-    offsets, response_values = 2 * 2 * 4, 4 * 4
+    offsets, response_values, divisor = 4 * 2 * 4, 4 * 4 + 3 * 4, 4 + 4
     if clipping == "token":
         # Each log-prob is summed first, and clipped against the old one when the sums are known.
         read, written = offsets + response_values + 2 * 4, 3 * 4
-        assert (traffic.loaded, traffic.stored) == (3 * 4 * N + responses * read, 4 * N + responses * written + results)
+        loaded, stored = 3 * 4 * N + responses * read + divisor + 4, 4 * N + responses * written + results
     else:
         read, written = offsets + response_values + 4, 2 * 4
-        assert (traffic.loaded, traffic.stored) == (4 * N + responses * read, 4 * N + responses * written + results)
+        loaded, stored = 4 * N + responses * read + divisor, 4 * N + responses * written + results
+    assert (traffic.loaded, traffic.stored) == (loaded, stored)

@@ -3,14 +3,15 @@
 N tokens, D hidden size, V vocabulary, F = N V D.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_cu_seqlens
+from fastp3o_kernels.checks import checked_cu_seqlens
 from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
@@ -18,6 +19,7 @@ from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
 from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
+from fastp3o_kernels.uncompiled import uncompiled
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -45,7 +47,7 @@ class LinearLogprobs(torch.autograd.Function):
         return logprobs, *values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         chunked = ctx.chunked
         hidden, head = saved_tensors(ctx)
@@ -70,7 +72,7 @@ def linear_logprobs(
     labels: Tensor,
     *,
     ignore_index: int = -100,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     responses_per_prompt: int = 2,
     outputs: None = None,
     memory_budget: int | None = None,
@@ -83,19 +85,20 @@ def linear_logprobs(
     labels: Tensor,
     *,
     ignore_index: int = -100,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     responses_per_prompt: int = 2,
     outputs: Collection[str],
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> TokenOutputs: ...
+@uncompiled
 def linear_logprobs(
     hidden: Tensor,
     head: Head | Tensor,
     labels: Tensor,
     *,
     ignore_index: int = -100,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     responses_per_prompt: int = 2,
     outputs: Collection[str] | None = None,
     memory_budget: int | None = None,
@@ -112,9 +115,9 @@ def linear_logprobs(
             multiplied in autocast's dtype; the gradients keep their tensors' dtypes.
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
         ignore_index: tokens with this label give 0 and no gradient.
-        cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to each, on any device.
-            Tokens then go through the head in the chunks of `linear_p3o_loss`; with the same budget the ratio of two
-            evaluations of the same weights is exactly 1.
+        cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to each, on any device or
+            as a list. Tokens then go through the head in the chunks of `linear_p3o_loss`; with the same budget the
+            ratio of two evaluations of the same weights is exactly 1.
         outputs: of "entropy" (differentiable), "mean_logit" and "is_top", what to give beside the log-probs, from the
             same matrix product.
         memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Beside it only
@@ -135,7 +138,7 @@ def linear_logprobs(
     check_head(hidden, head, labels, ignore_index)
     check_outputs(outputs or ())
     if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
+        cu_seqlens = checked_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:

@@ -8,14 +8,16 @@ computes the logits twice. The objective is plain PyTorch over the n log-probs o
 N tokens, D hidden size, V vocabulary, F = N V D; P groups with K responses each.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_cu_seqlens
+from fastp3o_kernels.checks import check_divisor, checked_cu_seqlens
+from fastp3o_kernels.copies import copyable
 from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.head import eager
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
@@ -25,6 +27,7 @@ from fastp3o_kernels.head.groups import Groups, GroupTensors
 from fastp3o_kernels.head.head import Head, check_head
 from fastp3o_kernels.rows.labels import NO_LABEL
 from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
+from fastp3o_kernels.uncompiled import uncompiled
 
 # fp16 ends at 65504 and is coarse below 6e-5. Where the products are fp16, gradients of logits are kept at the scale of
 # a loss that is a sum, times this: a probability of 1e-6 keeps three digits, a coefficient may reach 1000.
@@ -34,6 +37,7 @@ Metrics = dict[str, Tensor]
 Objective = Callable[[Groups], Tensor | tuple[Tensor, Metrics]]
 
 
+@copyable
 class LinearLossOutput(NamedTuple):
     """loss: 0-d, differentiable. metrics: what the objective gave beside it, detached 0-d sums over all groups."""
 
@@ -128,7 +132,7 @@ class LinearLoss(torch.autograd.Function):
         return hidden.new_zeros((), dtype=plan.dtypes.logits) if evaluation.loss is None else evaluation.loss / divisor
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_loss):
         if ctx.gradients is None:
             raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
@@ -140,11 +144,12 @@ def outputs_of(chunked: ChunkedHead, tokens: slice, outputs: Collection[str]) ->
     return TokenOutputs(chunked.logprobs[tokens], **{name: getattr(chunked, name)[tokens] for name in outputs})
 
 
+@uncompiled
 def linear_loss(
     hidden: Tensor,
     head: Head | Tensor,
     labels: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     objective: Objective,
     *,
     responses_per_group: int = 1,
@@ -178,8 +183,9 @@ def linear_loss(
         hidden: [N, D], the hidden states that predict the response tokens.
         head: Head with a weight [V, D], or the bare weight, as in `linear_logprobs`.
         labels: [N] int64 or int32, the response tokens.
-        cu_seqlens: [P K + 1] int32 or int64 on any device, where each response begins in [N]; on the CPU it spares
-            waiting for the device. Responses may be empty, and P may be 0: the gradient is then zero.
+        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]; a list or a
+            tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0: the gradient is
+            then zero.
         responses_per_group: K. Response k of group p is sequence K p + k.
         of_tokens: tensors [N, ...] by name, such as old log-probs. of_responses: [P, K, ...]. of_groups: [P, ...]. They
             are constants, even where they require gradients.
@@ -201,7 +207,7 @@ def linear_loss(
     check_head(hidden, head, labels, ignore_index=None)
     check_outputs(outputs)
     K = responses_per_group
-    check_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=K, may_be_empty=True)
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=K)
     bounds = cu_seqlens[::K].tolist()
     P = len(bounds) - 1
     tensors = GroupTensors.checked(len(hidden), P, K, of_tokens, of_responses, of_groups, hidden=hidden)
@@ -210,6 +216,7 @@ def linear_loss(
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     divisor = max(P, 1) if divisor is None else divisor
+    check_divisor(divisor)
     if impl == "eager":
         tokens = asked_for(outputs, *eager.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded))
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.

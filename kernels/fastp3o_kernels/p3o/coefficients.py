@@ -33,10 +33,6 @@ def loss_and_coefficients(
     with torch.set_grad_enabled(differentiates):
         own_logprobs = token_logprobs[tokens].detach().requires_grad_(differentiates)
         loss, metrics = eager.token_loss(own_logprobs, own, settings)
-        # A mean over these tokens or prompts becomes their share of the mean over all.
-        token_share = len(own_logprobs) / len(token_logprobs)
-        prompt_share = len(pairs.rewards) / pairs.averaged_prompts
-        loss = loss * (token_share if settings.clipping == "token" else prompt_share)
         if differentiates:
             (coefficients[tokens],) = torch.autograd.grad(loss, own_logprobs)
     return torch.stack([loss.detach(), *(metric.to(loss.dtype) for metric in metrics.values())]), coefficients

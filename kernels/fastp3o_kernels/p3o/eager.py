@@ -31,10 +31,10 @@ def token_loss(
 
 def response_loss(logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
     """[P, K] -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
-    prompts = len(logprobs)
-    logprobs, old_logprobs, ref_logprobs, rewards = all_pairs(logprobs, pairs)
-    q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, settings)
-    log_ratios = logprobs - old_logprobs
+    counts, responses = all_pairs(logprobs, pairs)
+    pair_logprobs, old_logprobs, ref_logprobs, rewards = responses
+    q = advantage_difference(pair_logprobs, old_logprobs, ref_logprobs, rewards, settings)
+    log_ratios = pair_logprobs - old_logprobs
     epsilon = settings.clip_range
 
     if settings.clipping == "separate":
@@ -42,27 +42,26 @@ def response_loss(logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) ->
         weights = ratios.detach().clamp(1 / settings.ratio_cap, settings.ratio_cap).flip(1)
         signed_advantage = torch.stack([-q, q], dim=1) * weights
         clipped_ratios = ratios.clamp(1 - epsilon, 1 + epsilon)
-        losses = torch.maximum(signed_advantage * ratios, signed_advantage * clipped_ratios)
-        outside = clipped_ratios != ratios
+        losses = torch.maximum(signed_advantage * ratios, signed_advantage * clipped_ratios).sum(dim=1)
         zero = (signed_advantage * clipped_ratios > signed_advantage * ratios) | (signed_advantage == 0)
         zero_pairs = zero.all(dim=1)
-        loss = losses.sum(dim=1).mean() / 2
+        response_ratios = exp_limited(logprobs.detach() - pairs.old_logprobs)
+        outside = share(response_ratios.clamp(1 - epsilon, 1 + epsilon) != response_ratios, pairs.in_pairs)
     else:
         weighted_advantage = -q * joint_weight(log_ratios, settings)
-        difference = preference(logprobs, ref_logprobs)
+        difference = preference(pair_logprobs, ref_logprobs)
         old_difference = preference(old_logprobs, ref_logprobs)
         clipped_difference = torch.clamp(difference, old_difference - epsilon, old_difference + epsilon)
-        unclipped_losses = weighted_advantage * difference
-        outside = clipped_difference != difference
+        losses = weighted_advantage * difference
         zero_pairs = weighted_advantage == 0
         if settings.clipping == "joint":
             clipped_losses = weighted_advantage * clipped_difference
-            zero_pairs = zero_pairs | (clipped_losses > unclipped_losses)
-            loss = torch.maximum(unclipped_losses, clipped_losses).mean() / 2
-        else:
-            loss = unclipped_losses.mean() / 2
-    zero_prompts = zero_pairs.view(prompts, -1).all(dim=1)
-    return P3OLossOutput(loss, loss_metrics(q, logprobs, log_ratios, ref_logprobs, outside, zero_prompts))
+            zero_pairs = zero_pairs | (clipped_losses > losses)
+            losses = torch.maximum(losses, clipped_losses)
+        outside = share(clipped_difference != difference, counts)
+    loss = losses.sum() / (2 * pairs.pairs_per_prompt * pairs.divisor)
+    zero_prompts = zero_pairs.view(-1, pairs.pairs_per_prompt).all(dim=1)
+    return P3OLossOutput(loss, loss_metrics(logprobs, pairs, share(q.abs(), counts), outside, zero_prompts))
 
 
 def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
@@ -70,43 +69,55 @@ def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OS
     over these N (K − 1) cases.
     """
     assert pairs.old_token_logprobs is not None  # inputs are checked before
-    token_logprobs, old_token_logprobs = at_least_fp32(token_logprobs), at_least_fp32(pairs.old_token_logprobs)
     cu_seqlens, (P, K) = pairs.cu_seqlens, pairs.rewards.shape
+    N, lengths = len(token_logprobs), cu_seqlens.long().diff()
+
+    def of_tokens(responses: Tensor) -> Tensor:
+        return responses.flatten().repeat_interleave(lengths, output_size=N)
+
+    counted_tokens = of_tokens(pairs.in_pairs)
+    token_logprobs, old_token_logprobs = (
+        at_least_fp32(values).masked_fill(~counted_tokens, 0.0) for values in (token_logprobs, pairs.old_token_logprobs)
+    )
     response_logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(P, K)
-    logprobs, old_logprobs, ref_logprobs, rewards = all_pairs(response_logprobs, pairs)
+    counts, responses = all_pairs(response_logprobs, pairs)
+    logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, settings)
-    log_ratios = logprobs - old_logprobs
-    weighted_advantage = (-q * joint_weight(log_ratios, settings)).view(P, -1)
+    weighted_advantage = -q * joint_weight(logprobs - old_logprobs, settings)
 
     # Of response i in its pair with j, [P, i, j].
     first, second = torch.triu_indices(K, K, offset=1)
     weights = weighted_advantage.new_zeros(P, K, K)
+    weighted_advantage = weighted_advantage.view(-1, pairs.pairs_per_prompt)
     weights[:, first, second], weights[:, second, first] = weighted_advantage, -weighted_advantage
-    lengths = cu_seqlens.long().diff()
-    positive, negative = (
-        part.sum(dim=2).flatten().repeat_interleave(lengths, output_size=len(token_logprobs))
-        for part in (weights.clamp(min=0), weights.clamp(max=0))
-    )
+    positive, negative = (of_tokens(part.sum(dim=2)) for part in (weights.clamp(min=0), weights.clamp(max=0)))
     clipped = torch.clamp(
         token_logprobs, old_token_logprobs - settings.clip_range, old_token_logprobs + settings.clip_range
     )
     # max(w logprob, w clipped) is the larger of the two where w is positive, the smaller where it is negative.
     losses = positive * torch.maximum(token_logprobs, clipped) + negative * torch.minimum(token_logprobs, clipped)
-    loss = losses.sum() / (len(token_logprobs) * (K - 1))
+    loss = losses.sum() / ((K - 1) * pairs.divisor)
 
     below = torch.where(token_logprobs < clipped, negative, positive + negative)
     gradient = torch.where(token_logprobs > clipped, positive, below)
     has_gradient = sequence_logprobs((gradient != 0).to(logprobs.dtype), cu_seqlens).view(P, K).sum(dim=1) > 0
-    metrics = loss_metrics(q, logprobs, log_ratios, ref_logprobs, clipped != token_logprobs, ~has_gradient)
-    return P3OLossOutput(loss, metrics)
+    outside = share(clipped != token_logprobs, counted_tokens)
+    return P3OLossOutput(loss, loss_metrics(response_logprobs, pairs, share(q.abs(), counts), outside, ~has_gradient))
 
 
-def all_pairs(logprobs: Tensor, pairs: PairInputs) -> list[Tensor]:
-    """log π, log π_old, log π_ref and rewards of the two responses of each pair, [Q, 2] each, of [P, K]."""
+def all_pairs(logprobs: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
+    """Which pairs count, [Q], and log π, log π_old, log π_ref and rewards of the two responses of each, [Q, 2], of
+    [P, K]. All are 0 in a pair that does not count: so are its advantage difference, its loss and its gradient.
+    """
     K = logprobs.shape[1]
     first, second = torch.triu_indices(K, K, offset=1)
+
+    def of_pairs(values: Tensor) -> Tensor:
+        return torch.stack([values[:, first], values[:, second]], dim=2).flatten(0, 1)
+
+    counts = of_pairs(pairs.in_pairs).all(dim=1)
     responses = (at_least_fp32(t) for t in (logprobs, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards))
-    return [torch.stack([values[:, first], values[:, second]], dim=2).flatten(0, 1) for values in responses]
+    return counts, [of_pairs(values).masked_fill(~counts.unsqueeze(1), 0.0) for values in responses]
 
 
 def advantage_difference(
@@ -132,16 +143,23 @@ def exp_limited(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
+def share(values: Tensor, counts: Tensor) -> Tensor:
+    """The mean of those that count; 0 where none does."""
+    return at_least_fp32(values).masked_fill(~counts, 0.0).sum() / counts.sum().clamp(min=1)
+
+
 def loss_metrics(
-    q: Tensor, logprobs: Tensor, log_ratios: Tensor, ref_logprobs: Tensor, outside: Tensor, zero_prompts: Tensor
+    logprobs: Tensor, pairs: PairInputs, advantage_mean_abs: Tensor, clip_fraction: Tensor, zero_prompts: Tensor
 ) -> dict[str, Tensor]:
-    ratios = exp_limited(log_ratios)
+    """logprobs: [P, K]. zero_prompts: [P] bool, without a gradient."""
+    counts, logprobs = pairs.in_pairs, logprobs.detach()
+    ratios = exp_limited(logprobs - pairs.old_logprobs).masked_fill(~counts, 0.0)
     values = (
-        ratios.mean(),
-        ratios.max(),
-        outside.float().mean(),
-        q.abs().mean(),
-        zero_prompts.float().mean(),
-        (logprobs - ref_logprobs).mean(),
+        share(ratios, counts),
+        torch.nn.functional.pad(ratios.flatten(), (0, 1)).max(),  # 0 where there is none
+        clip_fraction,
+        advantage_mean_abs,
+        share(zero_prompts, counts.any(dim=1)),
+        share(logprobs - pairs.ref_logprobs, counts),
     )
-    return {name: value.detach().float() for name, value in zip(METRICS, values, strict=True)}
+    return {name: value.float() for name, value in zip(METRICS, values, strict=True)}

@@ -8,13 +8,14 @@ N tokens, D hidden size, V vocabulary, F = N V D; P prompts with K responses eac
 Sequence K p + k is response k of prompt p.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_same_device
+from fastp3o_kernels.checks import offsets_tensor
 from fastp3o_kernels.dispatch import use_triton
+from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.head import eager as eager_head
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
@@ -27,6 +28,7 @@ from fastp3o_kernels.p3o.output import P3OLossOutput, forward_results, loss_outp
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
 from fastp3o_kernels.rows.labels import NO_LABEL
+from fastp3o_kernels.uncompiled import uncompiled
 
 # fp16 ends at 65504 and is coarse below 6e-5. Where the products are fp16, gradients of logits are kept at the scale of
 # a loss that is a sum, times this: a probability of 1e-6 keeps three digits, an advantage difference may reach 1000.
@@ -42,7 +44,7 @@ class LinearP3OLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, head, pairs, settings, plan, triton):
         needs = ctx.needs_input_grad[:3]
-        scale = coefficient_scale(plan.dtypes, len(hidden), pairs, settings)
+        scale = coefficient_scale(plan.dtypes, pairs, settings)
         chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
@@ -55,7 +57,7 @@ class LinearP3OLoss(torch.autograd.Function):
                 results, coefficients = loss_and_coefficients(chunked.logprobs, own, settings, triton=triton)
                 # The last span's logits are still in their buffer.
                 for span in reversed(chunk.spans):
-                    gradients.backward(span, coefficients[span] * scale if scale != 1 else coefficients[span])
+                    gradients.backward(span, coefficients[span] if scale is None else coefficients[span] * scale)
             if gradients is None or len(plan.chunks) > 1:
                 results, _ = loss_and_coefficients(chunked.logprobs, pairs, settings, triton=triton)
             if gradients is not None:
@@ -64,12 +66,12 @@ class LinearP3OLoss(torch.autograd.Function):
         return forward_results(ctx, results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_loss, _):
         if ctx.gradients is None:
             raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.results(grad_loss / ctx.scale if ctx.scale != 1 else grad_loss), *[None] * 6
+        return *gradients.results(grad_loss if ctx.scale is None else grad_loss / ctx.scale), *[None] * 6
 
 
 class OnPolicyLinearP3OLoss(torch.autograd.Function):
@@ -87,7 +89,7 @@ class OnPolicyLinearP3OLoss(torch.autograd.Function):
         return forward_results(ctx, results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_loss, _):
         all_hidden, head, labels, coefficients = saved_tensors(ctx)
         tokens = coefficients.nonzero().squeeze(1)
@@ -109,25 +111,27 @@ class OnPolicyLinearP3OLoss(torch.autograd.Function):
         return dhidden, dweight, dbias, *[None] * 6
 
 
-def coefficient_scale(dtypes: HeadDtypes, tokens: int, pairs: PairInputs, settings: P3OSettings) -> float:
-    """What the coefficients are multiplied by until backward: 1 unless they would be lost in fp16."""
+def coefficient_scale(dtypes: HeadDtypes, pairs: PairInputs, settings: P3OSettings) -> Tensor | None:
+    """What the coefficients are multiplied by until backward, where they would be lost in fp16."""
     if dtypes.multiplied != torch.float16:
-        return 1.0
-    responses = pairs.responses_per_prompt * pairs.averaged_prompts
-    return FP16_SCALE * (tokens if settings.clipping == "token" else responses)
+        return None
+    return pairs.divisor * (FP16_SCALE * (1 if settings.clipping == "token" else pairs.responses_per_prompt))
 
 
+@uncompiled
 def linear_p3o_loss(
     hidden: Tensor,
     head: Head | Tensor,
     labels: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
     rewards: Tensor,
     settings: P3OSettings = DEFAULTS,
     *,
     old_token_logprobs: Tensor | None = None,
+    valid_responses: Tensor | None = None,
+    divisor: float | Tensor | None = None,
     on_policy: bool = False,
     memory_budget: int | None = None,
     impl: str | None = None,
@@ -143,11 +147,14 @@ def linear_p3o_loss(
         hidden: [N, D], the hidden states that predict the response tokens.
         head: Head with a weight [V, D], or the bare weight, as in `linear_logprobs`.
         labels: [N] int64 or int32, the response tokens, end-of-sequence included.
-        cu_seqlens: [P K + 1] int32 or int64, where each response begins in [N]. It is needed on the host: a tensor on
-            the CPU spares waiting for the device.
+        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]. It is needed
+            on the host: a list or a tensor on the CPU spares waiting for the device. An empty response takes part in no
+            pair.
         old_logprobs, ref_logprobs, rewards: [P, K].
-        settings: as in `p3o_loss`.
+        settings, valid_responses: as in `p3o_loss`. Tokens of responses that are not valid have no gradient but take
+            part in the logits' product, which empty responses do not.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
+        divisor: of the sum over prompts, or tokens with clipping="token", as in `token_p3o_loss`.
         on_policy: old_logprobs are this very policy's (the first step after a rollout). Ratios are then 1 by
             definition; loss and metrics follow from old_logprobs without computing logits, and the backward pass
             computes logits and gradients in one go, none of it for tokens without a coefficient.
@@ -163,15 +170,24 @@ def linear_p3o_loss(
         ValueError: as in `linear_logprobs` and `p3o_loss`.
         RuntimeError: for a second backward pass.
     """
-    head = Head.from_weight(head)
+    head, cu_seqlens = Head.from_weight(head), offsets_tensor(cu_seqlens)
     check_head(hidden, head, labels, ignore_index=None)
-    given = cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs
-    pairs = PairInputs.checked(len(hidden), *given, settings, on_policy=on_policy)
-    check_same_device(hidden=hidden, **pairs.floating)
+    pairs = PairInputs.checked(
+        "hidden",
+        hidden,
+        cu_seqlens,
+        old_logprobs,
+        ref_logprobs,
+        rewards,
+        settings,
+        valid_responses=valid_responses,
+        old_token_logprobs=old_token_logprobs,
+        divisor=divisor,
+        on_policy=on_policy,
+    )
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())
     dtypes = HeadDtypes.for_hidden(hidden)
-    pairs = replace(pairs, cu_seqlens=cu_seqlens.to(hidden.device, non_blocking=True))
-    if impl == "eager":
+    if impl == "eager" or len(hidden) == 0:
         logprobs = eager_head.linear_logprobs(hidden, head, labels, NO_LABEL, dtypes.rounded)
         return eager.token_loss(logprobs, pairs, settings, on_policy=on_policy)
     if not torch.is_grad_enabled():

@@ -3,11 +3,14 @@
 N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is response k of prompt p.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_logits, check_same_device
+from fastp3o_kernels.checks import check_logits
 from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.coefficients import loss_and_coefficients, on_policy_loss_and_coefficients
 from fastp3o_kernels.p3o.output import P3OLossOutput, forward_results, loss_output
@@ -17,6 +20,7 @@ from fastp3o_kernels.rows import eager as eager_rows
 from fastp3o_kernels.rows.inplace import DlogitsMemory, check_inplace, with_distinct_rows
 from fastp3o_kernels.rows.labels import NO_LABEL
 from fastp3o_kernels.rows.transform import LogitsTransform
+from fastp3o_kernels.uncompiled import uncompiled
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
@@ -35,7 +39,7 @@ class LogitsP3OLoss(torch.autograd.Function):
         return forward_results(ctx, results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_loss, _):
         ctx.memory.check_first_use()
         logits, labels, row_max, log_sum, coefficients = ctx.saved_tensors
@@ -56,7 +60,7 @@ class OnPolicyLogitsP3OLoss(torch.autograd.Function):
         return forward_results(ctx, results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_loss, _):
         ctx.memory.check_first_use()
         logits, labels, coefficients = ctx.saved_tensors
@@ -65,16 +69,19 @@ class OnPolicyLogitsP3OLoss(torch.autograd.Function):
         return dlogits, *[None] * 5
 
 
+@uncompiled
 def logits_p3o_loss(
     logits: Tensor,
     labels: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     old_logprobs: Tensor,
     ref_logprobs: Tensor,
     rewards: Tensor,
     settings: P3OSettings = DEFAULTS,
     *,
     old_token_logprobs: Tensor | None = None,
+    valid_responses: Tensor | None = None,
+    divisor: float | Tensor | None = None,
     on_policy: bool = False,
     temperature: float = 1.0,
     inplace_backward: bool = False,
@@ -87,10 +94,12 @@ def logits_p3o_loss(
             the log-ratio of a 128-token response by about 0.1, half a clip range. Compute them in fp32, or give hidden
             states to `linear_p3o_loss`.
         labels: [N] int64 or int32, the response tokens, end-of-sequence included.
-        cu_seqlens: [P K + 1] int32 or int64, where each response begins in [N].
+        cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins in [N]. An empty
+            response takes part in no pair.
         old_logprobs, ref_logprobs, rewards: [P, K].
-        settings: as in `p3o_loss`.
+        settings, valid_responses: as in `p3o_loss`.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
+        divisor: of the sum over prompts, or tokens with clipping="token", as in `token_p3o_loss`.
         on_policy: old_logprobs are this very policy's (the first step after a rollout). Ratios are then 1 by
             definition; loss and metrics follow from old_logprobs without reading the logits, and the backward pass
             reads these from memory once.
@@ -107,10 +116,20 @@ def logits_p3o_loss(
     transform = LogitsTransform(temperature=temperature)
     check_logits(logits, labels, ignore_index=None)
     check_inplace(logits, inplace_backward)
-    given = cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs
-    pairs = PairInputs.checked(len(logits), *given, settings, on_policy=on_policy)
-    check_same_device(logits=logits, cu_seqlens=cu_seqlens, **pairs.floating)
-    if not use_triton(impl, logits, *pairs.floating.values()):
+    pairs = PairInputs.checked(
+        "logits",
+        logits,
+        cu_seqlens,
+        old_logprobs,
+        ref_logprobs,
+        rewards,
+        settings,
+        valid_responses=valid_responses,
+        old_token_logprobs=old_token_logprobs,
+        divisor=divisor,
+        on_policy=on_policy,
+    )
+    if not use_triton(impl, logits, *pairs.floating.values()) or len(logits) == 0:
         logprobs = eager_rows.token_logprobs(logits, labels, temperature=temperature, ignore_index=NO_LABEL)
         return eager.token_loss(logprobs, pairs, settings, on_policy=on_policy)
     function = OnPolicyLogitsP3OLoss if on_policy else LogitsP3OLoss

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastp3o_kernels.copies import copyable
+
 METRICS = (
     "ratio_mean",
     "ratio_max",
@@ -16,17 +18,22 @@ METRICS = (
 RESULTS = ("loss", *METRICS)
 
 
+@copyable
 class P3OLossOutput(NamedTuple):
     """A loss and what to watch beside it.
 
     loss: 0-d, differentiable.
-    metrics: detached 0-d tensors, never read by the host inside an operation:
+    metrics: detached 0-d tensors, never read by the host inside an operation; means over the pairs that count, their
+        responses or the tokens of these, whatever the divisor, and 0 where no pair counts:
         ratio_mean, ratio_max: of π/π_old over the responses;
         clip_fraction: share outside the clip range: of pairs (joint; also reported by none, which clips nothing), of
             responses (separate) or of tokens (token);
         advantage_mean_abs: mean |q| over pairs;
         zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient;
         kl: mean over responses of log π − log π_ref, in nats.
+
+    `copy.deepcopy` gives the values without their graph. torch.load(weights_only=True) takes what torch.save wrote,
+    once fastp3o_kernels is imported; so it does with the outputs of the other operations.
     """
 
     loss: Tensor

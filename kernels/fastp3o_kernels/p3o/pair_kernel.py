@@ -20,6 +20,11 @@ from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds
 BLOCK_P = 2
 # Pairs of a tile; a prompt with more of them in a square has a tile to itself.
 LARGEST_TILE = 256
+# Responses of a tile where metrics are of them alone: one for each thread.
+RESPONSES_TILE = 512
+# Of each thread: the only program may have all of a processor's. Left to itself, the compiler saves them for a second
+# one and spills.
+REGISTERS = 65536 // (32 * WARPS)
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 
@@ -35,7 +40,8 @@ KL = tl.constexpr(RESULTS.index("kl"))
 
 def block_sizes(K: int) -> dict[str, int]:
     block_k = triton.next_power_of_2(K)
-    return {"BLOCK_P": max(1, min(BLOCK_P, LARGEST_TILE // block_k**2)), "BLOCK_K": block_k, "BLOCK_T": BLOCK_T}
+    tile = max(1, min(BLOCK_P, LARGEST_TILE // block_k**2))
+    return {"BLOCK_P": tile, "BLOCK_K": block_k, "BLOCK_T": BLOCK_T, "BLOCK_R": max(1, RESPONSES_TILE // block_k)}
 
 
 @triton.jit
@@ -46,6 +52,11 @@ def clip(x, low, high):
 @triton.jit
 def larger(x, y):
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def limited_ratio(log_ratio):
+    return tl.exp(clip(log_ratio, -LIMIT, LIMIT))
 
 
 @triton.jit
@@ -61,35 +72,103 @@ def sums_over_pairs(x_1, x_2):
 
 
 @triton.jit
-def separate_terms(q, log_ratio, ratio, clip_range, ratio_cap):
-    """P3O-V1. The loss of each pair and its slopes in log π(y1) and log π(y2), [p, i, j]; which responses are outside
-    the clip range, [p, K].
-    """
-    ratio_1, ratio_2 = ratio[:, :, None], ratio[:, None, :]
-    weight_1 = -q * clip(ratio_2, 1 / ratio_cap, ratio_cap)
-    weight_2 = q * clip(ratio_1, 1 / ratio_cap, ratio_cap)
-    clipped = clip(ratio, 1 - clip_range, 1 + clip_range)
-    clipped_1, clipped_2 = clipped[:, :, None], clipped[:, None, :]
-    loss = larger(weight_1 * ratio_1, weight_1 * clipped_1) + larger(weight_2 * ratio_2, weight_2 * clipped_2)
+def separate_term(signed_advantage, log_ratio, other_log_ratio, clip_range, ratio_cap):
+    """P3O-V1. The loss of one response in its pairs and its slope in that response's log π, [p, i, j]."""
+    ratio = limited_ratio(log_ratio)
+    weight = signed_advantage * clip(limited_ratio(other_log_ratio), 1 / ratio_cap, ratio_cap)
+    loss = weight * ratio
+    clipped_loss = weight * clip(ratio, 1 - clip_range, 1 + clip_range)
     # A ratio at its limit is constant, and so is the loss where the clipped branch is the larger one.
-    is_limited = tl.abs(log_ratio) > LIMIT
-    is_flat_1 = is_limited[:, :, None] | (weight_1 * clipped_1 > weight_1 * ratio_1)
-    is_flat_2 = is_limited[:, None, :] | (weight_2 * clipped_2 > weight_2 * ratio_2)
-    slope_1 = tl.where(is_flat_1, 0.0, weight_1 * ratio_1)
-    slope_2 = tl.where(is_flat_2, 0.0, weight_2 * ratio_2)
-    return loss, slope_1, slope_2, clipped != ratio
+    is_flat = (tl.abs(log_ratio) > LIMIT) | (clipped_loss > loss)
+    return larger(loss, clipped_loss), tl.where(is_flat, 0.0, loss)
 
 
 @triton.jit
 def joint_terms(q, u, u_clipped, log_ratio, ratio_cap, CLIPPING: tl.constexpr):
     """P3O-V2, or without its clipped branch. The loss of each pair and its slope in u, [p, i, j]."""
-    joint_ratio = tl.exp(clip(log_ratio[:, :, None] + log_ratio[:, None, :], -LIMIT, LIMIT))
+    joint_ratio = limited_ratio(log_ratio[:, :, None] + log_ratio[:, None, :])
     weight = -q * clip(joint_ratio, 1 / ratio_cap, ratio_cap)
     loss, slope = weight * u, weight
     if CLIPPING == "joint":
         slope = tl.where(weight * u_clipped > weight * u, 0.0, weight)
         loss = larger(loss, weight * u_clipped)
     return loss, slope
+
+
+@triton.jit
+def responses_in_pairs(begin_ptr, valid_ptr, is_response, HAS_VALID: tl.constexpr):
+    """Which responses take part in a pair, [p, K]: with tokens, valid, as is another one to the prompt; and their
+    number, [p], which is 0 or more than 1. Pointers: to their places in cu_seqlens and in what is valid.
+    """
+    begin = tl.load(begin_ptr, mask=is_response, other=0)
+    end = tl.load(begin_ptr + 1, mask=is_response, other=0)
+    counts = begin < end
+    if HAS_VALID:
+        counts = counts & (tl.load(valid_ptr, mask=is_response, other=0) != 0)
+    number = tl.sum(tl.where(counts, 1.0, 0.0), axis=1)
+    number = tl.where(number > 1.0, number, 0.0)
+    return counts & (number > 0.0)[:, None], number
+
+
+@triton.jit
+def response_metrics(
+    sums_ptr,
+    cu_seqlens_ptr,
+    old_logprobs_ptr,
+    ref_logprobs_ptr,
+    valid_ptr,
+    P,
+    clip_range,
+    HAS_VALID: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """How many prompts have pairs, how many pairs there are, and responses in them. Of these responses: the sum and the
+    largest of their ratios, how many are outside the clip range, the sum of log π − log π_ref.
+    """
+    prompts = tl.zeros([BLOCK_R], dtype=tl.float32)
+    pairs = tl.zeros([BLOCK_R], dtype=tl.float32)
+    in_pairs = tl.zeros([BLOCK_R], dtype=tl.float32)
+    ratios = tl.zeros([BLOCK_R], dtype=tl.float32)
+    ratio_max = tl.zeros([BLOCK_R], dtype=tl.float32)
+    outside = tl.zeros([BLOCK_R], dtype=tl.float32)
+    kl = tl.zeros([BLOCK_R], dtype=tl.float32)
+    responses = tl.arange(0, BLOCK_K)
+    first = 0
+    while first < P:
+        prompt = first + tl.arange(0, BLOCK_R)
+        is_response = (prompt < P)[:, None] & (responses < K)[None, :]
+        place = prompt[:, None] * K + responses[None, :]
+        counts, number = responses_in_pairs(cu_seqlens_ptr + place, valid_ptr + place, is_response, HAS_VALID)
+        prompts += tl.where(number > 0.0, 1.0, 0.0)
+        pairs += number * (number - 1.0) / 2.0
+        in_pairs += number
+        logprob = tl.load(sums_ptr + place, mask=counts, other=0.0)
+        old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
+        ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
+        ratio = tl.where(counts, limited_ratio(logprob - old), 0.0)
+        ratios += tl.sum(ratio, axis=1)
+        ratio_max = larger(ratio_max, tl.reduce(ratio, 1, larger))
+        is_outside = counts & (clip(ratio, 1 - clip_range, 1 + clip_range) != ratio)
+        outside += tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1)
+        kl += tl.sum(logprob - ref, axis=1)
+        first += BLOCK_R
+    return (
+        tl.sum(prompts, axis=0),
+        tl.sum(pairs, axis=0),
+        tl.sum(in_pairs, axis=0),
+        tl.sum(ratios, axis=0),
+        tl.reduce(ratio_max, 0, larger),
+        tl.sum(outside, axis=0),
+        tl.sum(kl, axis=0),
+    )
+
+
+@triton.jit
+def at_least_one(number):
+    """As a divisor: what is summed is 0 where it is."""
+    return tl.maximum(number, 1.0)
 
 
 @triton.jit
@@ -144,14 +223,16 @@ def clip_tokens(
     return tl.sum(losses, axis=1), tl.sum(outside, axis=1), tl.sum(with_gradient, axis=1)
 
 
-@triton.jit(do_not_specialize=["P", "N", "averaged_prompts"])
+@triton.jit(do_not_specialize=["P"])
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
     cu_seqlens_ptr,  # [P K + 1]
     old_logprobs_ptr,  # [P, K] fp32
     ref_logprobs_ptr,  # [P, K] fp32
     rewards_ptr,  # [P, K] fp32
+    valid_ptr,  # [P, K] uint8, where HAS_VALID: whether a response may be in pairs
     old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"
+    divisor_ptr,  # [] fp32, of the sum over prompts, or over tokens where CLIPPING is "token"
     sums_ptr,  # [P, K] fp32, scratch: log π(y|x)
     response_coefficients_ptr,  # [P, K] fp32, scratch, where CLIPPING is not "token": dL/d log π(y|x)
     positive_weights_ptr,  # [P, K] fp32, scratch, where it is: sum of a response's positive weights in its pairs
@@ -159,27 +240,25 @@ def pair_kernel(
     coefficients_ptr,  # [N] fp32, out: dL/d log π of each token
     results_ptr,  # [7] fp32, out: RESULTS
     P,
-    N,  # tokens that the loss averages over where CLIPPING is "token"
-    averaged_prompts,  # prompts that it averages over elsewhere: P, or more where this launch sees a part of them
     clip_range,
     ratio_cap,
     kl_coef,
     CLIPPING: tl.constexpr,
     KL_REWARD: tl.constexpr,
+    HAS_VALID: tl.constexpr,
     K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     losses = tl.zeros([BLOCK_P], dtype=tl.float32)
-    ratios = tl.zeros([BLOCK_P], dtype=tl.float32)
-    ratio_max = tl.zeros([BLOCK_P], dtype=tl.float32)
     outside = tl.zeros([BLOCK_P], dtype=tl.float32)
     advantages = tl.zeros([BLOCK_P], dtype=tl.float32)
-    without_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
-    kl = tl.zeros([BLOCK_P], dtype=tl.float32)
-    PAIRS_PER_PROMPT: tl.constexpr = K * (K - 1) // 2
-    averaged_pairs = averaged_prompts * PAIRS_PER_PROMPT
+    with_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
+    counted_tokens = tl.zeros([BLOCK_P], dtype=tl.float32)
+    # For each prompt or token that is divided by: a pair has half the weight of a mean over the prompt's.
+    CASES: tl.constexpr = K - 1 if CLIPPING == "token" else K * (K - 1)
 
     responses = tl.arange(0, BLOCK_K)
     first = 0
@@ -194,24 +273,27 @@ def pair_kernel(
 
         is_response = valid[:, None] & (responses < K)[None, :]
         place = prompt[:, None] * K + responses[None, :]
-        logprob = tl.load(sums_ptr + place, mask=is_response, other=0.0)
-        old = tl.load(old_logprobs_ptr + place, mask=is_response, other=0.0)
-        ref = tl.load(ref_logprobs_ptr + place, mask=is_response, other=0.0)
-        reward = tl.load(rewards_ptr + place, mask=is_response, other=0.0)
+        counts, _ = responses_in_pairs(cu_seqlens_ptr + place, valid_ptr + place, is_response, HAS_VALID)
+        logprob = tl.load(sums_ptr + place, mask=counts, other=0.0)
+        old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
+        ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
+        reward = tl.load(rewards_ptr + place, mask=counts, other=0.0)
         log_ratio = logprob - old
-        ratio = tl.exp(clip(log_ratio, -LIMIT, LIMIT))
 
-        is_pair = (responses[:, None] < responses[None, :]) & (responses < K)[None, :]
-        is_pair = valid[:, None, None] & is_pair[None, :, :]
+        is_pair = counts[:, :, None] & counts[:, None, :] & (responses[:, None] < responses[None, :])[None, :, :]
         # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
         u = pair_differences(logprob - ref)
         u_old = pair_differences(old - ref)
         q = pair_differences(reward) - kl_coef * (u if KL_REWARD == "current" else u_old)
+        # Without it there is neither a loss nor a slope.
+        q = tl.where(is_pair, q, 0.0)
+        advantages += tl.sum(tl.sum(tl.abs(q), axis=2), axis=1)
 
         if CLIPPING == "separate":
-            loss, slope_1, slope_2, is_outside = separate_terms(q, log_ratio, ratio, clip_range, ratio_cap)
-            # Their share of all responses is asked for, and the sum will be divided by the number of pairs.
-            outside += tl.sum(tl.where(is_response & is_outside, PAIRS_PER_PROMPT / K, 0.0), axis=1)
+            log_ratio_1, log_ratio_2 = log_ratio[:, :, None], log_ratio[:, None, :]
+            loss, slope_1 = separate_term(-q, log_ratio_1, log_ratio_2, clip_range, ratio_cap)
+            loss_2, slope_2 = separate_term(q, log_ratio_2, log_ratio_1, clip_range, ratio_cap)
+            loss += loss_2
         else:
             u_clipped = clip(u, u_old - clip_range, u_old + clip_range)
             loss, slope_1 = joint_terms(q, u, u_clipped, log_ratio, ratio_cap, CLIPPING)
@@ -221,24 +303,21 @@ def pair_kernel(
                 outside += tl.sum(tl.sum(is_outside, axis=2), axis=1)
 
         if CLIPPING == "token":
-            weight = tl.where(is_pair, slope_1, 0.0)
-            positive_weight = sums_over_pairs(larger(weight, 0.0), larger(-weight, 0.0))
-            negative_weight = -sums_over_pairs(larger(-weight, 0.0), larger(weight, 0.0))
+            positive_weight = sums_over_pairs(larger(slope_1, 0.0), larger(slope_2, 0.0))
+            negative_weight = -sums_over_pairs(larger(slope_2, 0.0), larger(slope_1, 0.0))
             tl.store(positive_weights_ptr + place, positive_weight, mask=is_response)
             tl.store(negative_weights_ptr + place, negative_weight, mask=is_response)
         else:
-            coefficient_1 = tl.where(is_pair, slope_1 / (2 * averaged_pairs), 0.0)
-            coefficient_2 = tl.where(is_pair, slope_2 / (2 * averaged_pairs), 0.0)
-            coefficient = sums_over_pairs(coefficient_1, coefficient_2)
+            losses += tl.sum(tl.sum(loss, axis=2), axis=1)
+            coefficient = sums_over_pairs(slope_1, slope_2) / (tl.load(divisor_ptr) * CASES)
             tl.store(response_coefficients_ptr + place, coefficient, mask=is_response)
-            losses += tl.sum(tl.sum(tl.where(is_pair, loss, 0.0), axis=2), axis=1)
         tl.debug_barrier()
 
         tokens_with_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
         for k in range(K):
             begin, end = sequence_bounds(cu_seqlens_ptr + prompt * K + k, valid)
             if CLIPPING == "token":
-                token_losses, tokens_outside, with_gradient = clip_tokens(
+                token_losses, tokens_outside, coefficients_not_zero = clip_tokens(
                     logprobs_ptr,
                     old_token_logprobs_ptr,
                     coefficients_ptr,
@@ -247,47 +326,62 @@ def pair_kernel(
                     begin,
                     end,
                     clip_range,
-                    N * (K - 1),
+                    tl.load(divisor_ptr) * CASES,
                     BLOCK_P,
                     BLOCK_T,
                 )
-                losses += token_losses
-                outside += tokens_outside
-                tokens_with_gradient += with_gradient
+                counted = tl.sum(tl.where(counts & (responses == k)[None, :], 1.0, 0.0), axis=1) > 0.0
+                losses += tl.where(counted, token_losses, 0.0)
+                outside += tl.where(counted, tokens_outside, 0.0)
+                tokens_with_gradient += coefficients_not_zero
+                counted_tokens += tl.where(counted, (end - begin).to(tl.float32), 0.0)
             else:
                 coefficient_k = tl.load(response_coefficients_ptr + prompt * K + k, mask=valid, other=0.0)
                 store_coefficients(coefficients_ptr, coefficient_k, begin, end, BLOCK_P, BLOCK_T)
                 tokens_with_gradient += tl.where(coefficient_k != 0.0, 1.0, 0.0)
 
-        ratio = tl.where(is_response, ratio, 0.0)
-        ratios += tl.sum(ratio, axis=1)
-        ratio_max = larger(ratio_max, tl.reduce(ratio, 1, larger))
-        advantages += tl.sum(tl.sum(tl.where(is_pair, tl.abs(q), 0.0), axis=2), axis=1)
-        without_gradient += tl.where(valid & (tokens_with_gradient == 0.0), 1.0, 0.0)
-        kl += tl.sum(tl.where(is_response, logprob - ref, 0.0), axis=1)
+        with_gradient += tl.where(tokens_with_gradient > 0.0, 1.0, 0.0)
         first += BLOCK_P
 
+    # In a pass of its own, over many prompts at once.
+    prompts, pairs, in_pairs, ratios, ratio_max, responses_outside, kl = response_metrics(
+        sums_ptr,
+        cu_seqlens_ptr,
+        old_logprobs_ptr,
+        ref_logprobs_ptr,
+        valid_ptr,
+        P,
+        clip_range,
+        HAS_VALID,
+        K,
+        BLOCK_K,
+        BLOCK_R,
+    )
     if CLIPPING == "token":
-        tl.store(results_ptr + LOSS, tl.sum(losses, axis=0) / (N * (K - 1)))
-        tl.store(results_ptr + CLIP_FRACTION, tl.sum(outside, axis=0) / N)
+        clip_fraction = tl.sum(outside, axis=0) / at_least_one(tl.sum(counted_tokens, axis=0))
+    elif CLIPPING == "separate":
+        clip_fraction = responses_outside / at_least_one(in_pairs)
     else:
-        tl.store(results_ptr + LOSS, tl.sum(losses, axis=0) / (2 * averaged_pairs))
-        tl.store(results_ptr + CLIP_FRACTION, tl.sum(outside, axis=0) / averaged_pairs)
-    tl.store(results_ptr + RATIO_MEAN, tl.sum(ratios, axis=0) / (averaged_prompts * K))
-    tl.store(results_ptr + RATIO_MAX, tl.reduce(ratio_max, 0, larger))
-    tl.store(results_ptr + ADVANTAGE_MEAN_ABS, tl.sum(advantages, axis=0) / averaged_pairs)
-    tl.store(results_ptr + ZERO_GRADIENT_FRACTION, tl.sum(without_gradient, axis=0) / averaged_prompts)
-    tl.store(results_ptr + KL, tl.sum(kl, axis=0) / (averaged_prompts * K))
+        clip_fraction = tl.sum(outside, axis=0) / at_least_one(pairs)
+    without_gradient = prompts - tl.sum(with_gradient, axis=0)
+    tl.store(results_ptr + LOSS, tl.sum(losses, axis=0) / (tl.load(divisor_ptr) * CASES))
+    tl.store(results_ptr + CLIP_FRACTION, clip_fraction)
+    tl.store(results_ptr + RATIO_MEAN, ratios / at_least_one(in_pairs))
+    tl.store(results_ptr + RATIO_MAX, ratio_max)
+    tl.store(results_ptr + ADVANTAGE_MEAN_ABS, tl.sum(advantages, axis=0) / at_least_one(pairs))
+    tl.store(results_ptr + ZERO_GRADIENT_FRACTION, without_gradient / at_least_one(prompts))
+    tl.store(results_ptr + KL, kl / at_least_one(in_pairs))
 
 
 def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
     """RESULTS [7], and dL/d log π of each token of the pairs [N]; one launch."""
-    N, (P, K) = len(token_logprobs), pairs.rewards.shape
+    P, K = pairs.rewards.shape
     scratch = torch.empty(4, P, K, dtype=torch.float32, device=token_logprobs.device)
     sums, response_coefficients, positive_weights, negative_weights = scratch
     coefficients = torch.empty_like(token_logprobs)
     results = torch.empty(len(RESULTS), dtype=torch.float32, device=token_logprobs.device)
     old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
+    valid = pairs.valid_responses
     with torch.cuda.device_of(token_logprobs):
         pair_kernel[(1,)](
             token_logprobs,
@@ -295,7 +389,9 @@ def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSetting
             pairs.old_logprobs.float().contiguous(),
             pairs.ref_logprobs.float().contiguous(),
             pairs.rewards.float().contiguous(),
+            results if valid is None else valid.contiguous().view(torch.uint8),
             old_token_logprobs.float().contiguous(),
+            pairs.divisor,
             sums,
             response_coefficients,
             positive_weights,
@@ -303,15 +399,15 @@ def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSetting
             coefficients,
             results,
             P,
-            N,
-            pairs.averaged_prompts,
             settings.clip_range,
             settings.ratio_cap,
             settings.kl_coef,
             CLIPPING=settings.clipping,
             KL_REWARD=settings.kl_reward,
+            HAS_VALID=valid is not None,
             K=K,
             **block_sizes(K),
             num_warps=WARPS,
+            maxnreg=REGISTERS,
         )
     return results, coefficients

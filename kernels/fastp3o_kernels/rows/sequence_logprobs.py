@@ -3,12 +3,16 @@
 N tokens, S sequences.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_cu_seqlens, check_floating, check_same_device
+from fastp3o_kernels.checks import check_floating, checked_cu_seqlens
 from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.rows import eager
+from fastp3o_kernels.uncompiled import uncompiled
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.sequence_kernel import launch_sequence_sums
@@ -24,30 +28,31 @@ class SequenceSums(torch.autograd.Function):
         return launch_sequence_sums(values, cu_seqlens)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_sums):
         (cu_seqlens,) = ctx.saved_tensors
         return grad_sums.repeat_interleave(cu_seqlens.long().diff(), output_size=ctx.tokens), None
 
 
-def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor, *, impl: str | None = None) -> Tensor:
+@uncompiled
+def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int], *, impl: str | None = None) -> Tensor:
     """Log-probability of each sequence: the sum over its tokens, in fixed order; differentiable.
 
     Args:
         token_logprobs: [N] of any floating dtype.
-        cu_seqlens: [S + 1] int32 or int64, where each sequence begins; 0 first, N last.
+        cu_seqlens: [S + 1] int32 or int64 on any device, or a list: where each sequence begins; 0 first, N last. The
+            sum of an empty one is 0.
         impl: None, "triton" or "eager", as in `token_logprobs`.
 
     Returns:
         [S] fp32 (fp64 for fp64 log-probs).
 
     Raises:
-        ValueError: for shapes and dtypes that disagree or offsets that do not increase from 0 to N (on a GPU only with
-            FASTP3O_DEBUG=1).
+        ValueError: for shapes and dtypes that disagree or offsets that do not go from 0 to N in order (on a GPU only
+            with FASTP3O_DEBUG=1).
     """
     check_floating("token_logprobs", token_logprobs)
-    check_cu_seqlens(cu_seqlens, len(token_logprobs))
-    check_same_device(token_logprobs=token_logprobs, cu_seqlens=cu_seqlens)
-    if use_triton(impl, token_logprobs):
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, len(token_logprobs)).to(token_logprobs.device, non_blocking=True)
+    if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
         return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
     return eager.sequence_logprobs(token_logprobs, cu_seqlens)

@@ -5,12 +5,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fastp3o_kernels.copies import copyable
 from fastp3o_kernels.rows.eager import at_least_fp32
 from fastp3o_kernels.rows.labels import gather_indices
 
 NAMES = ("entropy", "mean_logit", "is_top")
 
 
+@copyable
 class TokenOutputs(NamedTuple):
     """[N] each; None where it was not asked for. A token whose label is ignored has 0, and False.
 

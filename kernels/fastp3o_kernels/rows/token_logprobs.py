@@ -11,11 +11,13 @@ from torch import Tensor
 
 from fastp3o_kernels.checks import check_logits
 from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.rows import eager
 from fastp3o_kernels.rows.eager import at_least_fp32
 from fastp3o_kernels.rows.inplace import DlogitsMemory, check_inplace, with_distinct_rows
 from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs, of_logits
 from fastp3o_kernels.rows.transform import LogitsTransform
+from fastp3o_kernels.uncompiled import uncompiled
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
@@ -37,7 +39,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs, *values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         ctx.memory.check_first_use()
         logits, labels, row_max, log_sum = ctx.saved_tensors[:4]
@@ -74,6 +76,7 @@ def token_logprobs(
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> TokenOutputs: ...
+@uncompiled
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,

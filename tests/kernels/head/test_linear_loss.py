@@ -255,7 +255,7 @@ def test_a_constant_objective_has_no_gradient():
             {"of_groups": {"a": torch.zeros(2, device=DEVICE)}, "of_tokens": {"a": torch.zeros(6, device=DEVICE)}},
             "twice",
         ),
-        ({"cu_seqlens": [0, 4, 6]}, "cu_seqlens must be a tensor"),
+        ({"cu_seqlens": [0.5, 4, 6]}, "cu_seqlens must be a tensor or a list of integers"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, "of negative length"),
         ({"responses_per_group": 4}, "must be a multiple"),
     ],

@@ -30,10 +30,11 @@ LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 V, D, N = 50, 8, sum(LENGTHS)
 
 
-def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, K=2, **settings):
+def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, K=2, masked=False, **settings):
     states = random_hidden_states(sum(lengths), vocabulary, D, DEVICE, dtype, seed=seed, **settings)
     logits = states.to(torch.float64).logits()
-    return states, random_pairs(lengths, vocabulary, DEVICE, K=K, seed=seed, moved=moved, logits=logits)
+    given = {"K": K, "seed": seed, "moved": moved, "masked": masked}
+    return states, random_pairs(lengths, vocabulary, DEVICE, logits=logits, **given)
 
 
 def loss_of(states, pairs, clipping="joint", impl=None, *, kl_reward="current", kl_coef=0.05, **given):
@@ -69,11 +70,13 @@ def on_policy(states, pairs):
     kl_reward=st.sampled_from(["current", "rollout"]),
     held=st.integers(1, 60),
     impl=st.sampled_from(["eager", None]),
+    masked=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, impl, seed):
+def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, impl, masked, seed):
     K, lengths = groups
-    states, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, bias=True, softcap=6.0, temperature=1.3)
+    head = {"bias": True, "softcap": 6.0, "temperature": 1.3}
+    states, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, masked=masked, **head)
     pairs = pairs.to(torch.float64)
     budget = 2 * budget_for(held, vocabulary)
     output, gradients = run(states, pairs, clipping, impl, kl_reward=kl_reward, memory_budget=budget)
@@ -95,11 +98,14 @@ def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, 
     held=st.integers(1, 60),
     bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
+    masked=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_as_exact_as_eager_at_every_budget(groups, vocabulary, clipping, dtype, impl, held, bias, softcap, seed):
+def test_as_exact_as_eager_at_every_budget(
+    groups, vocabulary, clipping, dtype, impl, held, bias, softcap, masked, seed
+):
     K, lengths = groups
-    states, pairs = problem(lengths, vocabulary, dtype, seed, K=K, bias=bias, softcap=softcap)
+    states, pairs = problem(lengths, vocabulary, dtype, seed, K=K, bias=bias, softcap=softcap, masked=masked)
     expected, expected_gradients = run(states.to(torch.float64), pairs.to(torch.float64), clipping, "eager")
     eager, eager_gradients = run(states, pairs, clipping, "eager")
     chunked, gradients = run(states, pairs, clipping, impl, memory_budget=budget_for(held, vocabulary))

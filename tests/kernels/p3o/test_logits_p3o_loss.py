@@ -34,11 +34,12 @@ def run(pairs, clipping, impl, **settings):
     V=st.integers(2, 40),
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
+    masked=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_eager_is_the_paper_in_fp64(groups, V, clipping, kl_reward, seed):
+def test_eager_is_the_paper_in_fp64(groups, V, clipping, kl_reward, masked, seed):
     K, lengths = groups
-    pairs = random_pairs(lengths, V, DEVICE, K=K, seed=seed).to(torch.float64)
+    pairs = random_pairs(lengths, V, DEVICE, K=K, seed=seed, masked=masked).to(torch.float64)
     output, gradient = run(pairs, clipping, "eager", kl_reward=kl_reward)
     logits = pairs.logits.detach().requires_grad_()
     expected = oracle(pairs, logits, clipping, kl_reward)
@@ -54,11 +55,12 @@ def test_eager_is_the_paper_in_fp64(groups, V, clipping, kl_reward, seed):
     clipping=st.sampled_from(CLIPPINGS),
     kl_reward=st.sampled_from(["current", "rollout"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    masked=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-def test_triton_is_as_exact_as_eager(groups, V, clipping, kl_reward, dtype, seed):
+def test_triton_is_as_exact_as_eager(groups, V, clipping, kl_reward, dtype, masked, seed):
     K, lengths = groups
-    pairs = random_pairs(lengths, V, DEVICE, K=K, seed=seed)
+    pairs = random_pairs(lengths, V, DEVICE, K=K, seed=seed, masked=masked)
     pairs.logits = pairs.logits.to(dtype)
     expected, expected_gradient = run(pairs.to(torch.float64), clipping, "eager", kl_reward=kl_reward)
     eager, eager_gradient = run(pairs, clipping, "eager", kl_reward=kl_reward)
