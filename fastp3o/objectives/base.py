@@ -29,6 +29,13 @@ class Microbatch:
     prompt_share: float = field(default=1.0, kw_only=True)  # what weight is where a loss averages prompts
     counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, what takes part in the loss; None: all
 
+    def counted_tokens(self) -> int:
+        """How many take part in the loss."""
+        if self.counted is None:
+            return len(self.row.labels)
+        counts = zip(self.row.scored_lengths, self.counted.flatten().tolist(), strict=True)
+        return sum(length for length, takes_part in counts if takes_part)
+
 
 # A loss, 0-d, and metrics of it, 0-d and detached; names that end in `_max` are maxima, the others means.
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]

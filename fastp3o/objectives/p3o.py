@@ -68,6 +68,8 @@ class P3O(Objective):
                 microbatch.rewards,
                 P3OSettings(**(settings | {"kl_coef": self.kl.value})),
                 old_token_logprobs=microbatch.old_token_logprobs if self.averages_tokens else None,
+                valid_responses=microbatch.counted,
+                divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
                 on_policy=on_policy,
             )
 

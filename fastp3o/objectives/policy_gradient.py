@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.config import option
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
-from fastp3o.objectives.groupwise import counted, groupwise_loss
+from fastp3o.objectives.groupwise import groupwise_loss
 from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
 from fastp3o.objectives.reward_scaling import RewardScalingConfig, scaler_of
 from fastp3o_kernels.head.groups import Groups
@@ -104,23 +104,16 @@ class PolicyGradient(Objective):
         return [self.advantages(part) for part in rewards]
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        takes_part = counted(microbatch)
+        units = microbatch.counted_tokens() if self.averages_tokens else len(microbatch.rewards)
         loss, metrics = groupwise_loss(
             policy,
             microbatch,
             self.sums,
             of_responses={"advantages": cast(AdvantageMicrobatch, microbatch).advantages},
             outputs=("entropy",) if self.config.entropy_coef else (),
-            divisor=max(self.units(microbatch, takes_part), 1),
+            divisor=max(1, units),
         )
         return loss, metrics | self.kl.metrics(loss)
-
-    def units(self, microbatch: Microbatch, takes_part: Tensor) -> int:
-        """What the loss is a mean over."""
-        if not self.averages_tokens:
-            return len(takes_part)
-        lengths = zip(microbatch.row.scored_lengths, takes_part.flatten().tolist(), strict=True)
-        return sum(length for length, counts in lengths if counts)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         """Of some prompts: the loss, and what is reported of it."""
