@@ -1,16 +1,25 @@
 """Losses within a model's own forward call, where wrappers see them: DDP reduces, FSDP gathers, autocast holds."""
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.uncompiled import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
+
+NOT_REDUCED = (
+    "model(..., of_hidden=...) is called with several processes and outside of DDP and FSDP: nobody adds up their "
+    "gradients. Call the wrapper, ddp(..., of_hidden=...), not ddp.module. Who reduces gradients elsewhere may ignore this"
+)
 
 
 def expose_head(model: Model) -> Model:
@@ -23,7 +32,8 @@ def expose_head(model: Model) -> Model:
             hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens, ...).loss)
 
     The function must not keep hidden states or head: outside of the call their weights may be gone. With FSDP2
-    (`fully_shard`) the head may be in the root's group or in one of its own.
+    (`fully_shard`) the head may be in the root's group or in one of its own. A call that goes past the wrapper, such as
+    ddp.module(...), would leave each process with its own gradients: it warns.
 
     model: a causal LM of transformers, or a peft model of one, before it is wrapped or prepared.
 
@@ -53,6 +63,8 @@ def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if of_hidden is None:
             return model._forward_to_logits(*arguments, **options)
+        if torch.is_grad_enabled() and nobody_reduces(model):
+            warnings.warn(NOT_REDUCED, stacklevel=2)
         hidden = model.base_model(*arguments, **options).last_hidden_state
         gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
         if gather is not None:
@@ -60,6 +72,16 @@ def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
         return called(of_hidden, hidden, head_of(model))
 
     return forward
+
+
+def nobody_reduces(model: nn.Module) -> bool:
+    """Whether there are several processes, and neither DDP nor FSDP sees this call."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        return False
+    # FSDP makes a class of its own of each class that it wraps.
+    return not any(type(module).__name__.startswith("FSDP") for module in model.modules())
 
 
 @uncompiled

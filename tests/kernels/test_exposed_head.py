@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import warnings
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from fastp3o_kernels import expose_head, linear_logprobs
@@ -151,3 +154,22 @@ def test_a_scaler_of_gradients_scales_them():
 def test_a_head_of_a_reward_model_is_its_score():
     model = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, intermediate_size=24, num_labels=1))
     assert head_of(model).weight is model.score.weight
+
+
+def test_a_call_past_the_wrapper_of_several_processes_warns(monkeypatch):
+    model = expose_head(model_of("llama"))
+    given = {"input_ids": torch.tensor([[1, 2, 3]]), "of_hidden": lambda hidden, head: hidden.sum()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**given)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        with torch.no_grad():
+            model(**given)
+        monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", object())
+        model(**given)
+    monkeypatch.undo()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match="not ddp.module"):
+        model(**given)
