@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 NOT_REDUCED = (
     "model(..., of_hidden=...) is called with several processes and outside of DDP and FSDP: nobody adds up their "
-    "gradients. Call the wrapper, ddp(..., of_hidden=...), not ddp.module. Who reduces gradients elsewhere may ignore this"
+    "gradients. Call the wrapper, ddp(..., of_hidden=...), not ddp.module. Who reduces them elsewhere may ignore this"
 )
 
 
