@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 from torch.utils.flop_counter import FlopCounterMode
@@ -83,6 +83,18 @@ def run(states, labels, lengths, objective, K, tensors, impl, **given):
     softcap=st.sampled_from([None, 5.0]),
     seed=st.integers(0, 10**6),
 )
+@example(
+    objective=dpo,
+    groups=[[0, 5]],
+    V=59,
+    dtype=torch.float16,
+    impl=None,
+    held=1,
+    divisor=None,
+    bias=True,
+    softcap=None,
+    seed=0,
+)
 def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, held, divisor, bias, softcap, seed):
     lengths = [length for group in groups for length in group]
     N = sum(lengths)
@@ -102,7 +114,9 @@ def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, he
     floor = 1e-4 * max(target.norm() for target in targets)
     for got, by_eager, target in zip(gradients, eager_gradients, targets, strict=True):
         assert got.dtype == dtype
-        assert (got - target).norm() <= 2 * (by_eager - target).norm() + 1e-5 * target.norm() + floor
+        # Near 0 numbers of 16 bits are a fixed step apart.
+        rounding = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 * got.numel() ** 0.5
+        assert (got - target).norm() <= 2 * (by_eager - target).norm() + 1e-5 * target.norm() + floor + rounding
 
 
 @pytest.mark.parametrize("K", [2, 3])
