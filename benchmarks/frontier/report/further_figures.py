@@ -79,7 +79,7 @@ def of_questions(study: Study, path: Path) -> bool:
         draw_points(axes, points)
         axes.set(title=question.title, xlabel=question.varied, xscale="log")
         values = sorted({value for _, _, value, _ in points})
-        axes.set_xticks(values, [f"{value:,g}" for value in values])
+        axes.set_xticks(values, [f"{value:,.7g}" for value in values])
         axes.minorticks_off()
     panels[0].set_ylabel(f"gain at KL {QUESTIONS_KL:g}")
     finish(figure, panels, "One setting at a time; solid: proxy, dashed: gold utility", path)

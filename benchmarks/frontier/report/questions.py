@@ -94,7 +94,7 @@ def table(study: Study, question: Question) -> list[list[str]]:
         if point.arm is None:
             continue
         runs = study.runs_of(point.group, point.arm)
-        about = [point.algorithm, f"{point.value:,g}", cells.rate(point.arm.learning_rate), str(len(runs))]
+        about = [point.algorithm, f"{point.value:,.7g}", cells.rate(point.arm.learning_rate), str(len(runs))]
         found = [cells.mean(study.records.at_kl(runs, kl, outcome)) for outcome in outcomes for kl in kls]
         lines.append([*about, cells.mean(runs["final_kl"]), *found])
     return lines
@@ -109,7 +109,7 @@ def pairs(question: Question) -> list[tuple[str, Point, Point]]:
                 if other.algorithm == point.algorithm and other.value == question.default != point.value:
                     found.append((f"{point.algorithm}: {point.value:g} − {other.value:g}", point, other))
             elif point.algorithm == "joint" != other.algorithm and (point.value, point.group) == other[1:3]:
-                found.append((f"joint − {other.algorithm}, {question.varied} {point.value:,g}", point, other))
+                found.append((f"joint − {other.algorithm}, {question.varied} {point.value:,.7g}", point, other))
     return found
 
 
