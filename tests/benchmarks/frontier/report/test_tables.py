@@ -84,7 +84,8 @@ def lines():
         patch.setattr(plan, "chosen_rates", lambda: RATES)
         patch.setattr(tuning, "tuned", lambda: TUNED)
         runs = dict.fromkeys(run for group, asked in parts.PLAN.items() for part in asked for run in part(group))
-    return [record(run) for run in runs]
+    # Two algorithms with long prompts are enough to see what tables make of them.
+    return [record(run) for run in runs if not (run.task.startswith(LONG_PROMPTS) and run.algorithm in ("rloo", "grpo"))]
 
 
 def study_of(lines, rates=RATES, tuned=TUNED) -> Study:
@@ -245,10 +246,10 @@ def test_more_responses_are_compared_where_runs_had_cost_the_same(study):
     assert halves[0].tolist() == pytest.approx(kls[20].loc[study.runs_of(LONG_PROMPTS, arm)["name"]].tolist())
     assert equal_cost.at_cost(study, arm, "tokens", 2 * tokens[16], "kl").isna().all()
     table = equal_cost.table(study)
-    assert len(table) == 1 + 4 * 2 * 4
+    assert len(table) == 1 + 2 * 2 * 4
     assert [line[5] for line in table[1:5]] == [f"{value / 40 / 1000:.1f}" for value in tokens.values()]
     lines, count = equal_cost.differences(study)
-    assert len(lines) == 1 + 4 * 2 * 3
+    assert len(lines) == 1 + 2 * 2 * 3
     assert count == sum("(" in cell for line in lines[1:] for cell in line[1:])
 
 
@@ -376,3 +377,13 @@ def test_the_committed_tables_are_those_of_the_committed_runs():
     assert tables.tables_page(study, optimum) == tables.TABLES.read_text()
     assert tables.all_runs_page(study) == tables.ALL_RUNS.read_text()
     assert tables.ALL_RUNS.read_text().count("\n| ") == len(study.records.runs) + 2
+
+
+def test_committed_runs_of_a_task_and_a_seed_began_alike():
+    """Reward models that were made on different machines would show here: their runs must not be paired."""
+    recorded = records.load(records.RESULTS / "runs.jsonl")
+    plain = recorded.runs[recorded.runs["offset"] == "none"]
+    starts = recorded.evaluations[recorded.evaluations["step"] == 0].merge(plain, left_on="run", right_on="name")
+    rewards = starts.groupby(records.SEED)["reward"]
+    assert len(rewards) > 20
+    assert (rewards.max() - rewards.min()).max() < 1e-5
