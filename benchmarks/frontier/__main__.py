@@ -1,7 +1,7 @@
 """The whole comparison in one command; runs that are in runs.jsonl already are not run again.
 
 python -m benchmarks.frontier                                        everything
-python -m benchmarks.frontier --parts offsets --groups languages     some questions (runs/plan.py), on one group
+python -m benchmarks.frontier --parts offsets --groups languages     some questions (runs/parts.py), on one group
 python -m benchmarks.frontier --only language-0-ppo --results again  some runs again, by how their names begin
 python -m benchmarks.frontier.report                                 tables and figures of recorded runs
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.frontier.report.write import write_report
 from benchmarks.frontier.runs.execute import execute
-from benchmarks.frontier.runs.plan import PARTS
+from benchmarks.frontier.runs.parts import PARTS
 from benchmarks.frontier.runs.records import RESULTS
 from benchmarks.frontier.tasks.groups import GROUPS
 
@@ -22,7 +22,7 @@ def main() -> None:
         prog="python -m benchmarks.frontier", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=GROUPS, help="Tasks.")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="Questions, see plan.py.")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="Questions, see parts.py.")
     parser.add_argument("--only", default="", help="Only runs whose name begins so.")
     parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of runs.jsonl.")
     parser.add_argument("--runs", type=Path, default=Path("runs/frontier"), help="Folder of models and logs.")

@@ -15,7 +15,7 @@ from benchmarks.frontier.report.endpoints import HIGH_KLS
 from benchmarks.frontier.report.sanity import SMALLEST_ESS, Optimum, above_optimum, held_against_optimum
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study, enough
 from benchmarks.frontier.runs.plan import CLIPPINGS, HIGH_LEARNING_RATE, LEARNING_RATES
-from benchmarks.frontier.tasks.groups import GROUPS, LANGUAGES
+from benchmarks.frontier.tasks.groups import LANGUAGES, STUDIED
 from benchmarks.goals import NOT_MEASURED
 
 PASS, FAIL = "pass", "fail"
@@ -54,7 +54,7 @@ def checked_rules(study: Study, optimum: Optimum) -> list[CheckedRule]:
 def invariance(study: Study) -> CheckedRule:
     numbers, parts = [], []
     for algorithm in CLIPPINGS:
-        pairs = pd.concat(final_weights(study, group, algorithm) for group in GROUPS)
+        pairs = pd.concat(final_weights(study, group, algorithm) for group in STUDIED)
         equal = (pairs["plain"] == pairs["shifted"]).sum()
         numbers.append(f"{algorithm}: {equal} of {len(pairs)} pairs of runs")
         parts.append(passed(equal == len(pairs)) if len(pairs) else NOT_MEASURED)
@@ -158,7 +158,7 @@ def below_the_optimum(study: Study, optimum: Optimum) -> CheckedRule:
 def ends_of_sequences(study: Study) -> CheckedRule:
     rule = f"6. Responses without end-of-sequence below {MISSING_EOS:.0%} in every evaluation at chosen learning rates"
     numbers, shares = [], []
-    for group in GROUPS:
+    for group in STUDIED:
         runs = pd.concat(study.runs_of(group, arm) for arm in ARMS)
         evaluations = study.evaluations_of(runs)["missing_eos"]
         if len(evaluations):

@@ -11,13 +11,19 @@ from pandas import DataFrame
 
 from benchmarks.frontier.report.study import Arm, Study, enough
 
-# In the order of plan.ALGORITHMS; what P3O's clippings share, joint shows.
+# In the order of plan.EVERYONE; what P3O's clippings share, joint shows.
 LOOKS = {
     "joint": {"color": "#0072B2", "marker": "o", "zorder": 4},
     "separate": {"color": "#56B4E9", "marker": "s", "zorder": 3},
     "none": {"color": "#8C8C8C", "marker": "^", "zorder": 2},
     "ppo": {"color": "#D55E00", "marker": "D", "zorder": 3},
     "dpo": {"color": "#009E73", "marker": "v", "zorder": 3},
+    "rloo": {"color": "#CC79A7", "marker": "P", "zorder": 3},
+    "grpo": {"color": "#E69F00", "marker": "X", "zorder": 3},
+    "dr_grpo": {"color": "#A6761D", "marker": "<", "zorder": 3},
+    "dapo": {"color": "#7B3294", "marker": ">", "zorder": 3},
+    "gspo": {"color": "#B2182B", "marker": "h", "zorder": 3},
+    "rebel": {"color": "#1B7837", "marker": "*", "zorder": 3},
 }
 NAMES = {
     "joint": "P3O, joint",
@@ -25,6 +31,13 @@ NAMES = {
     "none": "P3O, no clipping",
     "ppo": "PPO",
     "dpo": "DPO",
+    "rloo": "RLOO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "rebel": "REBEL",
+    "joint-difference": "P3O, joint, scaled",
     "sft": "SFT",
 }
 KL = "KL to the reference, nats per response"
@@ -64,7 +77,7 @@ def bars(estimates: Sequence[tuple[float, float, float]]) -> np.ndarray:
 
 
 def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> None:
-    """A legend of everything that any panel shows, below them, and the PNG."""
+    """A legend of everything that any panel names, below them, and the PNG."""
     handles = {
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -73,7 +86,8 @@ def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> No
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11, wrap=True)
-    columns = min(len(handles), int(figure.get_figwidth() // 1.7))
-    place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
-    figure.legend(handles.values(), handles.keys(), **place)
+    if handles:
+        columns = min(len(handles), int(figure.get_figwidth() // 1.7))
+        place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
+        figure.legend(handles.values(), handles.keys(), **place)
     figure.savefig(path, dpi=150)

@@ -30,7 +30,7 @@ from benchmarks.frontier.report.sanity import Optimum, known_points
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
 from benchmarks.frontier.runs.plan import ALGORITHMS, CLIPPINGS, HIGH_LEARNING_RATE, KL_COEFS, LEARNING_RATES
 from benchmarks.frontier.runs.records import by_task
-from benchmarks.frontier.tasks.groups import GROUPS, LANGUAGES, TASKS
+from benchmarks.frontier.tasks.groups import LANGUAGES, STUDIED, TASKS
 from benchmarks.frontier.tasks.offsets import OFFSETS
 from fastp3o.evaluation.matched_kl import interval, line
 
@@ -77,7 +77,7 @@ def draw_optimum(axes: Axes, optimum: Optimum, group: str) -> None:
 
 def kl_coefs(study: Study, path: Path) -> bool:
     """Where runs with each KL coefficient end."""
-    groups = [group for group in GROUPS if any(len(swept_runs(study, group, name)) > 1 for name in ALGORITHMS)]
+    groups = [group for group in STUDIED if any(len(swept_runs(study, group, name)) > 1 for name in ALGORITHMS)]
     if not groups:
         return False
     figure = Figure(figsize=(0.6 + 5 * len(groups), 4.6), layout="constrained")
@@ -158,14 +158,14 @@ def win_rates(rates: list[dict], path: Path) -> bool:
     """How often one model's response scores above another's, with its interval."""
     if not rates:
         return False
-    duels = sorted({(GROUPS.index(rate["task"]), rate["equal_kl"] or math.inf) for rate in rates})
+    duels = sorted({(STUDIED.index(rate["task"]), rate["equal_kl"] or math.inf) for rate in rates})
     figure = Figure(figsize=(0.6 + 5 * len(duels), 4.2), layout="constrained")
     panels = figure.subplots(1, len(duels), squeeze=False)[0]
     for axes, (group, equal_kl) in zip(panels, duels, strict=True):
-        duel = (GROUPS[group], equal_kl if math.isfinite(equal_kl) else None)
+        duel = (STUDIED[group], equal_kl if math.isfinite(equal_kl) else None)
         draw_win_rates(axes, [rate for rate in rates if (rate["task"], rate["equal_kl"]) == duel])
         where = f"where runs reached KL {equal_kl:g}" if math.isfinite(equal_kl) else "as runs ended"
-        axes.set_title(f"{GROUPS[group]}, {where}", fontsize=10)
+        axes.set_title(f"{STUDIED[group]}, {where}", fontsize=10)
     finish(figure, panels, "Head to head, with 95% intervals", path)
     return True
 

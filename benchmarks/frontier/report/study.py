@@ -1,6 +1,6 @@
 """The recorded runs that a table or a figure is about, as frames with a line a seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -8,10 +8,11 @@ from pandas import DataFrame, Series
 
 from benchmarks.frontier.runs.plan import KL_COEFS, OFFSET_SD, SEEDS, chosen_rates
 from benchmarks.frontier.runs.records import RESULTS, SEED, Records, load
-from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
+from benchmarks.frontier.runs.tuning import tuned
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, GROUPS
 
 # By what a run is judged: the reward it was trained on and, where the task has one, the utility behind that reward.
-OUTCOMES = {LANGUAGES: {"reward": "proxy", "gold": "gold"}, DOCSTRINGS: {"reward": "proxy"}}
+OUTCOMES = {group: {"reward": "proxy", "gold": "gold"} for group in GROUPS} | {DOCSTRINGS: {"reward": "proxy"}}
 
 
 class Arm(NamedTuple):
@@ -22,14 +23,19 @@ class Arm(NamedTuple):
     learning_rate: float | None = None
     kl_coef: float | None = None
     responses_per_prompt: int = 2
+    own_parameter: float = 0.0
+    reward_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Study:
-    """All runs with the chosen learning rates, group -> algorithm -> rate."""
+    """All runs with the chosen learning rates, group -> algorithm -> rate, and what else was chosen, as
+    `tuning.tuned` has it.
+    """
 
     records: Records
     rates: dict[str, dict[str, float]]
+    tuned: dict[str, dict[str, dict]] = field(default_factory=dict)
 
     def chosen_rate(self, group: str, algorithm: str) -> float | None:
         """Of variants of joint clipping that of joint."""
@@ -63,7 +69,7 @@ class Study:
 
 def load_study() -> Study:
     """What is committed."""
-    return Study(load(RESULTS / "runs.jsonl"), chosen_rates())
+    return Study(load(RESULTS / "runs.jsonl"), chosen_rates(), tuned())
 
 
 def enough(count: int) -> bool:

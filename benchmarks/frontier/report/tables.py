@@ -2,12 +2,21 @@
 
 from pathlib import Path
 
-from benchmarks.frontier.report import cells, comparisons, endpoints, every_run, learning_rates
+from benchmarks.frontier.report import (
+    cells,
+    comparisons,
+    endpoints,
+    envelope,
+    equal_cost,
+    every_run,
+    learning_rates,
+    questions,
+)
 from benchmarks.frontier.report.acceptance import checked_rules
 from benchmarks.frontier.report.sanity import Optimum
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs.plan import HIGH_LEARNING_RATE
-from benchmarks.frontier.tasks.groups import GROUPS
+from benchmarks.frontier.tasks.groups import STUDIED
 from benchmarks.goals import NOT_MEASURED
 from benchmarks.report import markdown
 
@@ -15,7 +24,8 @@ FOLDER = Path(__file__).parents[1]
 TABLES, ALL_RUNS = FOLDER / "tables.md", FOLDER / "all_runs.md"
 NAMES = (
     "Names: task, algorithm, learning rate, KL coefficient, seed, offset, its standard deviation, responses per "
-    "prompt, prompts per update. `python -m benchmarks.frontier --only NAME --results FOLDER` does a run again."
+    "prompt, prompts per update, and what is not as by default. `python -m benchmarks.frontier --only NAME --results "
+    "FOLDER` does a run again."
 )
 
 
@@ -23,8 +33,12 @@ def tables_page(study: Study, optimum: Optimum) -> str:
     made = "Made of the recorded runs by `python -m benchmarks.frontier.report`; README.md says what they mean."
     parts = ["# Tables", made]
     parts += ["## Acceptance", markdown([["rule", "measured", ""], *map(list, checked_rules(study, optimum))])]
-    for group in GROUPS:
+    for group in STUDIED:
         parts += group_sections(study, group)
+    parts += envelope_sections(study, optimum)
+    for question in questions.questions(study):
+        parts += question_sections(study, question)
+    parts += equal_cost_sections(study)
     return "\n\n".join(parts) + "\n"
 
 
@@ -54,6 +68,47 @@ def group_sections(study: Study, group: str) -> list[str]:
         shown(endpoints.kl_coefs(study, group)),
         "Straight lines through the ends of these runs, proxy:",
         shown(endpoints.fitted_lines(study, group)),
+    ]
+
+
+def envelope_sections(study: Study, optimum: Optimum) -> list[str]:
+    compared, count = envelope.differences(study)
+    return [
+        "## Retuned: every algorithm tuned over learning rate and KL coefficient",
+        "At each KL with the setting that the selection seeds chose for it. Algorithms that a group's mean and "
+        "deviation define take K 4 of 32 prompts, the others K 2 of 64. Mean over seeds [95% interval] (seeds that "
+        "reach the KL):",
+        shown(envelope.table(study, optimum)),
+        "Paired differences over seeds that both share [95% intervals that hold together for all "
+        f"{count} in the table] (seeds):",
+        shown(compared),
+        "The trials on the selection seeds:",
+        shown(envelope.trials(study)),
+        "All with K 4 of 32 prompts, at their setting for the highest KL:",
+        shown(envelope.in_fours(study)),
+    ]
+
+
+def question_sections(study: Study, question: questions.Question) -> list[str]:
+    compared, count = questions.differences(study, question)
+    return [
+        f"## Retuned: {question.title}",
+        "Mean over seeds [95% interval] (seeds that reach the KL):",
+        shown(questions.table(study, question)),
+        f"Paired differences [95% intervals that hold together for all {count} in the table] (seeds):",
+        shown(compared),
+    ]
+
+
+def equal_cost_sections(study: Study) -> list[str]:
+    compared, count = equal_cost.differences(study)
+    return [
+        "## Long prompts: K at equal cost",
+        "Prompts of 122 tokens. Tokens are those of prompts, each once, and of responses; seconds are of one core, "
+        "without evaluations. β is the KL coefficient. Mean over seeds [95% interval] (seeds):",
+        shown(equal_cost.table(study)),
+        f"Paired differences [95% intervals that hold together for all {count} in the table] (seeds):",
+        shown(compared),
     ]
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks.frontier.report import figures, tables
+from benchmarks.frontier.report import figures, further_figures, tables
 from benchmarks.frontier.report.study import load_study
 from benchmarks.frontier.runs.records import RESULTS, read
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
@@ -15,6 +15,9 @@ def write_report() -> None:
     tables.TABLES.write_text(tables.tables_page(study, optimum))
     tables.ALL_RUNS.write_text(tables.all_runs_page(study))
     drawn = {
+        "envelope.png": lambda path: further_figures.envelope(study, optimum, path),
+        "questions.png": lambda path: further_figures.of_questions(study, path),
+        "equal_cost.png": lambda path: further_figures.of_equal_cost(study, path),
         "frontier.png": lambda path: figures.frontier(study, optimum, LANGUAGES, path),
         "docstrings.png": lambda path: figures.frontier(study, optimum, DOCSTRINGS, path),
         "sweep.png": lambda path: figures.kl_coefs(study, path),

@@ -1,5 +1,5 @@
-"""The runs of the plan that are not recorded yet, and what follows from finished ones: learning rates, the optimum that
-no policy can pass, and win rates.
+"""The runs of the plan that are not recorded yet, and what follows from finished ones: learning rates and other
+settings, the optimum that no policy can pass, and win rates.
 """
 
 import json
@@ -14,12 +14,22 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.frontier.runs import records as recorded
-from benchmarks.frontier.runs.choice import choose_rates
+from benchmarks.frontier.runs.choice import choose_own_parameters, choose_rates, choose_settings
 from benchmarks.frontier.runs.duels import EQUAL_KL, as_they_ended, at_equal_kl, model_folder, win_rates
 from benchmarks.frontier.runs.one_run import train_and_record
-from benchmarks.frontier.runs.plan import PARTS, Run
+from benchmarks.frontier.runs.parts import parts_of
+from benchmarks.frontier.runs.plan import Run, algorithms
+from benchmarks.frontier.tasks.groups import SIZES, WRONG_LABELS, base_of, group_of
 from benchmarks.frontier.tasks.optimum import optimum
 from benchmarks.frontier.tasks.task import Task, make
+
+# What the runs of a part decide.
+CHOICES = {
+    "rates": choose_rates,
+    "own_parameters": choose_own_parameters,
+    "trial_rates": choose_settings,
+    "trial_kl_coefs": choose_settings,
+}
 
 
 def execute(
@@ -34,13 +44,16 @@ def execute(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for group in groups:
-            for part in parts:
-                runs = waiting([run for run in PARTS[part](group) if run.name.startswith(only)], records)
+            asked = {name: part for name, part in parts_of(group).items() if name in parts}
+            for name, part in asked.items():
+                runs = waiting([run for run in part(group) if run.name.startswith(only)], records)
                 tasks = make_tasks(pool, {run.task for run in runs}, folder)
-                record_all(pool, f"{group}: {part}", runs, tasks, trained, records)
-                if part == "rates" and not only:
-                    choose_rates(group, recorded.load(records))
-                if part == "algorithms":
+                if not only:
+                    write_optima(pool, tasks, results / "optimum.json")
+                record_all(pool, f"{group}: {name}", runs, tasks, trained, records)
+                if name in CHOICES and not only:
+                    CHOICES[name](group, recorded.load(records))
+                if name == "algorithms":
                     compare_finished(pool, group, results, folder)
 
 
@@ -51,7 +64,12 @@ def waiting(runs: list[Run], records: Path) -> list[Run]:
 
 
 def make_tasks(pool: Executor, names: set[str], folder: Path) -> dict[str, Task]:
-    return dict(zip(sorted(names), pool.map(partial(make, folder=folder), sorted(names)), strict=True))
+    """Those first that others take their parts from, as no two processes may make one."""
+    bases = {base_of(name) for name in names if group_of(name) in (*WRONG_LABELS, *SIZES)}
+    made: dict[str, Task] = {}
+    for some in (sorted(bases), sorted(names)):
+        made = dict(zip(some, pool.map(partial(make, folder=folder), some), strict=True))
+    return made
 
 
 def record_all(
@@ -68,13 +86,12 @@ def compare_finished(pool: Executor, group: str, results: Path, folder: Path) ->
     """The optimum, and win rates: as the runs of all algorithms ended, if their models are here, and at equal KL, if
     that has not been recorded. Nothing while some of these runs are missing, as `only` leaves them.
     """
-    runs, trained, path = list(PARTS["algorithms"](group)), folder / "trained", results / "win_rates.json"
+    runs, trained, path = list(algorithms(group)), folder / "trained", results / "win_rates.json"
     if waiting(runs, results / "runs.jsonl"):
         return
     records = recorded.load(results / "runs.jsonl")
     if all(Path(model_folder(run, trained)).exists() for run in runs):
         tasks = make_tasks(pool, {run.task for run in runs}, folder)
-        write_optima(pool, tasks, results / "optimum.json")
         write_win_rates(win_rates(pool, tasks, as_they_ended(runs, trained, records), None), path)
     equal_kl = EQUAL_KL.get(group)
     if equal_kl is not None and (group, equal_kl) not in map(duel_of, read_win_rates(path)):

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState
 
-from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.tasks.groups import group_of
 from benchmarks.frontier.tasks.offset_reward import OffsetReward
 from benchmarks.frontier.tasks.offsets import OFFSETS
 from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task, load_scores
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.online import train
-from fastp3o.training.log_files import EVALUATIONS
+from fastp3o.training.log_files import EVALUATIONS, METRICS
+from scripts.online import OBJECTIVES
 
 # Optimizer steps of an inner epoch.
 MINIBATCHES = 4
@@ -52,12 +50,14 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
         "threads": torch.get_num_threads(),
         "sha256": hashlib.sha256((finished / "model" / "model.safetensors").read_bytes()).hexdigest(),
         "evaluations": rounded_evaluations(finished),
+        "costs": costs(finished),
     }
 
 
 def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_scores(task.reward_model, task.policy)
-    return OffsetReward(reward, task.reward_mean, task.reward_std, OFFSETS[run.offset], run.offset_sd)
+    offset = OFFSETS[run.offset]
+    return OffsetReward(reward, task.reward_mean, task.reward_std, offset, run.offset_sd, run.reward_factor)
 
 
 def configuration(run: Run, task: Task, output: Path, updates: int | None = None) -> OnlineConfig:
@@ -77,23 +77,48 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
         "samples_every": 0,
     }
     if updates is not None:
-        settings["updates"] = updates
+        reached = [at for at in settings["eval_at"].split(",") if int(at) <= updates]
+        settings |= {"updates": updates, "eval_at": ",".join(reached)}
     # As many optimizer steps, whatever the number of prompts.
     settings["prompts_per_minibatch"] = run.prompts_per_update // MINIBATCHES
-    if run.algorithm == "ppo":
-        return PPOConfig(**settings, **PPO_SETTINGS)
-    if run.algorithm == "dpo":
-        return OnlineDPOConfig(**settings)
-    clipping, _, scaling = run.algorithm.partition("-")
-    return P3OConfig(**settings, clipping=clipping, reward_scaling=scaling or "none")
+    objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
+    if run.own_parameter:
+        own_settings = own_settings | dict.fromkeys(OWN_PARAMETERS[objective], run.own_parameter)
+    return OBJECTIVES[objective](**(settings | own_settings))
 
 
 # Rewards have unit deviation already; the running deviation would divide PPO's by that of the offset. And values must
 # be free to reach an offset of tens.
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
+# Algorithm -> its name among the objectives, where that is another, and what sets it apart from other runs. RLOO's loss
+# is on-policy in the first steps alone, so it makes the one pass of its default.
+OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
+    **{
+        f"joint-{scaling}": ("p3o", {"clipping": "joint", "reward_scaling": scaling})
+        for scaling in ("absolute", "difference")
+    },
+    "ppo": ("ppo", PPO_SETTINGS),
+    "dpo": ("online_dpo", {}),
+    "rloo": ("rloo", {"inner_epochs": 1}),
+}
+
+# Objective -> the fields of its configuration that Run.own_parameter sets.
+OWN_PARAMETERS = {"p3o": ("clip_range",), "ppo": ("clip_range",), "gspo": ("clip_low", "clip_high"), "rebel": ("eta",)}
+
 
 def rounded_evaluations(folder: Path) -> list[dict[str, float]]:
     """The run's evaluations, to six significant digits, which is beyond their standard errors."""
     lines = (folder / EVALUATIONS).read_text().splitlines()
     return [{name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines]
+
+
+def costs(folder: Path) -> dict[str, list[float]]:
+    """What the run had cost by each evaluation: seconds, without those of evaluations, and tokens of its responses."""
+    updates = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    steps = [json.loads(line)["step"] for line in (folder / EVALUATIONS).read_text().splitlines()]
+    return {
+        name: [round(sum(update[name] for update in updates if update["step"] <= step), 2) for step in steps]
+        for name in ("seconds", "response_tokens")
+    }

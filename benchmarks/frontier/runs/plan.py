@@ -1,35 +1,40 @@
-"""Every run of the comparison, by the question it answers.
+"""What a run is, and every run of the first comparison, by the question it answers.
 
 Arms of a comparison share task and seed: prompts, order and sampling noise are the same.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, TASKS
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, RETUNED, TASKS
 
 ALGORITHMS = ("joint", "separate", "none", "ppo", "dpo")
 CLIPPINGS = ("joint", "separate", "none")
+NEWER = ("rloo", "grpo", "dr_grpo", "dapo", "gspo", "rebel")
+EVERYONE = (*ALGORITHMS, *NEWER)
 
 # Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
 LEARNING_RATES = {
     LANGUAGES: (7.5e-5, 1.5e-4, 3e-4, 6e-4, 1.2e-3),
     DOCSTRINGS: (1.9e-5, 3.75e-5, 7.5e-5, 1.5e-4, 3e-4, 6e-4),
 }
-SELECTION_SEEDS = {LANGUAGES: (100, 101), DOCSTRINGS: (100,)}
+SELECTION_SEEDS = {LANGUAGES: (100, 101), RETUNED: (100, 101), DOCSTRINGS: (100,)}
 SEEDS = tuple(range(8))
 HIGH_LEARNING_RATE = 1.2e-3
 OFFSET_SD = 10.0
 
-# Of P3O and PPO the weight of the KL penalty, in standard deviations of the reward a nat; of DPO its own beta.
-KL_COEFS = dict.fromkeys(ALGORITHMS, (0.03, 0.1, 0.3)) | {"dpo": (0.1, 0.3, 1.0)}
+# The weight of the KL penalty, in standard deviations of the reward a nat; of DPO its own beta.
+KL_COEFS = dict.fromkeys(EVERYONE, (0.03, 0.1, 0.3)) | {"dpo": (0.1, 0.3, 1.0)}
 
-PROMPTS_PER_UPDATE = {LANGUAGES: 64, DOCSTRINGS: 32}
+PROMPTS_PER_UPDATE = {LANGUAGES: 64, RETUNED: 64, DOCSTRINGS: 32}
 
 # The chosen learning rates: group -> algorithm -> rate.
 SETTINGS = Path(__file__).parent / "settings.json"
+
+# Fields of a run that the first recorded ones lack.
+LATER = ("own_parameter", "reward_factor")
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Run:
     """One training run; equal runs give equal weights on the same machine."""
 
     task: str
-    algorithm: str  # P3O's clipping, ppo or dpo; joint-absolute: joint with the deviation of absolute rewards
+    algorithm: str  # P3O's clipping, or another of EVERYONE; joint-absolute: joint with reward_scaling absolute
     learning_rate: float
     kl_coef: float
     seed: int
@@ -45,10 +50,18 @@ class Run:
     offset_sd: float = 0.0  # standard deviation over prompts, in standard deviations of the reward
     responses_per_prompt: int = 2
     prompts_per_update: int = 64
+    own_parameter: float = 0.0  # what one_run.OWN_PARAMETERS names of the algorithm; 0: as it is by default
+    reward_factor: float = 1.0  # rewards are multiplied by it
 
     @property
     def name(self) -> str:
-        return "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in asdict(self).values())
+        """All fields in their order; of the later ones those that are not as they are by default."""
+        values = asdict(self)
+        later = {field: values.pop(field) for field in LATER}
+        named = [f"{value:g}" if isinstance(value, float) else str(value) for value in values.values()]
+        return "-".join(
+            named + [f"{field}={value:g}" for field, value in later.items() if value != getattr(Run, field)]
+        )
 
 
 def task_of(group: str, seed: int) -> str:
@@ -71,7 +84,7 @@ def rates(group: str) -> Iterator[Run]:
 
 
 def basic_run(group: str, task: str, algorithm: str, rate: float, seed: int) -> Run:
-    """The run that all others vary."""
+    """The run that the others of the first comparison vary."""
     prompts = PROMPTS_PER_UPDATE[group]
     return Run(task, algorithm, rate, KL_COEFS[algorithm][0], seed, prompts_per_update=prompts)
 
@@ -142,9 +155,3 @@ def neighbours(group: str, rate: float) -> list[float]:
     trials = LEARNING_RATES[group]
     place = trials.index(rate)
     return [*trials[max(place - 1, 0) : place], *trials[place + 1 : place + 2]]
-
-
-# In the order they run: each later part needs the rates that the first one chooses.
-PARTS: dict[str, Callable[[str], Iterator[Run]]] = {
-    part.__name__: part for part in (rates, algorithms, offsets, clipping, responses, scaling, kl_coefs, other_rates)
-}

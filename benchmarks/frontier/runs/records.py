@@ -9,7 +9,7 @@ from typing import Any
 
 from pandas import DataFrame, Series
 
-from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.plan import LATER, Run
 from benchmarks.frontier.tasks.groups import group_of
 from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.matched_kl import gain_at_kl
@@ -17,20 +17,24 @@ from fastp3o.evaluation.matched_kl import gain_at_kl
 RESULTS = Path(__file__).parents[2] / "results" / "frontier"
 
 RUN_FIELDS = (*Run.__dataclass_fields__, "seconds", "sha256")
-EVALUATION_FIELDS = ("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts")
+EVALUATION_FIELDS = (
+    *("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts"),
+    *("seconds", "response_tokens"),
+)
 SEED = ["task", "seed"]  # what paired runs have in common
 
 
 @dataclass(frozen=True)
 class Records:
-    """A line a run and a line an evaluation, in the order they were recorded in.
+    """A line a run and a line an evaluation, in the order they were recorded in; rewards as if their factor were 1.
 
     runs: name, group, the fields of plan.Run, seconds, sha256 (of the final weights), and what came out:
         first_kl: of the first evaluation after the start, below which no gain is known; NaN without one
         final_step, final_kl, final_missing_eos: of the last evaluation
         final_reward, final_gold: gains of the last evaluation over the first, NaN where there is no gold utility
     evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), their
-        gains over the run's start, reward_gain and gold_gain, reward_std (over prompts), missing_eos, prompts.
+        gains over the run's start, reward_gain and gold_gain, reward_std (over prompts), missing_eos, prompts, and
+        what it had cost until then, where that was recorded: seconds and response_tokens.
     """
 
     runs: DataFrame
@@ -57,20 +61,31 @@ def load(path: Path) -> Records:
 
 
 def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
-    """From lines of runs.jsonl: the fields of plan.Run with seconds, sha256 and evaluations."""
-    lines = list(lines)
+    """From lines of runs.jsonl: the fields of plan.Run with seconds, sha256, evaluations and costs."""
+    lines = [{field: getattr(Run, field) for field in LATER} | line for line in lines]
     names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
     runs.insert(0, "name", Series(names, dtype=object))
     runs.insert(1, "group", runs["task"].map(group_of))
     evaluations = DataFrame(
-        [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in line.get("evaluations", [])],
+        [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in evaluations_of(line)],
         columns=list(EVALUATION_FIELDS),
     )
     by_run = evaluations.groupby("run", sort=False)
     for outcome in ("reward", "gold"):
         evaluations[f"{outcome}_gain"] = evaluations[outcome] - by_run[outcome].transform("first")
     return Records(runs.join(ends(evaluations), on="name"), evaluations)
+
+
+def evaluations_of(line: dict[str, Any]) -> list[dict[str, float]]:
+    """With what each had cost, and rewards over their factor."""
+    factor, costs = line["reward_factor"], line.get("costs", {})
+    return [
+        evaluation
+        | {name: evaluation[name] / factor for name in ("reward", "reward_std") if name in evaluation}
+        | {name: values[number] for name, values in costs.items()}
+        for number, evaluation in enumerate(line.get("evaluations", []))
+    ]
 
 
 def ends(evaluations: DataFrame) -> DataFrame:

@@ -9,6 +9,7 @@ import re
 import numpy as np
 
 TOPICS, STYLES, CONTEXT = 10, 4, 4
+LONG_PROMPT = 122  # words of a long one, topic and style included
 CLASSES, WORDS = 12, 120  # word w belongs to class w // 10
 MAX_TOKENS = 32  # of a response with its end-of-sequence
 VOCABULARY = [
@@ -68,13 +69,18 @@ class Language:
 
     def responses(self, prompts: list[str], rng: np.random.Generator) -> list[str]:
         """One response to each prompt: at least 10 words, at most 31."""
-        topics, styles, previous = np.array([parsed(prompt) for prompt in prompts]).T
         lengths = np.minimum(WORDS_WITHOUT_END - 1 + rng.geometric(HAZARD, len(prompts)), MAX_TOKENS - 1)
-        words = np.empty((len(prompts), MAX_TOKENS - 1), dtype=int)
-        for position in range(words.shape[1]):
+        words = self.continued(prompts, MAX_TOKENS - 1, rng)
+        return [text_of(drawn[:length]) for drawn, length in zip(words, lengths, strict=True)]
+
+    def continued(self, prompts: list[str], count: int, rng: np.random.Generator) -> list[list[int]]:
+        """So many words that go on from each prompt."""
+        topics, styles, previous = np.array([parsed(prompt) for prompt in prompts]).T
+        words = np.empty((len(prompts), count), dtype=int)
+        for position in range(count):
             passed = self.cumulative[topics, styles, previous] <= rng.random((len(prompts), 1))
             words[:, position] = previous = passed.sum(axis=1)
-        return [text_of(drawn[:length]) for drawn, length in zip(words.tolist(), lengths, strict=True)]
+        return words.tolist()
 
     def utility(self, prompts: list[str], responses: list[str]) -> list[float]:
         """The utility of each response to its prompt; 1 is a standard deviation of the language's own responses to a
@@ -96,6 +102,18 @@ class Language:
         beyond = max(0, len(words) - FREE_LENGTH)
         gain = float(self.class_weights[topic] @ np.sqrt(counts))
         return gain - PENALTY_PER_REPEAT * repeats - PENALTY_PER_WORD * beyond
+
+
+class LongPrompts(Language):
+    """The same tables and utility, and prompts of 122 words, which the language itself goes on with from a short one.
+
+    Their last word is the first previous word of a response; all words but topic and style show these two once more.
+    """
+
+    def prompts(self, n: int, rng: np.random.Generator) -> list[str]:
+        short = super().prompts(n, rng)
+        words = self.continued(short, LONG_PROMPT - len(short[0].split()), rng)
+        return [f"{prompt} {text_of(further)}" for prompt, further in zip(short, words, strict=True)]
 
 
 def parsed(prompt: str) -> tuple[int, int, int]:

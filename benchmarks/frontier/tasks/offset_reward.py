@@ -1,4 +1,4 @@
-"""A reward in its standard deviations, with an offset per prompt."""
+"""A reward in its standard deviations, with an offset per prompt and a factor."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from fastp3o.rollouts.rollouts import Rollouts
 
 @dataclass(frozen=True)
 class OffsetReward:
-    """A reward in its standard deviations, plus `sd` times an offset; both on the grid.
+    """A reward in its standard deviations, plus `sd` times an offset, both on the grid; all times `factor`.
 
     mean, std: of the reward's scores over the responses that standardise it.
     """
@@ -22,6 +22,7 @@ class OffsetReward:
     std: float
     offset: Offset | None = None
     sd: float = 0.0
+    factor: float = 1.0
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """[P, K] fp32."""
@@ -29,7 +30,7 @@ class OffsetReward:
         offsets = [on_grid(self.sd * self.offset(prompt)) if self.offset else 0.0 for prompt in rollouts.prompts]
         return torch.tensor(
             [
-                [on_grid((score - self.mean) / self.std) + offset for score in group]
+                [self.factor * (on_grid((score - self.mean) / self.std) + offset) for score in group]
                 for group, offset in zip(scores, offsets, strict=True)
             ],
             dtype=torch.float32,

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.frontier.tasks.groups import group_of
 from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task, load_scores, sample
 
-SAMPLES = 256
+SAMPLES = 512
 PROMPTS = 128
 
 

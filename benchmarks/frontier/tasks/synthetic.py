@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ PREFERENCE_SCALE, FLIPPED = 1.7, 0.05
 END, PAD = "<end>", "<pad>"
 
 LIMITS: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_row": 2048}
+LONG_LIMITS: dict[str, Any] = LIMITS | {"max_prompt_tokens": 128, "tokens_per_row": 8192}
 
 # Fields of SFTConfig and RewardModelConfig with which one thread learns both in four minutes.
 SFT: dict[str, Any] = LIMITS | {
@@ -42,9 +44,23 @@ REWARD_MODEL: dict[str, Any] = LIMITS | {
 }
 
 
-def make_data(folder: Path, seed: int) -> None:
-    """Writes the data of Language(seed) and, in init/, tokenizer and model; no prompt occurs twice in all files."""
-    language, rng = Language(seed), np.random.default_rng([seed, 1])
+@dataclass(frozen=True)
+class Shape:
+    """Of an untrained Llama, and the learning rate that it is fine-tuned with."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 152
+    layers: int = 2
+    learning_rate: float = 6e-3
+
+
+# Parameters -> a shape that has so many.
+SHAPES = {100_000: Shape(), 1_000_000: Shape(192, 560, 2, 3e-3), 6_000_000: Shape(384, 1216, 3, 1.5e-3)}
+
+
+def make_data(folder: Path, seed: int, kind: type[Language] = Language) -> None:
+    """Writes the data of the language and, in init/, tokenizer and model; no prompt occurs twice in all files."""
+    language, rng = kind(seed), np.random.default_rng([seed, 1])
     total = DEMONSTRATIONS + TRAIN_PAIRS + EVAL_PAIRS + TRAIN_PROMPTS + EVAL_PROMPTS
     prompts = iter(language.prompts(total, rng))
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,6 +95,19 @@ def preferences(language: Language, prompts: list[str], rng: np.random.Generator
     ]
 
 
+def with_wrong_labels(records: list[dict[str, str]], share: float, rng: np.random.Generator) -> list[dict[str, str]]:
+    """Preferences of which a share is turned round in all, in place of those that are so already."""
+    turned = rng.random(len(records)) < (share - FLIPPED) / (1 - 2 * FLIPPED)
+    return [
+        record | {"chosen": record["rejected"], "rejected": record["chosen"]} if turn else record
+        for record, turn in zip(records, turned, strict=True)
+    ]
+
+
+def read_jsonl(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -91,17 +120,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """An untrained Llama of 100 thousand parameters."""
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape = SHAPES[100_000]) -> LlamaForCausalLM:
+    """An untrained Llama."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=152,
-            num_hidden_layers=2,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.layers,
             num_attention_heads=4,
-            max_position_embeddings=128,
+            max_position_embeddings=256,
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,

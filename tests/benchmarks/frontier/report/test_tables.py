@@ -14,19 +14,35 @@ from benchmarks.frontier.report import (
     cells,
     comparisons,
     endpoints,
+    envelope,
+    equal_cost,
     every_run,
     figures,
+    further_figures,
     learning_rates,
+    questions,
     sanity,
     tables,
 )
 from benchmarks.frontier.report.study import Arm, Study, load_study
-from benchmarks.frontier.runs import plan, records
+from benchmarks.frontier.runs import parts, plan, records, tuning
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
-from benchmarks.frontier.tasks.groups import DOCSTRINGS, GROUPS
+from benchmarks.frontier.tasks.groups import DOCSTRINGS, LONG_PROMPTS, RETUNED, STUDIED
 
-RATES = {name: {"joint": 3e-4, "separate": 3e-4, "none": 3e-4, "ppo": 1.5e-4, "dpo": 6e-4} for name in GROUPS}
+RATES = {name: {"joint": 3e-4, "separate": 3e-4, "none": 3e-4, "ppo": 1.5e-4, "dpo": 6e-4} for name in STUDIED}
+TUNED = {
+    RETUNED: {
+        "own_parameter": {"rebel": 3.0, "gspo": 0.01},
+        "settings": {
+            name: {
+                "1": {"learning_rate": tuning.TRIAL_RATES[name][0], "kl_coef": plan.KL_COEFS[name][2]},
+                "2": {"learning_rate": tuning.TRIAL_RATES[name][0], "kl_coef": plan.KL_COEFS[name][1]},
+            }
+            for name in plan.EVERYONE
+        },
+    }
+}
 UPDATES = (0, 1, 2, 3, 5, 7, 10, 14, 20, 28, 40)
 
 
@@ -50,24 +66,31 @@ def record(run: Run) -> dict:
         kl = max(0.0, speed * (1 - math.exp(-step / 15)) + (speed * noise.normal(0, 0.006) if step else 0))
         gain = (efficiency - offset_harm) * best(kl) + (noise.normal(0, 0.02) if step else 0)
         evaluation = {"step": step, "reward": 10.0 + gain, "reward_std": 1.0 + run.offset_sd, "kl": kl, "kl_std": 1.0}
+        evaluation |= {name: run.reward_factor * evaluation[name] for name in ("reward", "reward_std")}
         evaluation |= {"response_length": 20.0, "missing_eos": 0.001, "prompts": 128}
         if run.task != DOCSTRINGS:
             evaluation |= {"gold": 3 + 0.8 * gain, "gold_std": 1.0}
         evaluations.append(evaluation)
     weights = hashlib.sha256(seen.name.encode()).hexdigest()
-    return asdict(run) | {"sha256": weights, "seconds": 25.0, "evaluations": evaluations}
+    responses = run.prompts_per_update * run.responses_per_prompt
+    costs = {"seconds": responses**0.5, "response_tokens": 13.0 * responses}
+    costs = {name: [a_step * step for step in UPDATES] for name, a_step in costs.items()}
+    return asdict(run) | {"sha256": weights, "seconds": 25.0, "evaluations": evaluations, "costs": costs}
 
 
 @pytest.fixture(scope="module")
 def lines():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "chosen_rates", lambda: RATES)
-        runs = dict.fromkeys(run for part in plan.PARTS.values() for group in GROUPS for run in part(group))
-    return [record(run) for run in runs]
+        patch.setattr(tuning, "tuned", lambda: TUNED)
+        runs = dict.fromkeys(run for group, asked in parts.PLAN.items() for part in asked for run in part(group))
+    # Of long prompts two algorithms are enough to see what tables make of them.
+    left_out = [run for run in runs if run.task.startswith(LONG_PROMPTS) and run.algorithm in ("rloo", "grpo")]
+    return [record(run) for run in runs if run not in left_out]
 
 
-def study_of(lines, rates=RATES) -> Study:
-    return Study(to_frames(lines), rates)
+def study_of(lines, rates=RATES, tuned=TUNED) -> Study:
+    return Study(to_frames(lines), rates, tuned)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +104,7 @@ def optimum(lines):
     return dict.fromkeys({run["task"] for run in lines}, curve)
 
 
-EMPTY = study_of([], {})
+EMPTY = study_of([], {}, {})
 
 
 def without(lines: list[dict], **dropped) -> Study:
@@ -123,7 +146,7 @@ def test_runs_and_rates_are_read_and_a_run_recorded_twice_is_refused(lines, tmp_
 
 
 def test_seeds_that_chose_the_learning_rate_are_in_no_arm_of_the_results(study):
-    for group in GROUPS:
+    for group in STUDIED:
         for arm in comparisons.ARMS:
             assert set(study.runs_of(group, arm).index.get_level_values("seed")) <= set(plan.SEEDS)
     chosen = study.runs_of("languages", Arm("ppo"))
@@ -182,6 +205,53 @@ def test_ends_of_runs(study):
     assert swept[0][2:] == ["final KL", "final gain, proxy", "gain at KL 0.1", "gain at KL 0.2"], "no gold utility"
     assert [line[1] for line in swept if line[0] == "dpo"] == ["0.1", "0.3", "1"]
     assert all("[" in line[1] for line in endpoints.fitted_lines(study, "languages")[1:])
+
+
+def test_the_envelope_takes_the_setting_of_each_kl_as_a_share_of_the_optimum(study, optimum):
+    table = envelope.table(study, optimum)
+    assert len(table) == 1 + len(plan.EVERYONE) * len(tuning.ENVELOPE_KLS)
+    grpo = {line[0]: line for line in table if line[1] == "grpo"}
+    assert [grpo[kl][2:7] for kl in ("1", "2")] == [["4", "", "3e-4", coef, "8"] for coef in ("0.3", "0.1")]
+    assert float(grpo["2"][-1][:4]) == pytest.approx(0.75 - 0.02 * math.log(2), abs=0.05)
+    assert next(line for line in table if line[1] == "rebel")[3] == "3"
+    differences, count = envelope.differences(study)
+    assert len(differences) == 1 + (len(plan.EVERYONE) - 1) * len(tuning.ENVELOPE_KLS)
+    assert count == sum(cell.endswith(")") for line in differences[1:] for cell in line[2:])
+    assert {line[-3] for line in envelope.trials(study)[1:]} != {cells.NOT_MEASURED}
+    assert [line[0] for line in envelope.in_fours(study)[1:]] == list(plan.EVERYONE)
+
+
+def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_value(study):
+    clip, factor, labels, sizes = questions.questions(study)
+    values = {name: [line[1] for line in questions.table(study, clip) if line[0] == name] for name in ("joint", "ppo")}
+    assert values["joint"] == values["ppo"] == ["0.05", "0.1", "0.2", "0.5", "1"]
+    compared = [line[0] for line in questions.differences(study, clip)[0][1:5]]
+    assert compared == [f"joint: {value} − 0.2" for value in ("0.05", "0.1", "0.5", "1")]
+    larger = next(line for line in questions.table(study, factor) if line[:2] == ["joint", "10"])
+    plain = next(line for line in questions.table(study, factor) if line[:2] == ["joint", "1"])
+    assert float(larger[5][:4]) == pytest.approx(float(plain[5][:4]), abs=0.1)
+    assert [line[0] for line in questions.differences(study, labels)[0][1:]] == [
+        f"joint − {rival}, wrong labels {share}" for share in ("0.05", "0.2", "0.35") for rival in ("ppo", "dpo")
+    ]
+    assert [line[3] for line in questions.table(study, sizes) if line[0] == "ppo at half the rate"] == ["0", "4", "4"]
+
+
+def test_more_responses_are_compared_where_runs_had_cost_the_same(study):
+    budgets = equal_cost.budgets(study)
+    assert budgets["seconds"] == pytest.approx(40 * 128**0.5)
+    tokens = {k: 40 * prompts * (122 + 13 * k) for k, prompts in equal_cost.EQUAL_TOKENS.items()}
+    assert budgets["tokens"] == pytest.approx(min(tokens.values()))
+    arm = equal_cost.arm_of("joint", 3e-4, 16)
+    halves = [equal_cost.at_cost(study, arm, cost, tokens[16] / 2, "kl") for cost in ("tokens",)]
+    kls = study.evaluations_of(study.runs_of(LONG_PROMPTS, arm))["kl"].unstack("step")
+    assert halves[0].tolist() == pytest.approx(kls[20].loc[study.runs_of(LONG_PROMPTS, arm)["name"]].tolist())
+    assert equal_cost.at_cost(study, arm, "tokens", 2 * tokens[16], "kl").isna().all()
+    table = equal_cost.table(study)
+    assert len(table) == 1 + 2 * 2 * 4
+    assert [line[5] for line in table[1:5]] == [f"{value / 40 / 1000:.1f}" for value in tokens.values()]
+    lines, count = equal_cost.differences(study)
+    assert len(lines) == 1 + 2 * 2 * 3
+    assert count == sum("(" in cell for line in lines[1:] for cell in line[1:])
 
 
 def test_every_run_is_listed(study):
@@ -288,12 +358,18 @@ def test_figures_are_drawn_from_what_there_is(lines, study, optimum, tmp_path):
         figures.clipping(study, path),
         figures.learning_rates(study, path),
         figures.win_rates([rate | {"low": 0.6, "high": 0.8} for rate in rates], path),
+        further_figures.envelope(study, optimum, path),
+        further_figures.envelope(without(lines, algorithm="ppo"), {}, path),
+        further_figures.of_questions(study, path),
+        further_figures.of_equal_cost(without(lines, responses_per_prompt=8), path),
     ]
     assert all(drawn)
     assert matplotlib.image.imread(path).std() > 0
     assert not figures.frontier(EMPTY, optimum, "languages", path)
     assert not any(draw(EMPTY, path) for draw in (figures.kl_coefs, figures.clipping, figures.learning_rates))
     assert not figures.win_rates([], path)
+    assert not further_figures.envelope(EMPTY, optimum, path)
+    assert not any(draw(EMPTY, path) for draw in (further_figures.of_questions, further_figures.of_equal_cost))
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
@@ -302,3 +378,13 @@ def test_the_committed_tables_are_those_of_the_committed_runs():
     assert tables.tables_page(study, optimum) == tables.TABLES.read_text()
     assert tables.all_runs_page(study) == tables.ALL_RUNS.read_text()
     assert tables.ALL_RUNS.read_text().count("\n| ") == len(study.records.runs) + 2
+
+
+def test_committed_runs_of_a_task_and_a_seed_began_alike():
+    """Reward models that were made on different machines would show here: their runs must not be paired."""
+    recorded = records.load(records.RESULTS / "runs.jsonl")
+    plain = recorded.runs[recorded.runs["offset"] == "none"]
+    starts = recorded.evaluations[recorded.evaluations["step"] == 0].merge(plain, left_on="run", right_on="name")
+    rewards = starts.groupby(records.SEED)["reward"]
+    assert len(rewards) > 20
+    assert (rewards.max() - rewards.min()).max() < 1e-5

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.frontier.runs import choice, duels, execute, plan
-from benchmarks.frontier.runs.one_run import train_and_record
+from benchmarks.frontier.runs import choice, duels, execute, plan, tuning
+from benchmarks.frontier.runs.one_run import configuration, train_and_record
+from benchmarks.frontier.runs.parts import PARTS, PLAN, parts_of
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
 from benchmarks.frontier.tasks import synthetic
 from benchmarks.frontier.tasks import task as tasks
-from benchmarks.frontier.tasks.groups import GROUPS
+from benchmarks.frontier.tasks.groups import RETUNED, STUDIED
 from benchmarks.frontier.tasks.language import Language
 from benchmarks.frontier.tasks.task import Task
 
@@ -51,10 +52,13 @@ def task(tmp_path, monkeypatch) -> Task:
 
 def test_a_run_is_recorded_with_its_evaluations_and_weights(task, tmp_path):
     record = train_and_record(START, task, tmp_path / "trained")
-    json.dumps(record)
+    record = json.loads(json.dumps(record))
     assert to_frames([record]).runs["name"].tolist() == [START.name]
     assert [evaluation["step"] for evaluation in record["evaluations"]] == [0, 1, 2]
     assert {"reward", "gold", "kl", "missing_eos", "prompts"} <= record["evaluations"][0].keys()
+    costs = to_frames([record]).evaluations[["seconds", "response_tokens"]]
+    assert (costs.diff()[1:] > 0).all(axis=None)
+    assert costs.iloc[0].tolist() == [0, 0]
     assert [path.name for path in (tmp_path / "trained").iterdir()] == [START.name]
     assert Path(tmp_path / "trained" / START.name / "model" / "model.safetensors").exists()
     assert train_and_record(START, task, tmp_path / "trained")["sha256"] == record["sha256"]
@@ -64,6 +68,12 @@ def test_a_run_that_stops_early_is_the_beginning_of_the_whole_run(task, tmp_path
     whole = train_and_record(START, task, tmp_path / "whole")
     early = train_and_record(START, task, tmp_path / "early", updates=1)
     assert early["evaluations"] == whole["evaluations"][:2]
+
+
+def test_a_run_that_stops_early_is_not_evaluated_behind_its_end(task, tmp_path, monkeypatch):
+    settings = tasks.TASK_SETTINGS["languages"] | {"updates": 3, "eval_at": "1,2"}
+    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", settings)
+    assert configuration(START, task, tmp_path, updates=1).evaluated_at == {1}
 
 
 def test_runs_stop_where_they_cross_a_kl():
@@ -110,7 +120,18 @@ def test_win_rates_are_means_over_seeds_of_every_rival(task, tmp_path):
     assert rates[0]["win_rate"] != 0.5
 
 
-@pytest.mark.parametrize(("algorithm", "moves"), [("joint", False), ("none", False), ("dpo", False), ("ppo", True)])
+@pytest.mark.parametrize(
+    ("algorithm", "moves"),
+    [
+        ("joint", False),
+        ("none", False),
+        ("dpo", False),
+        ("rloo", False),
+        ("dapo", False),
+        ("rebel", False),
+        ("ppo", True),
+    ],
+)
 def test_an_offset_moves_ppo_alone(task, tmp_path, algorithm, moves):
     plain = replace(START, algorithm=algorithm)
     shifted = replace(plain, offset="unlearnable", offset_sd=10.0)
@@ -144,10 +165,99 @@ def test_recorded_runs_are_not_run_again(tmp_path):
 
 
 def test_every_part_names_each_run_once(monkeypatch):
-    chosen = {group: dict.fromkeys(plan.ALGORITHMS, 3e-4) for group in GROUPS}
+    chosen = {group: dict.fromkeys(plan.ALGORITHMS, 3e-4) for group in STUDIED}
     monkeypatch.setattr(plan, "chosen_rates", lambda: chosen)
-    for group in GROUPS:
-        for part in plan.PARTS.values():
+    monkeypatch.setattr(tuning, "tuned", lambda: TUNED)
+    assert {name for group in PLAN for name in parts_of(group)} == set(PARTS)
+    for group, parts in PLAN.items():
+        for part in parts:
             names = [one.name for one in part(group)]
             assert names
             assert len(names) == len(set(names))
+
+
+SETTING = {"learning_rate": 6e-4, "kl_coef": 0.3}
+TUNED = {
+    RETUNED: {
+        "own_parameter": {"rebel": 3.0, "gspo": 0.01},
+        "settings": {name: {"1": SETTING, "2": SETTING | {"kl_coef": 0.1}} for name in plan.EVERYONE},
+    }
+}
+
+
+def test_parts_that_need_a_choice_say_which_part_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
+    with pytest.raises(ValueError, match="no parameter of gspo for retuned: run the part `own_parameters` first"):
+        list(tuning.trial_rates(RETUNED))
+    with pytest.raises(ValueError, match="no settings of joint for retuned: run the part `trial_rates` first"):
+        list(tuning.envelope(RETUNED))
+
+
+def test_what_is_as_by_default_is_not_in_a_name():
+    assert START.name == "language-0-joint-0.001-0.03-0-none-0-2-8"
+    assert (
+        replace(START, own_parameter=0.5, reward_factor=10.0).name == START.name + "-own_parameter=0.5-reward_factor=10"
+    )
+    earlier = {name: value for name, value in vars(START).items() if name not in plan.LATER}
+    assert to_frames([earlier]).runs["name"].tolist() == [START.name]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "own", "set_to"),
+    [
+        *((name, 0.0, {}) for name in ("dr_grpo", "dapo", "joint-difference")),
+        ("rloo", 0.0, {"inner_epochs": 1, "kl_estimator": "k1"}),
+        ("grpo", 0.0, {"inner_epochs": 4, "kl_estimator": "k3"}),
+        ("rebel", 3.0, {"eta": 3.0}),
+        ("gspo", 0.01, {"clip_low": 0.01, "clip_high": 0.01}),
+        ("separate", 0.5, {"clipping": "separate", "clip_range": 0.5, "reward_scaling": "none"}),
+        ("ppo", 0.5, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
+    ],
+)
+def test_runs_name_objectives_and_their_own_parameters(task, tmp_path, monkeypatch, algorithm, own, set_to):
+    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", tasks.TASK_SETTINGS["languages"] | {"inner_epochs": 4})
+    run = replace(START, algorithm=algorithm, own_parameter=own, responses_per_prompt=4)
+    config = configuration(run, task, tmp_path)
+    assert {name: getattr(config, name) for name in set_to} == set_to
+    assert (config.learning_rate, config.kl_coef, config.responses_per_prompt) == (1e-3, 0.03, 4)
+
+
+def test_gains_are_those_of_rewards_before_they_are_multiplied(task, tmp_path):
+    record, larger = (
+        train_and_record(replace(START, algorithm="dpo", reward_factor=factor), task, tmp_path)
+        for factor in (1.0, 10.0)
+    )
+    assert larger["evaluations"][0]["reward"] == pytest.approx(10 * record["evaluations"][0]["reward"])
+    assert larger["sha256"] == record["sha256"], "DPO reads which reward is higher"
+    gains = [to_frames([one]).evaluations["reward_gain"] for one in (record, larger)]
+    assert gains[0].tolist() == pytest.approx(gains[1].tolist(), abs=1e-4)
+
+
+def trial_records(gains: dict[tuple, float], seeds=(100, 101)) -> list[dict]:
+    """Of an algorithm, learning rate, KL coefficient and own parameter the proxy gain a nat."""
+    return [
+        vars(run) | {"evaluations": evaluations([0.0, 0.5, 1.5, 3.0], per_nat)}
+        for (algorithm, rate, kl_coef, own), per_nat in gains.items()
+        for run in tuning.trial(RETUNED, algorithm, (rate, kl_coef), own)
+        if run.seed in seeds
+    ]
+
+
+def test_settings_are_chosen_for_each_kl_among_trials_on_the_same_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
+    etas = {("rebel", 3e-4, 0.1, eta): gain for eta, gain in ((1.0, 1.0), (3.0, 2.0), (10.0, 1.5))}
+    clips = {("gspo", 3e-4, 0.1, clip): gain for clip, gain in ((0.003, 1.0), (0.01, 1.5), (0.03, 2.0))}
+    records = trial_records(etas | clips)
+    choice.choose_own_parameters(RETUNED, to_frames(records))
+    assert tuning.tuned()[RETUNED]["own_parameter"] == {"rebel": 3.0, "gspo": 0.03}
+    low, high = ("joint", 3e-4, 0.1, 0.0), ("joint", 6e-4, 0.3, 0.0)
+    records += trial_records({low: 1.0, high: 2.0}, seeds=(100,)) + trial_records({low: 3.0}, seeds=(101,))
+    choice.choose_settings(RETUNED, to_frames(records))
+    chosen = tuning.settings(RETUNED, "joint")
+    assert chosen == dict.fromkeys(tuning.ENVELOPE_KLS, (6e-4, 0.3)), "seed 101 has not run with both"
+    assert "ppo" not in tuning.tuned()[RETUNED]["settings"]
+    for one in records:
+        if one["learning_rate"] == 6e-4:
+            one["evaluations"] = evaluations([0.0, 0.5, 1.3], 2.0)
+    choice.choose_settings(RETUNED, to_frames(records))
+    assert tuning.settings(RETUNED, "joint") == {1.0: (6e-4, 0.3), 2.0: (3e-4, 0.1)}, "it must get far enough"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,3 +84,4 @@ def test_a_reward_is_standardised_and_shifted(name):
     shifts = [0.0 if OFFSETS[name] is None else on_grid(10 * OFFSETS[name](prompt)) for prompt in rollouts.prompts]
     expected = [[0.75 + shifts[0], 0.25 + shifts[0]], [-0.25 + shifts[1], shifts[1]]]
     assert reward(rollouts).tolist() == expected
+    assert replace(reward, factor=0.5)(rollouts).tolist() == [[value / 2 for value in group] for group in expected]

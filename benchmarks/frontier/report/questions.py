@@ -1,0 +1,136 @@
+"""One setting at a time: clip range, size of the rewards, wrong labels, size of the policy."""
+
+from typing import NamedTuple
+
+from benchmarks.frontier.report import cells
+from benchmarks.frontier.report.envelope import tuned_arm
+from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
+from benchmarks.frontier.runs.questions import CLIP_RANGES, CLIPPED, REWARD_FACTORS, RIVALS, SCALED
+from benchmarks.frontier.runs.tuning import ENVELOPE_KLS, QUESTIONS_KL
+from benchmarks.frontier.tasks.groups import RETUNED, SIZES, WRONG_LABELS
+from benchmarks.frontier.tasks.synthetic import FLIPPED
+from fastp3o.evaluation.matched_kl import Estimate, paired_difference
+
+DEFAULT_CLIP_RANGE = 0.2
+
+
+class Point(NamedTuple):
+    """Runs with one value of what a question varies; arm is None where its learning rate has not been chosen."""
+
+    algorithm: str
+    value: float
+    group: str
+    arm: Arm | None
+
+
+class Question(NamedTuple):
+    title: str
+    varied: str
+    points: list[Point]
+    default: float | None  # the value that the others are compared with; None: algorithms are compared at each value
+
+
+def questions(study: Study) -> list[Question]:
+    return [
+        Question("clip range", "ε", clip_ranges(study), DEFAULT_CLIP_RANGE),
+        Question("rewards multiplied", "rewards times", reward_factors(study), 1.0),
+        Question(
+            "wrong labels of the reward model",
+            "wrong labels",
+            in_groups(study, {RETUNED: FLIPPED} | WRONG_LABELS),
+            None,
+        ),
+        Question("size of the policy", "parameters", sizes(study), None),
+    ]
+
+
+def question_arm(study: Study, algorithm: str) -> Arm | None:
+    """The runs of `questions.tuned_run`; None where no setting has been chosen."""
+    base = algorithm.partition("-")[0]
+    arms = [tuned_arm(study, base, kl) for kl in ENVELOPE_KLS if kl <= QUESTIONS_KL]
+    chosen = [arm for arm in arms if arm is not None]
+    return chosen[-1]._replace(algorithm=algorithm) if chosen else None
+
+
+def clip_ranges(study: Study) -> list[Point]:
+    return [
+        Point(name, clip, RETUNED, arm and arm._replace(own_parameter=0.0 if clip == DEFAULT_CLIP_RANGE else clip))
+        for name in CLIPPED
+        for arm in [question_arm(study, name)]
+        for clip in CLIP_RANGES
+    ]
+
+
+def reward_factors(study: Study) -> list[Point]:
+    return [
+        Point(name, factor, RETUNED, arm and arm._replace(reward_factor=factor))
+        for name in (*SCALED, "dpo")
+        for arm in [question_arm(study, name)]
+        for factor in REWARD_FACTORS
+    ]
+
+
+def in_groups(study: Study, values: dict[str, float]) -> list[Point]:
+    return [Point(name, value, group, question_arm(study, name)) for name in RIVALS for group, value in values.items()]
+
+
+def sizes(study: Study) -> list[Point]:
+    """Each at two learning rates, which are told apart by the algorithm's name."""
+    points = []
+    for name, value, group, arm in in_groups(study, {RETUNED: 100_000} | SIZES):
+        points.append(Point(name, value, group, arm))
+        if arm is not None and arm.learning_rate is not None:
+            half = arm._replace(learning_rate=arm.learning_rate / 2)
+            points.append(Point(f"{name} at half the rate", value, group, half))
+    return points
+
+
+def table(study: Study, question: Question) -> list[list[str]]:
+    """Gains at matched KL. Header first."""
+    kls, outcomes = ENVELOPE_KLS, OUTCOMES[RETUNED]
+    gains = [f"{name} at KL {kl:g}" for name in outcomes.values() for kl in kls]
+    lines = [["algorithm", question.varied, "learning rate", "seeds", "final KL", *gains]]
+    for point in question.points:
+        if point.arm is None:
+            continue
+        runs = study.runs_of(point.group, point.arm)
+        about = [point.algorithm, f"{point.value:,.7g}", cells.rate(point.arm.learning_rate), str(len(runs))]
+        found = [cells.mean(study.records.at_kl(runs, kl, outcome)) for outcome in outcomes for kl in kls]
+        lines.append([*about, cells.mean(runs["final_kl"]), *found])
+    return lines
+
+
+def pairs(question: Question) -> list[tuple[str, Point, Point]]:
+    """What is compared, with its name: values with the default, or joint clipping with each rival at every value."""
+    found = []
+    for point in question.points:
+        for other in question.points:
+            if question.default is not None:
+                if other.algorithm == point.algorithm and other.value == question.default != point.value:
+                    found.append((f"{point.algorithm}: {point.value:g} − {other.value:g}", point, other))
+            elif point.algorithm == "joint" != other.algorithm and (point.value, point.group) == other[1:3]:
+                found.append((f"joint − {other.algorithm}, {question.varied} {point.value:,.7g}", point, other))
+    return found
+
+
+def difference(study: Study, first: Point, second: Point, kl: float, outcome: str, count: int = 1) -> Estimate | None:
+    """Over the seeds at which both have a gain; None where there are none."""
+    if first.arm is None or second.arm is None:
+        return None
+    gains = (study.gains(point.group, point.arm, kl, outcome).dropna().to_dict() for point in (first, second))
+    return paired_difference(*gains, count)
+
+
+def differences(study: Study, question: Question) -> tuple[list[list[str]], int]:
+    """Paired, and the number of intervals that hold together; what has no runs is left out. Header first."""
+    wanted = [(kl, outcome) for outcome in OUTCOMES[RETUNED] for kl in ENVELOPE_KLS]
+    compared = {label: [difference(study, *points, *one) for one in wanted] for label, *points in pairs(question)}
+    measured = {label: found for label, found in compared.items() if any(found)}
+    count = sum(one is not None for found in measured.values() for one in found)
+    names = OUTCOMES[RETUNED]
+    lines = [["difference", *(f"{names[outcome]} at KL {kl:g}" for kl, outcome in wanted)]]
+    for label, *points in pairs(question):
+        if label in measured:
+            found = [difference(study, *points, *one, count) for one in wanted]
+            lines.append([label, *(cells.estimate(one, signed=True) for one in found)])
+    return lines, count

@@ -1,0 +1,82 @@
+"""What else moves the frontier: one setting at a time, where tuning led, and K at equal cost."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.frontier.runs.plan import SEEDS, Run, task_of
+from benchmarks.frontier.runs.tuning import own_parameter, run_with, setting_for_questions
+from benchmarks.frontier.tasks.groups import RETUNED, TASKS
+
+CLIP_RANGES = (0.05, 0.1, 0.2, 0.5, 1.0)
+REWARD_FACTORS = (0.1, 1.0, 10.0)
+
+# joint-difference is P3O as it is by default: rewards divided by the running deviation of their differences.
+CLIPPED = ("joint", "separate", "ppo")
+SCALED = ("joint", "joint-difference", "ppo", "grpo", "rloo")
+RIVALS = ("joint", "ppo", "dpo")
+
+# Responses to each prompt -> prompts of an update: equally many computed tokens within a twentieth, as long prompts
+# have 122 tokens and responses about 13 in the course of a run.
+EQUAL_TOKENS = {2: 64, 4: 52, 8: 40, 16: 28}
+MANY_RESPONSES = ("joint", "rloo", "grpo", "ppo")
+LONG_RATES = (3e-4, 6e-4)
+LONG_KL_COEF = 0.1
+
+
+def tuned_run(group: str, algorithm: str, seed: int) -> Run:
+    """With the setting that was chosen in RETUNED."""
+    base = algorithm.partition("-")[0]
+    setting, own = setting_for_questions(RETUNED, base), own_parameter(RETUNED, base)
+    return replace(run_with(RETUNED, task_of(group, seed), base, setting, seed, own), algorithm=algorithm)
+
+
+def clip_range(group: str) -> Iterator[Run]:
+    """The clip range from 0.05 to 1, without what is the default."""
+    for seed in SEEDS:
+        for algorithm in CLIPPED:
+            for clip in CLIP_RANGES:
+                yield replace(tuned_run(group, algorithm, seed), own_parameter=0.0 if clip == 0.2 else clip)
+
+
+def reward_factor(group: str) -> Iterator[Run]:
+    """Rewards multiplied by 0.1 and by 10. DPO, which reads which reward is higher, on one seed a task, as a proof."""
+    for seed in SEEDS:
+        proof = ("dpo",) if seed % (len(SEEDS) // 2) == 0 else ()
+        for algorithm in (*SCALED, *proof):
+            for factor in REWARD_FACTORS:
+                yield replace(tuned_run(group, algorithm, seed), reward_factor=factor)
+
+
+def wrong_labels(group: str) -> Iterator[Run]:
+    """With reward models that learned from more wrong labels, which the group says."""
+    for seed in SEEDS:
+        for algorithm in RIVALS:
+            yield tuned_run(group, algorithm, seed)
+
+
+def sizes(group: str) -> Iterator[Run]:
+    """With larger policies, which the group says, at the rate of the small one and at half of it; four seeds."""
+    for seed in SEEDS[::2]:
+        for algorithm in RIVALS:
+            run = tuned_run(group, algorithm, seed)
+            yield run
+            yield replace(run, learning_rate=run.learning_rate / 2)
+
+
+def equal_cost(group: str) -> Iterator[Run]:
+    """2, 4, 8 and 16 responses to each of fewer and fewer prompts, so that an update computes equally many tokens."""
+    half = len(SEEDS) // 2
+    for algorithm in MANY_RESPONSES:
+        for pair in zip(SEEDS[:half], SEEDS[half:], strict=True):
+            for rate in LONG_RATES:
+                for responses, prompts in EQUAL_TOKENS.items():
+                    for task, seed in zip(TASKS[group], pair, strict=True):
+                        yield Run(
+                            task,
+                            algorithm,
+                            rate,
+                            LONG_KL_COEF,
+                            seed,
+                            responses_per_prompt=responses,
+                            prompts_per_update=prompts,
+                        )
