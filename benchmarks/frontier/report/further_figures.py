@@ -50,7 +50,7 @@ def envelope(study: Study, optimum: Optimum, path: Path) -> bool:
         axes.set_xlabel("share of the best gain possible" if known else gain_label("proxy"))
     panels[0].set_yticks(range(len(names)), [NAMES[name] for name in names])
     panels[0].invert_yaxis()
-    title = "Every algorithm at the settings chosen for each KL: seeds, their mean, and its 95% interval where they are enough"
+    title = "Settings chosen for each KL: seeds, mean, and 95% interval where seeds are enough"
     finish(figure, panels, title, path)
     return True
 
