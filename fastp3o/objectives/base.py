@@ -31,10 +31,15 @@ class Microbatch:
 
     def counted_tokens(self) -> int:
         """How many take part in the loss."""
-        if self.counted is None:
-            return len(self.row.labels)
-        counts = zip(self.row.scored_lengths, self.counted.flatten().tolist(), strict=True)
-        return sum(length for length, takes_part in counts if takes_part)
+        return counted_tokens(self.row, self.counted)
+
+
+def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
+    """Scored tokens of a row's responses that take part in a loss; counted: [P, K] bool, None for all."""
+    if counted is None:
+        return len(row.labels)
+    takes_part = zip(row.scored_lengths, counted.flatten().tolist(), strict=True)
+    return sum(length for length, counts in takes_part if counts)
 
 
 # A loss, 0-d, and metrics of it, 0-d and detached; names that end in `_max` are maxima, the others means.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import in_step, passes
-from fastp3o.objectives.base import LossAndMetrics, Microbatch
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, counted_tokens
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rollouts.rollouts import Rollouts
@@ -134,11 +134,8 @@ def prompts_of(row: PackedRow) -> int:
 
 
 def tokens_of(row: PackedRow, counted: Tensor | None) -> int:
-    """Response tokens that count."""
-    if counted is None:
-        return len(row.labels)
-    counts = counted[list(row.groups)].flatten().tolist()
-    return sum(length for length, counts in zip(row.scored_lengths, counts, strict=True) if counts)
+    """Response tokens that count; counted: [P, K] bool of all prompts."""
+    return counted_tokens(row, None if counted is None else counted[list(row.groups)])
 
 
 def finished(rollouts: Rollouts) -> Tensor:
