@@ -155,7 +155,7 @@ def ppo_loss(
     """
     logprobs, entropy = found if isinstance(found, tuple) else (found, None)
     advantages, old_values, returns = microbatch.advantages, microbatch.old_values, microbatch.returns
-    mean = partial(mean_where, takes_part=counted_tokens(microbatch))
+    mean = partial(mean_where, takes_part=tokens_taking_part(microbatch))
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
     policy_losses = ppo_clip(logprobs, microbatch.old_token_logprobs, advantages, clip_low=config.clip_range)
     policy_loss = mean(policy_losses)
@@ -180,7 +180,7 @@ def ppo_loss(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def counted_tokens(microbatch: Microbatch) -> Tensor | None:
+def tokens_taking_part(microbatch: Microbatch) -> Tensor | None:
     """[N] bool: which tokens take part in the loss; None for all."""
     if microbatch.counted is None:
         return None
