@@ -78,6 +78,11 @@ class AbsoluteScaler(Scaler):
         return self.deviation_around(self.sum / self.count)
 
 
+def tied(rewards: Tensor) -> Tensor:
+    """[P] bool: which prompts have responses of equal rewards [P, K] alone, whose differences teach nothing."""
+    return (rewards == rewards[:, :1]).all(dim=1)
+
+
 def differences(values: Tensor) -> Tensor:
     """v_i − v_j of all pairs i < j of a prompt's responses, [P, K] -> [P, K (K − 1) / 2]."""
     K = values.shape[1]

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from fastp3o.rewards.scaling import tied
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.order import process_share
 
@@ -34,12 +35,12 @@ class DynamicSampling:
         count = 0
         for attempt in range(1, self.attempts + 1):
             rewards = scores["reward"]
-            tied = (rewards == rewards[:, :1]).all(1).nonzero().flatten().tolist()
-            if not tied:
+            again = tied(rewards).nonzero().flatten().tolist()
+            if not again:
                 break
-            count += len(tied)
+            count += len(again)
             # Processes wait for one another in passes, so each takes part: with a prompt of another's, if need be.
-            share = process_share(tied, self.accelerator) or tied[:1]
+            share = process_share(again, self.accelerator) or again[:1]
             fresh = self.sample(update, share, attempt)
             fresh_scores = {name: values.cpu() for name, values in self.score(fresh).items()}
             for numbers, others, of_others in gather_object([(share, fresh, fresh_scores)]):

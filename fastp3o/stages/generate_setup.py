@@ -11,11 +11,10 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.sharding import loading_device, process_mesh
 from fastp3o.precision import Precision
 from fastp3o.rewards.reward import Reward
-from fastp3o.rollouts.gathered_sampler import GatheredSampler
-from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate_config import GenerateConfig
 from fastp3o.stages.online_models import load_named_reward, whole_copy
+from fastp3o.stages.online_samplers import SampledModel, policy_sampler
 from fastp3o.stages.samples import SamplesFile
 from fastp3o.training.run_folder import clear_away, write_config
 from fastp3o.training.states.changes import plain, require_same_run
@@ -48,18 +47,8 @@ def load_models(
         # Its own part and one of a reward model of its size.
         copy = whole_copy(policy, accelerator, precision, mesh, 2 * precision.weights.itemsize)
     FrozenModel(policy, device, mesh, offload=False)
-    sampler = named_sampler(
-        config.sampler,
-        policy if copy is None else copy.model,
-        tokenizer,
-        max_response_tokens=config.max_response_tokens,
-        batch_size=config.rollout_batch_size,
-        memory_gb=config.rollout_memory,
-        compiles=config.compile_rollouts,
-        settings=config.sampling_settings(),
-        graph=False if copy is not None and copy.by_layer else None,
-    )
-    return sampler if copy is None else GatheredSampler(sampler, policy, copy), reward
+    sampled, settings = SampledModel(policy, copy), config.sampling_settings()
+    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, settings), reward
 
 
 def begun(

@@ -7,7 +7,7 @@ from torch import Tensor
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import efficiency
-from fastp3o.rewards.scaling import differences
+from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run
@@ -75,7 +75,7 @@ def update_metrics(
     processes = accelerator.num_processes
     means = {
         "reward_difference": differences(rewards).abs().mean(),
-        "tied_prompts": (rewards == rewards[:, :1]).all(1).float().mean(),
+        "tied_prompts": tied(rewards).float().mean(),
         # Of what the policy samples; where that is nothing, of what there is.
         "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
         "entropy": -old_token_logprobs.sum() * processes / lengths.sum(),

@@ -13,6 +13,8 @@ from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.mixture import MixtureSampler, PartlyFromMixture
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
+from fastp3o.stages.generate_config import GenerateConfig
 
 
 class SampledModel(NamedTuple):
@@ -31,7 +33,11 @@ class SampledModel(NamedTuple):
 
 
 def policy_sampler(
-    config: OnlineConfig | PreferenceConfig, policy: SampledModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
+    config: OnlineConfig | PreferenceConfig | GenerateConfig,
+    policy: SampledModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    settings: SamplingSettings = POLICY_ITSELF,
 ) -> Sampler:
     """batch_size: prompts sampled at once."""
     sampler = named_sampler(
@@ -42,6 +48,7 @@ def policy_sampler(
         batch_size=batch_size,
         memory_gb=config.rollout_memory,
         compiles=config.compile_rollouts,
+        settings=settings,
         graph=False if policy.copy is not None and policy.copy.by_layer else None,
     )
     return policy.gathered(sampler)
