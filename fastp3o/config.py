@@ -269,11 +269,16 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
         parser.error(f"--{message}" if starts_with_field else message)
     for flag in fields(cast(Any, config_class)):
         value = getattr(config, flag.name)
-        if isinstance(value, str) and value != flag.default and (not value.strip() or "\0" in value):
+        if isinstance(value, str) and value != flag.default and not is_name(value):
             parser.error(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
         if flag.name == "objective" and value != flag.default:
             parser.error(f"--objective is {flag.default} in these options, got {value!r}")
     return config
+
+
+def is_name(value: str) -> bool:
+    """Not empty, without the end of a string in C, and of characters: bytes that are none arrive as surrogates."""
+    return bool(value.strip()) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:

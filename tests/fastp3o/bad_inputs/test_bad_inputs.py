@@ -1,58 +1,13 @@
 """Every bad input ends in its one line, and trains nothing."""
 
 import os
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from fastp3o.data import chat_template
-from fastp3o.data.time_limit import TimeLimit
-from tests.fastp3o.bad_inputs.broken_models import make_models
 from tests.fastp3o.bad_inputs.cases import CASES, Case
-
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-TRAINING = "--model models/whole --output_dir o --report_to none --max_prompt_tokens 32 --max_response_tokens 8"
-ONLINE = f"{TRAINING} --prompts prompts.jsonl --reward rewards_for_tests:vowels --updates 1 --prompts_per_update 4"
-WORKING = {
-    "p3o": ONLINE,
-    "ppo": ONLINE,
-    "online_dpo": ONLINE,
-    "online": f"{ONLINE} --objective rloo",
-    "sft": f"{TRAINING} --train_data sft.jsonl",
-    "reward_model": f"{TRAINING} --train_data preferences.jsonl",
-    "preference": f"{TRAINING} --objective dpo --train_data preferences.jsonl",
-    "win_rate": "--first models/whole --second models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels "
-    "--max_prompt_tokens 32 --max_response_tokens 8 --output o/win_rate.json",
-    "generate": "--model models/whole --prompts prompts.jsonl --reward rewards_for_tests:vowels --output_dir o "
-    "--max_prompt_tokens 32 --max_response_tokens 8",
-    "memory": "--model models/whole",
-    "make_arithmetic": "--output o/sums.jsonl",
-    "make_tiny_llama": "--text sft.jsonl --output_dir o --hidden_size 32 --intermediate_size 32 --layers 1 "
-    "--vocab_size 300",
-}
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make_models(folder, tiny_model)
-    return folder
-
-
-@pytest.fixture
-def place(workplace: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (workplace / "models").symlink_to(models)
-    monkeypatch.setattr(chat_template, "LIMIT", TimeLimit(0.5))
-    monkeypatch.delitem(sys.modules, "bad_rewards", raising=False)
-    return workplace
-
-
-def run(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
-    runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+from tests.fastp3o.bad_inputs.working import WORKING, run
 
 
 @pytest.mark.parametrize("script", WORKING)
