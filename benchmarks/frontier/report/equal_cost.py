@@ -4,8 +4,9 @@ import numpy as np
 from pandas import DataFrame, Series
 
 from benchmarks.frontier.report import cells
+from benchmarks.frontier.report.questions import question_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
-from benchmarks.frontier.runs.questions import EQUAL_TOKENS, LONG_KL_COEF, LONG_RATES, MANY_RESPONSES
+from benchmarks.frontier.runs.questions import EQUAL_TOKENS, LONG_KL_COEF, MANY_RESPONSES, RATE_FACTORS
 from benchmarks.frontier.runs.tuning import ENVELOPE_KLS
 from benchmarks.frontier.tasks.groups import LONG_PROMPTS
 from benchmarks.frontier.tasks.language import LONG_PROMPT
@@ -23,7 +24,13 @@ def arm_of(algorithm: str, rate: float, responses: int) -> Arm:
 
 def arms(study: Study) -> list[Arm]:
     """Those that have run."""
-    planned = [arm_of(name, rate, k) for name in MANY_RESPONSES for rate in LONG_RATES for k in EQUAL_TOKENS]
+    planned = [
+        arm_of(name, factor * chosen.learning_rate, responses)
+        for name in MANY_RESPONSES
+        if (chosen := question_arm(study, name))
+        for factor in RATE_FACTORS
+        for responses in EQUAL_TOKENS
+    ]
     return [arm for arm in planned if len(study.runs_of(LONG_PROMPTS, arm))]
 
 
@@ -84,39 +91,55 @@ def written(cost: str, value: float) -> str:
     return f"{value / 1000:.0f} thousand tokens" if cost == "tokens" else f"{value:.0f} s"
 
 
-def differences(study: Study) -> tuple[list[list[str]], int]:
-    """Each K against 2 at the same rate, and the number of intervals that hold together. Header first."""
+def more_responses(study: Study) -> dict[str, tuple[Arm, Arm]]:
+    """Each K against 2 at the same rate."""
+    return {
+        f"{arm.algorithm} at {cells.rate(arm.learning_rate)}: K {arm.responses_per_prompt} − K {FEWEST}": (
+            arm,
+            arm._replace(responses_per_prompt=FEWEST),
+        )
+        for arm in arms(study)
+        if arm.responses_per_prompt > FEWEST
+    }
+
+
+def rivals(study: Study) -> dict[str, tuple[Arm, Arm]]:
+    """P3O against the others with as many responses, each at the rate that was chosen for it."""
+    found = {}
+    for name in MANY_RESPONSES[1:]:
+        first, second = question_arm(study, MANY_RESPONSES[0]), question_arm(study, name)
+        for responses in EQUAL_TOKENS if first and second else ():
+            pair = [arm_of(arm.algorithm, arm.learning_rate, responses) for arm in (first, second)]
+            found[f"{MANY_RESPONSES[0]} − {name}, K {responses}"] = tuple(pair)
+    return found
+
+
+def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[list[str]], int]:
+    """Of pairs that have both run, and the number of intervals that hold together. Header first."""
     spent = budgets(study)
     wanted = [
         *((kl, outcome) for outcome in OUTCOMES[LONG_PROMPTS] for kl in ENVELOPE_KLS),
         *((cost, name) for cost in spent for name in BOUGHT),
     ]
-    values = {
-        arm: [
+
+    def value(arm: Arm, at: float | str, what: str) -> dict:
+        found = (
             study.gains(LONG_PROMPTS, arm, at, what)
             if isinstance(at, float)
             else at_cost(study, arm, at, spent[at], what)
-            for at, what in wanted
-        ]
-        for arm in arms(study)
-    }
-    pairs = {arm: arm._replace(responses_per_prompt=FEWEST) for arm in values if arm.responses_per_prompt > FEWEST}
+        )
+        return found.dropna().to_dict()
 
-    def compared(count: int) -> dict[Arm, list[Estimate | None]]:
-        return {
-            arm: [
-                paired_difference(*(value.dropna().to_dict() for value in one), count)
-                for one in zip(values[arm], values[few], strict=True)
-            ]
-            for arm, few in pairs.items()
-            if few in values
-        }
+    values = {label: [[value(arm, *one) for arm in pair] for one in wanted] for label, pair in pairs.items()}
+
+    def compared(count: int) -> dict[str, list[Estimate | None]]:
+        return {label: [paired_difference(*one, count) for one in of_pair] for label, of_pair in values.items()}
 
     count = sum(one is not None for found in compared(1).values() for one in found)
     names = OUTCOMES[LONG_PROMPTS] | BOUGHT
     titles = [f"{names[what]} at {'equal ' + at if isinstance(at, str) else f'KL {at:g}'}" for at, what in wanted]
     lines = [["difference", *titles]]
-    for arm, found in compared(count).items():
-        label = f"{arm.algorithm} at {cells.rate(arm.learning_rate)}: K {arm.responses_per_prompt} − K {FEWEST}"
-        lines.append([label, *(cells.estimate(one, signed=True) for one in found)])
+    for label, found in compared(count).items():
+        if any(found):
+            lines.append([label, *(cells.estimate(one, signed=True) for one in found)])
     return lines, count

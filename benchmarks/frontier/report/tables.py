@@ -101,14 +101,18 @@ def question_sections(study: Study, question: questions.Question) -> list[str]:
 
 
 def equal_cost_sections(study: Study) -> list[str]:
-    compared, count = equal_cost.differences(study)
+    of_responses, many = equal_cost.differences(study, equal_cost.more_responses(study))
+    of_rivals, fewer = equal_cost.differences(study, equal_cost.rivals(study))
     return [
         "## Long prompts: K at equal cost",
         "Prompts of 122 tokens. Tokens are those of prompts, each once, and of responses; seconds are of one core, "
         "without evaluations. β is the KL coefficient. Mean over seeds [95% interval] (seeds):",
         shown(equal_cost.table(study)),
-        f"Paired differences [95% intervals that hold together for all {count} in the table] (seeds):",
-        shown(compared),
+        f"More responses, paired differences [95% intervals that hold together for all {many} in the table] (seeds):",
+        shown(of_responses),
+        "Algorithms with as many responses, each at the rate that was chosen for it on short prompts, paired differences "
+        f"[95% intervals that hold together for all {fewer} in the table] (seeds):",
+        shown(of_rivals),
     ]
 
 

@@ -19,7 +19,8 @@ RIVALS = ("joint", "ppo", "dpo")
 # have 122 tokens and responses about 13 in the course of a run.
 EQUAL_TOKENS = {2: 64, 4: 52, 8: 40, 16: 28}
 MANY_RESPONSES = ("joint", "rloo", "grpo", "ppo")
-LONG_RATES = (3e-4, 6e-4)
+# Of the rate that was chosen in RETUNED: what a few responses need may not be what many do.
+RATE_FACTORS = (1, 2)
 LONG_KL_COEF = 0.1
 
 
@@ -66,15 +67,16 @@ def sizes(group: str) -> Iterator[Run]:
 def equal_cost(group: str) -> Iterator[Run]:
     """2, 4, 8 and 16 responses to each of fewer and fewer prompts, so that an update computes equally many tokens."""
     half = len(SEEDS) // 2
-    for algorithm in MANY_RESPONSES:
+    for factor in RATE_FACTORS:
         for pair in zip(SEEDS[:half], SEEDS[half:], strict=True):
-            for rate in LONG_RATES:
+            for algorithm in MANY_RESPONSES:
+                rate, _ = setting_for_questions(RETUNED, algorithm)
                 for responses, prompts in EQUAL_TOKENS.items():
                     for task, seed in zip(TASKS[group], pair, strict=True):
                         yield Run(
                             task,
                             algorithm,
-                            rate,
+                            factor * rate,
                             LONG_KL_COEF,
                             seed,
                             responses_per_prompt=responses,

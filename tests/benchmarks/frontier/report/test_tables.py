@@ -249,9 +249,11 @@ def test_more_responses_are_compared_where_runs_had_cost_the_same(study):
     table = equal_cost.table(study)
     assert len(table) == 1 + 2 * 2 * 4
     assert [line[5] for line in table[1:5]] == [f"{value / 40 / 1000:.1f}" for value in tokens.values()]
-    lines, count = equal_cost.differences(study)
+    lines, count = equal_cost.differences(study, equal_cost.more_responses(study))
     assert len(lines) == 1 + 2 * 2 * 3
     assert count == sum("(" in cell for line in lines[1:] for cell in line[1:])
+    lines, _ = equal_cost.differences(study, equal_cost.rivals(study))
+    assert [line[0] for line in lines[1:]] == [f"joint − ppo, K {k}" for k in (2, 4, 8, 16)]
 
 
 def test_every_run_is_listed(study):
