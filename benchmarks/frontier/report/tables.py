@@ -110,8 +110,8 @@ def equal_cost_sections(study: Study) -> list[str]:
         shown(equal_cost.table(study)),
         f"More responses, paired differences [95% intervals that hold together for all {many} in the table] (seeds):",
         shown(of_responses),
-        "Algorithms with as many responses, each at the rate that was chosen for it on short prompts, paired differences "
-        f"[95% intervals that hold together for all {fewer} in the table] (seeds):",
+        "Algorithms with as many responses, each at the rate that was chosen for it on short prompts, paired "
+        f"differences [95% intervals that hold together for all {fewer} in the table] (seeds):",
         shown(of_rivals),
     ]
 
