@@ -1,5 +1,7 @@
 """More responses to fewer prompts, compared where runs had cost the same: in computed tokens, and in seconds."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from pandas import DataFrame, Series
 
@@ -52,16 +54,16 @@ def at_cost(study: Study, arm: Arm, cost: str, spent: float, bought: str) -> Ser
     return Series(found, runs.index, dtype=float)
 
 
-def budgets(study: Study) -> dict[str, float]:
-    """Of each cost what every run has spent at its end."""
-    runs = [study.runs_of(LONG_PROMPTS, arm) for arm in arms(study)]
+def budgets(study: Study, arms: Iterable[Arm]) -> dict[str, float]:
+    """Of each cost what every run of these arms has spent at its end; nothing where none has run."""
+    runs = [some for arm in arms if len(some := study.runs_of(LONG_PROMPTS, arm))]
     ends = [evaluations(study, some).groupby(level="run")[list(COSTS)].max() for some in runs]
     return {cost: min(end[cost].min() for end in ends) for cost in COSTS} if ends else {}
 
 
 def table(study: Study) -> list[list[str]]:
     """Header first."""
-    spent = budgets(study)
+    spent = budgets(study, arms(study))
     bought = [f"{name} after {written(cost, value)}" for cost, value in spent.items() for name in BOUGHT.values()]
     levels = [f"{name} at KL {kl:g}" for name in OUTCOMES[LONG_PROMPTS].values() for kl in ENVELOPE_KLS]
     header = ["algorithm", "learning rate", "K", "prompts", "seeds", "thousand tokens an update", "seconds an update"]
@@ -115,31 +117,40 @@ def rivals(study: Study) -> dict[str, tuple[Arm, Arm]]:
 
 
 def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[list[str]], int]:
-    """Of pairs that have both run, and the number of intervals that hold together. Header first."""
-    spent = budgets(study)
+    """Of pairs that have both run, at equal KL and where both had cost what the cheaper one has at its end; and the
+    number of intervals that hold together. Header first.
+    """
     wanted = [
         *((kl, outcome) for outcome in OUTCOMES[LONG_PROMPTS] for kl in ENVELOPE_KLS),
-        *((cost, name) for cost in spent for name in BOUGHT),
+        *((cost, name) for cost in COSTS for name in BOUGHT),
     ]
 
-    def value(arm: Arm, at: float | str, what: str) -> dict:
-        found = (
-            study.gains(LONG_PROMPTS, arm, at, what)
-            if isinstance(at, float)
-            else at_cost(study, arm, at, spent[at], what)
-        )
-        return found.dropna().to_dict()
+    def values(pair: tuple[Arm, Arm]) -> list[list[dict]]:
+        spent = budgets(study, pair)
+        return [
+            [
+                (
+                    study.gains(LONG_PROMPTS, arm, at, what)
+                    if isinstance(at, float)
+                    else at_cost(study, arm, at, spent[at], what)
+                )
+                .dropna()
+                .to_dict()
+                for arm in pair
+            ]
+            for at, what in wanted
+        ]
 
-    values = {label: [[value(arm, *one) for arm in pair] for one in wanted] for label, pair in pairs.items()}
+    both = [label for label, pair in pairs.items() if all(len(study.runs_of(LONG_PROMPTS, arm)) for arm in pair)]
+    found = {label: values(pairs[label]) for label in both}
 
     def compared(count: int) -> dict[str, list[Estimate | None]]:
-        return {label: [paired_difference(*one, count) for one in of_pair] for label, of_pair in values.items()}
+        return {label: [paired_difference(*one, count) for one in of_pair] for label, of_pair in found.items()}
 
-    count = sum(one is not None for found in compared(1).values() for one in found)
+    count = sum(one is not None for of_pair in compared(1).values() for one in of_pair)
     names = OUTCOMES[LONG_PROMPTS] | BOUGHT
     titles = [f"{names[what]} at {'equal ' + at if isinstance(at, str) else f'KL {at:g}'}" for at, what in wanted]
     lines = [["difference", *titles]]
-    for label, found in compared(count).items():
-        if any(found):
-            lines.append([label, *(cells.estimate(one, signed=True) for one in found)])
+    for label, of_pair in compared(count).items():
+        lines.append([label, *(cells.estimate(one, signed=True) for one in of_pair)])
     return lines, count

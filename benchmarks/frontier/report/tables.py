@@ -106,7 +106,8 @@ def equal_cost_sections(study: Study) -> list[str]:
     return [
         "## Long prompts: K at equal cost",
         "Prompts of 122 tokens. Tokens are those of prompts, each once, and of responses; seconds are of one core, "
-        "without evaluations. β is the KL coefficient. Mean over seeds [95% interval] (seeds):",
+        "without evaluations. β is the KL coefficient. Equal costs are those of the cheapest run of all, and of a pair "
+        "below those of the cheaper one. Mean over seeds [95% interval] (seeds):",
         shown(equal_cost.table(study)),
         f"More responses, paired differences [95% intervals that hold together for all {many} in the table] (seeds):",
         shown(of_responses),

@@ -237,7 +237,7 @@ def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_val
 
 
 def test_more_responses_are_compared_where_runs_had_cost_the_same(study):
-    budgets = equal_cost.budgets(study)
+    budgets = equal_cost.budgets(study, equal_cost.arms(study))
     assert budgets["seconds"] == pytest.approx(40 * 128**0.5)
     tokens = {k: 40 * prompts * (122 + 13 * k) for k, prompts in equal_cost.EQUAL_TOKENS.items()}
     assert budgets["tokens"] == pytest.approx(min(tokens.values()))
