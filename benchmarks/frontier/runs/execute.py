@@ -4,10 +4,12 @@ settings, the optimum that no policy can pass, and win rates.
 
 import json
 import multiprocessing
+import os
 from collections.abc import Iterable
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def execute(
     results.mkdir(parents=True, exist_ok=True)
     records, trained = results / "runs.jsonl", folder / "trained"
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=begin_worker) as pool:
         for group in groups:
             asked = {name: part for name, part in parts_of(group).items() if name in parts}
             for name, part in asked.items():
@@ -55,6 +57,20 @@ def execute(
                     CHOICES[name](group, recorded.load(records))
                 if name == "algorithms":
                     compare_finished(pool, group, results, folder)
+
+
+def begin_worker() -> None:
+    """One thread for torch. And an end with the command, however that ends: a worker would go on with what it has been
+    given, beside the runs of the next command, and a trainer takes a signal as a wish to save.
+    """
+    torch.set_num_threads(1)
+    command = multiprocessing.parent_process()
+
+    def end_with_command() -> None:
+        command.join()
+        os._exit(1)
+
+    Thread(target=end_with_command, daemon=True).start()
 
 
 def waiting(runs: list[Run], records: Path) -> list[Run]:

@@ -32,7 +32,7 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
 
     updates: stop after so many, with the bits that the whole run has there; None for the whole run.
     """
-    # Workers outlive a command that was stopped: its runs must not write where those of the next one do.
+    # A command that was killed leaves what its runs had written: those of the next one must not meet it.
     output, log_file = folder / f"{run.name}.{os.getpid()}", folder / f"{run.name}.{os.getpid()}.log.txt"
     folder.mkdir(parents=True, exist_ok=True)
     # Runs of one process must not share what accelerate keeps.

@@ -1,12 +1,17 @@
 """From a planned run to its record, and from records to the chosen learning rates."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks.frontier.runs import choice, duels, execute, plan, tuning
@@ -20,6 +25,7 @@ from benchmarks.frontier.tasks.groups import RETUNED, STUDIED
 from benchmarks.frontier.tasks.language import Language
 from benchmarks.frontier.tasks.task import Task
 
+ROOT = Path(__file__).parents[4]
 START = Run("language-0", "joint", 1e-3, 0.03, 0, prompts_per_update=8)
 
 
@@ -261,3 +267,30 @@ def test_settings_are_chosen_for_each_kl_among_trials_on_the_same_seeds(tmp_path
             one["evaluations"] = evaluations([0.0, 0.5, 1.3], 2.0)
     choice.choose_settings(RETUNED, to_frames(records))
     assert tuning.settings(RETUNED, "joint") == {1.0: (6e-4, 0.3), 2.0: (3e-4, 0.1)}, "it must get far enough"
+
+
+COMMAND = """
+import multiprocessing, os, time
+from concurrent.futures import ProcessPoolExecutor
+from benchmarks.frontier.runs.execute import begin_worker
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        pool.submit(time.sleep, 600).result()
+"""
+
+
+def test_workers_end_with_a_command_that_is_killed(tmp_path):
+    (tmp_path / "command.py").write_text(COMMAND)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
+    command = subprocess.Popen([sys.executable, tmp_path / "command.py"], stdout=subprocess.PIPE, env=environment)
+    worker = psutil.Process(int(command.stdout.readline()))
+    assert worker.is_running()
+    command.kill()
+    command.communicate()
+    deadline = time.monotonic() + 60
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the worker goes on"
+        time.sleep(0.1)
