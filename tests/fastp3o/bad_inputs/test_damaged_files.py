@@ -8,6 +8,7 @@ import json
 import shlex
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -71,53 +72,43 @@ FILES = {
 OF_A_MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 
-@pytest.mark.timeout(0)
+@pytest.fixture
+def damage(stopping: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    def damage(kind: str, script: str, flags: str, path: Path, content: bytes) -> None:
+        """Runs a command that works as the file is, and then with the file damaged."""
+        outcomes: Counter[str] = Counter()
+
+        def taken(content: bytes) -> bool:
+            path.write_bytes(content)
+            begun = taken_by(script, shlex.split(flags), monkeypatch, capfd)
+            shutil.rmtree("o", ignore_errors=True)
+            return begun is not None
+
+        @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(EDITS)
+        def attempt(edits: list[tuple[str, int, bytes]]) -> None:
+            begun = taken(damaged(content, edits))
+            outcomes["taken" if begun else "refused"] += 1
+            if begun and kind == "JSON Lines":
+                records = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
+                assert all(record["prompt"].strip() for record in records)
+
+        assert taken(content)
+        attempt()
+        with capfd.disabled():
+            print(f"\n{kind}: {dict(outcomes)}")
+
+    return damage
+
+
 @pytest.mark.parametrize("kind", FILES)
-def test_a_damaged_file_is_refused_in_one_line_or_still_reads(
-    kind: str, stopping: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_a_damaged_file_is_refused_in_one_line_or_still_reads(kind: str, stopping: Path, damage: Callable[..., None]):
     script, flags, name, content = FILES[kind]
-    outcomes: Counter[str] = Counter()
-
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(EDITS)
-    def attempt(edits: list[tuple[str, int, bytes]]) -> None:
-        (stopping / name).write_bytes(damaged(content, edits))
-        taken = taken_by(script, shlex.split(flags), monkeypatch, capfd)
-        outcomes["taken" if taken else "refused"] += 1
-        if taken and kind == "JSON Lines":
-            records = [json.loads(line) for line in (stopping / name).read_bytes().splitlines() if line.strip()]
-            assert all(record["prompt"].strip() for record in records)
-        shutil.rmtree("o", ignore_errors=True)
-
-    (stopping / name).write_bytes(content)
-    assert taken_by(script, shlex.split(flags), monkeypatch, capfd)
-    shutil.rmtree("o")
-    attempt()
-    with capfd.disabled():
-        print(f"\n{kind}: {dict(outcomes)}")
+    damage(kind, script, flags, stopping / name, content)
 
 
-@pytest.mark.timeout(0)
 @pytest.mark.parametrize("name", OF_A_MODEL)
-def test_a_damaged_model_is_refused_in_one_line_or_still_reads(
-    name: str, stopping: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    outcomes: Counter[str] = Counter()
-    model = stopping / "damaged"
-    shutil.copytree(stopping / "models" / "whole", model)
-    content = (model / name).read_bytes()
-    flags = shlex.split(f"{WORKING['p3o']} --model damaged")
-
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(EDITS)
-    def attempt(edits: list[tuple[str, int, bytes]]) -> None:
-        (model / name).write_bytes(damaged(content, edits))
-        outcomes["taken" if taken_by("p3o", flags, monkeypatch, capfd) else "refused"] += 1
-        shutil.rmtree("o", ignore_errors=True)
-
-    assert taken_by("p3o", flags, monkeypatch, capfd)
-    shutil.rmtree("o")
-    attempt()
-    with capfd.disabled():
-        print(f"\n{name}: {dict(outcomes)}")
+def test_a_damaged_model_is_refused_in_one_line_or_still_reads(name: str, stopping: Path, damage: Callable[..., None]):
+    shutil.copytree(stopping / "models" / "whole", stopping / "damaged")
+    path = stopping / "damaged" / name
+    damage(name, "p3o", f"{WORKING['p3o']} --model damaged", path, path.read_bytes())

@@ -45,7 +45,6 @@ ODD = (
 )
 
 
-@pytest.mark.timeout(0)
 @pytest.mark.parametrize("script", CONFIGS)
 def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(
     script: str, stopping: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
