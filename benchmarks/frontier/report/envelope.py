@@ -21,8 +21,12 @@ def tuned_arm(study: Study, algorithm: str, kl: float) -> Arm | None:
     if setting is None:
         return None
     own = chosen.get("own_parameter", {}).get(algorithm, 0.0)
-    responses = 4 if algorithm in BY_GROUPS else 2
-    return Arm(algorithm, **setting, responses_per_prompt=responses, own_parameter=own)
+    return Arm(algorithm, **setting, responses_per_prompt=usual_responses(algorithm), own_parameter=own)
+
+
+def usual_responses(algorithm: str) -> int:
+    """To each prompt, in the runs of `tuning.run_with`."""
+    return 4 if algorithm in BY_GROUPS else 2
 
 
 def shares(study: Study, optimum: Optimum, arm: Arm, kl: float) -> Series:
@@ -112,11 +116,10 @@ def trials(study: Study) -> list[list[str]]:
 
 def tried(study: Study, algorithm: str) -> list[Arm]:
     """On the selection seeds, in the form that the algorithm has in the envelope."""
-    responses = 4 if algorithm in BY_GROUPS else 2
     runs = study.records.runs
     rates = {*runs.loc[runs["algorithm"] == algorithm, "learning_rate"], *TRIAL_RATES[algorithm]}
     arms = [
-        Arm(algorithm, "none", rate, kl_coef, responses, own_parameter)
+        Arm(algorithm, "none", rate, kl_coef, usual_responses(algorithm), own_parameter)
         for own_parameter in OWN_TRIALS.get(algorithm, (0.0,))
         for rate in sorted(rates)
         for kl_coef in KL_COEFS[algorithm]

@@ -54,9 +54,9 @@ def at_cost(study: Study, arm: Arm, cost: str, spent: float, bought: str) -> Ser
     return Series(found, runs.index, dtype=float)
 
 
-def budgets(study: Study, arms: Iterable[Arm]) -> dict[str, float]:
+def budgets(study: Study, compared: Iterable[Arm]) -> dict[str, float]:
     """Of each cost what every run of these arms has spent at its end; nothing where none has run."""
-    runs = [some for arm in arms if len(some := study.runs_of(LONG_PROMPTS, arm))]
+    runs = [some for arm in compared if len(some := study.runs_of(LONG_PROMPTS, arm))]
     ends = [evaluations(study, some).groupby(level="run")[list(COSTS)].max() for some in runs]
     return {cost: min(end[cost].min() for end in ends) for cost in COSTS} if ends else {}
 
