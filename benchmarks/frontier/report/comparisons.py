@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from pandas import Series
 
-from benchmarks.frontier.report import cells
+from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study, enough
 from benchmarks.frontier.runs.plan import ALGORITHMS, KL_COEFS, LEARNING_RATES
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
@@ -93,13 +93,13 @@ def levels(study: Study, group: str) -> list[list[str]]:
 
 def differences(study: Study, group: str) -> tuple[list[list[str]], int]:
     """Every comparison, and the number of intervals that hold together. Header first."""
-    kls, outcomes = matched_kls(study, group), OUTCOMES[group]
-    comparisons = COMPARISONS + rivals_at_other_rates(study, group)
-    wanted = [(comparison, kl, outcome) for comparison in comparisons for kl in kls for outcome in outcomes]
-    count = sum(difference(study, group, *one) is not None for one in wanted)
-    lines = [["difference", "gain", *(f"at KL {kl:g}" for kl in kls)]]
-    for comparison in comparisons:
-        for outcome, name in outcomes.items():
-            found = [difference(study, group, comparison, kl, outcome, count) for kl in kls]
-            lines.append([comparison.label, name, *(cells.estimate(one, signed=True) for one in found)])
-    return lines, count
+    kls = matched_kls(study, group)
+
+    def found(count: int) -> together.Found:
+        return {
+            (comparison.label, name): [difference(study, group, comparison, kl, outcome, count) for kl in kls]
+            for comparison in COMPARISONS + rivals_at_other_rates(study, group)
+            for outcome, name in OUTCOMES[group].items()
+        }
+
+    return together.table(["difference", "gain", *(f"at KL {kl:g}" for kl in kls)], found)

@@ -24,6 +24,7 @@ LOOKS = {
     "dapo": {"color": "#7B3294", "marker": ">", "zorder": 3},
     "gspo": {"color": "#B2182B", "marker": "h", "zorder": 3},
     "rebel": {"color": "#1B7837", "marker": "*", "zorder": 3},
+    "joint_once": {"color": "#08306B", "marker": "d", "zorder": 3},
 }
 NAMES = {
     "joint": "P3O, joint",
@@ -37,6 +38,7 @@ NAMES = {
     "dapo": "DAPO",
     "gspo": "GSPO",
     "rebel": "REBEL",
+    "joint_once": "P3O, joint, one pass",
     "joint-difference": "P3O, joint, scaled",
     "sft": "SFT",
 }

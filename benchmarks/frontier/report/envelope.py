@@ -3,7 +3,7 @@
 import numpy as np
 from pandas import DataFrame, Series
 
-from benchmarks.frontier.report import cells
+from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.comparisons import Comparison, difference
 from benchmarks.frontier.report.sanity import Optimum, known_points
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
@@ -16,12 +16,8 @@ FIRST = "joint"
 
 def tuned_arm(study: Study, algorithm: str, kl: float) -> Arm | None:
     """None where no setting has been chosen for the KL."""
-    chosen = study.tuned.get(RETUNED, {})
-    setting = chosen.get("settings", {}).get(algorithm, {}).get(f"{kl:g}")
-    if setting is None:
-        return None
-    own = chosen.get("own_parameter", {}).get(algorithm, 0.0)
-    return Arm(algorithm, **setting, responses_per_prompt=usual_responses(algorithm), own_parameter=own)
+    setting = study.tuned.get(RETUNED, {}).get("settings", {}).get(algorithm, {}).get(f"{kl:g}")
+    return setting and Arm(algorithm, **setting, responses_per_prompt=usual_responses(algorithm))
 
 
 def usual_responses(algorithm: str) -> int:
@@ -78,13 +74,16 @@ def comparisons(study: Study) -> list[tuple[Comparison, float]]:
 
 def differences(study: Study) -> tuple[list[list[str]], int]:
     """Paired differences, and the number of intervals that hold together. Header first."""
-    wanted = [(comparison, kl, outcome) for comparison, kl in comparisons(study) for outcome in OUTCOMES[RETUNED]]
-    count = sum(difference(study, RETUNED, *one) is not None for one in wanted)
-    lines = [["KL", "difference", *(f"gain, {name}" for name in OUTCOMES[RETUNED].values())]]
-    for comparison, kl in comparisons(study):
-        estimates = [difference(study, RETUNED, comparison, kl, outcome, count) for outcome in OUTCOMES[RETUNED]]
-        lines.append([f"{kl:g}", comparison.label, *(cells.estimate(one, signed=True) for one in estimates)])
-    return lines, count
+
+    def found(count: int) -> together.Found:
+        return {
+            (f"{kl:g}", comparison.label): [
+                difference(study, RETUNED, comparison, kl, outcome, count) for outcome in OUTCOMES[RETUNED]
+            ]
+            for comparison, kl in comparisons(study)
+        }
+
+    return together.table(["KL", "difference", *(f"gain, {name}" for name in OUTCOMES[RETUNED].values())], found)
 
 
 def in_fours(study: Study) -> list[list[str]]:

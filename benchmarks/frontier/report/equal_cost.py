@@ -5,14 +5,14 @@ from collections.abc import Iterable
 import numpy as np
 from pandas import DataFrame, Series
 
-from benchmarks.frontier.report import cells
+from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.questions import question_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
 from benchmarks.frontier.runs.questions import EQUAL_TOKENS, LONG_KL_COEF, MANY_RESPONSES, RATE_FACTORS
 from benchmarks.frontier.runs.tuning import ENVELOPE_KLS
 from benchmarks.frontier.tasks.groups import LONG_PROMPTS
 from benchmarks.frontier.tasks.language import LONG_PROMPT
-from fastp3o.evaluation.matched_kl import Estimate, paired_difference
+from fastp3o.evaluation.matched_kl import paired_difference
 
 FEWEST = min(EQUAL_TOKENS)
 COSTS = ("tokens", "seconds")
@@ -144,13 +144,9 @@ def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[l
     both = [label for label, pair in pairs.items() if all(len(study.runs_of(LONG_PROMPTS, arm)) for arm in pair)]
     found = {label: values(pairs[label]) for label in both}
 
-    def compared(count: int) -> dict[str, list[Estimate | None]]:
-        return {label: [paired_difference(*one, count) for one in of_pair] for label, of_pair in found.items()}
+    def widened(count: int) -> together.Found:
+        return {(label,): [paired_difference(*one, count) for one in of_pair] for label, of_pair in found.items()}
 
-    count = sum(one is not None for of_pair in compared(1).values() for one in of_pair)
     names = OUTCOMES[LONG_PROMPTS] | BOUGHT
     titles = [f"{names[what]} at {'equal ' + at if isinstance(at, str) else f'KL {at:g}'}" for at, what in wanted]
-    lines = [["difference", *titles]]
-    for label, of_pair in compared(count).items():
-        lines.append([label, *(cells.estimate(one, signed=True) for one in of_pair)])
-    return lines, count
+    return together.table(["difference", *titles], widened)

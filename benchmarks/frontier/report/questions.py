@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from benchmarks.frontier.report import cells
+from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.envelope import tuned_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
 from benchmarks.frontier.runs.questions import CLIP_RANGES, CLIPPED, REWARD_FACTORS, RIVALS, SCALED
@@ -124,13 +124,13 @@ def difference(study: Study, first: Point, second: Point, kl: float, outcome: st
 def differences(study: Study, question: Question) -> tuple[list[list[str]], int]:
     """Paired, and the number of intervals that hold together; what has no runs is left out. Header first."""
     wanted = [(kl, outcome) for outcome in OUTCOMES[RETUNED] for kl in ENVELOPE_KLS]
-    compared = {label: [difference(study, *points, *one) for one in wanted] for label, *points in pairs(question)}
-    measured = {label: found for label, found in compared.items() if any(found)}
-    count = sum(one is not None for found in measured.values() for one in found)
+
+    def found(count: int) -> together.Found:
+        compared = {
+            (label,): [difference(study, first, second, *one, count) for one in wanted]
+            for label, first, second in pairs(question)
+        }
+        return {label: estimates for label, estimates in compared.items() if any(estimates)}
+
     names = OUTCOMES[RETUNED]
-    lines = [["difference", *(f"{names[outcome]} at KL {kl:g}" for kl, outcome in wanted)]]
-    for label, *points in pairs(question):
-        if label in measured:
-            found = [difference(study, *points, *one, count) for one in wanted]
-            lines.append([label, *(cells.estimate(one, signed=True) for one in found)])
-    return lines, count
+    return together.table(["difference", *(f"{names[outcome]} at KL {kl:g}" for kl, outcome in wanted)], found)

@@ -1,8 +1,8 @@
 """The choice of learning rates and other settings from the runs on the selection seeds."""
 
 import json
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from itertools import product, starmap
 
 from benchmarks.frontier.runs import tuning
 from benchmarks.frontier.runs.plan import ALGORITHMS, EVERYONE, KL_COEFS, SETTINGS, Run, chosen_rates, rates
@@ -15,9 +15,6 @@ SELECTION_KL = {LANGUAGES: 4.0, DOCSTRINGS: 0.2}
 MARGIN = 1.5
 # The same for every KL of the envelope, whose runs are shorter: others get about as far.
 ENVELOPE_MARGIN = 1.1
-
-# What of an algorithm is tried: a parameter, or a learning rate with a KL coefficient.
-Trial = TypeVar("Trial", float, tuple[float, float])
 
 
 def choose_rates(group: str, records: Records) -> None:
@@ -41,53 +38,57 @@ def choose_rates(group: str, records: Records) -> None:
 
 
 def choose_own_parameters(group: str, records: Records) -> None:
-    """Writes for each algorithm that has one the parameter with the highest mean gain, among its trials."""
+    """Writes for each algorithm that has one, and each KL of the envelope, the parameter with the highest mean gain
+    there, among its trials; none where no trial gets that far.
+    """
     chosen = {}
     for algorithm, values in tuning.OWN_TRIALS.items():
-        setting = tuning.TRIAL_RATES[algorithm][0], KL_COEFS[algorithm][tuning.MIDDLE]
-        trials = {own: list(tuning.trial(group, algorithm, setting, own)) for own in values}
-        chosen[algorithm] = best(records, trials, tuning.OWN_KL)
-        if chosen[algorithm] is None:
-            raise RuntimeError(f"{group}: no parameter of {algorithm} gets beyond KL {tuning.OWN_KL:g}")
-    write_tuned(group, own_parameter=chosen)
+        found = best_by_kl(group, algorithm, records, [tuning.own_trial(algorithm, own) for own in values])
+        if not found:
+            raise RuntimeError(f"{group}: no parameter of {algorithm} gets beyond KL {tuning.ENVELOPE_KLS[0]:g}")
+        chosen[algorithm] = {kl: setting.own_parameter for kl, setting in found.items()}
+    write_tuned(group, own_parameters=chosen)
 
 
 def choose_settings(group: str, records: Records) -> None:
-    """Writes for each algorithm and KL of the envelope the learning rate and KL coefficient with the highest mean gain
-    there, among its trials; none where no trial gets that far.
+    """Writes for each algorithm and KL of the envelope the setting with the highest mean gain there, among its trials;
+    none where no trial gets that far.
     """
-    chosen: dict[str, dict] = {}
+    chosen = {}
     for algorithm in EVERYONE:
-        own = tuning.own_parameter(group, algorithm)
-        trials = {
-            (rate, kl_coef): list(tuning.trial(group, algorithm, (rate, kl_coef), own))
-            for rate in tuning.TRIAL_RATES[algorithm]
-            for kl_coef in KL_COEFS[algorithm]
-        }
-        settings = {kl: best(records, trials, kl) for kl in tuning.ENVELOPE_KLS}
-        chosen[algorithm] = {
-            f"{kl:g}": dict(zip(("learning_rate", "kl_coef"), setting, strict=True))
-            for kl, setting in settings.items()
-            if setting is not None
-        }
+        tried = starmap(
+            tuning.Setting,
+            product(tuning.TRIAL_RATES[algorithm], KL_COEFS[algorithm], tuning.OWN_TRIALS.get(algorithm, (0.0,))),
+        )
+        found = best_by_kl(group, algorithm, records, tried)
+        chosen[algorithm] = {kl: setting._asdict() for kl, setting in found.items()}
     write_tuned(group, settings={algorithm: settings for algorithm, settings in chosen.items() if settings})
 
 
-def best(records: Records, trials: Mapping[Trial, list[Run]], kl: float) -> Trial | None:
-    """The trial with the highest mean proxy gain at a KL, over the seeds on which all that have run did so.
+def best_by_kl(
+    group: str, algorithm: str, records: Records, settings: Iterable[tuning.Setting]
+) -> dict[str, tuning.Setting]:
+    """For each KL of the envelope that any of them gets to."""
+    trials = {setting: list(tuning.trial(group, algorithm, setting)) for setting in settings}
+    found = {f"{kl:g}": best(records, trials, kl) for kl in tuning.ENVELOPE_KLS}
+    return {kl: setting for kl, setting in found.items() if setting is not None}
 
-    A trial of which a run does not get beyond the KL by the margin, or passes it before the first evaluation, is not
+
+def best(records: Records, trials: Mapping[tuning.Setting, list[Run]], kl: float) -> tuning.Setting | None:
+    """That with the highest mean proxy gain at a KL, over the seeds on which all that have run did so.
+
+    A setting of which a run does not get beyond the KL by the margin, or passes it before the first evaluation, is not
     chosen; None if that holds for all.
     """
     recorded = {name: place for place, name in enumerate(records.runs["name"])}
     seeds = [{run.seed for run in runs if run.name in recorded} for runs in trials.values()]
     shared = set.intersection(*filter(None, seeds)) if any(seeds) else set()
     means = {}
-    for trial, planned in trials.items():
+    for setting, planned in trials.items():
         runs = records.runs.iloc[[recorded[r.name] for r in planned if r.seed in shared and r.name in recorded]]
         gains = records.at_kl(runs, kl, "reward").where(runs["final_kl"] >= ENVELOPE_MARGIN * kl)
         if len(gains) and gains.notna().all():
-            means[trial] = gains.mean()
+            means[setting] = gains.mean()
     return max(means, key=means.__getitem__, default=None)
 
 

@@ -99,6 +99,7 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         f"joint-{scaling}": ("p3o", {"clipping": "joint", "reward_scaling": scaling})
         for scaling in ("absolute", "difference")
     },
+    "joint_once": ("p3o", {"clipping": "joint", "reward_scaling": "none", "inner_epochs": 1}),
     "ppo": ("ppo", PPO_SETTINGS),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),

@@ -13,7 +13,8 @@ from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, RETUNED, TAS
 ALGORITHMS = ("joint", "separate", "none", "ppo", "dpo")
 CLIPPINGS = ("joint", "separate", "none")
 NEWER = ("rloo", "grpo", "dr_grpo", "dapo", "gspo", "rebel")
-EVERYONE = (*ALGORITHMS, *NEWER)
+# joint_once: joint clipping with one pass over a round, as RLOO makes it.
+EVERYONE = (*ALGORITHMS, *NEWER, "joint_once")
 
 # Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
 LEARNING_RATES = {

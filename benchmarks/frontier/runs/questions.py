@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.frontier.runs.plan import SEEDS, Run, task_of
-from benchmarks.frontier.runs.tuning import own_parameter, run_with, setting_for_questions
+from benchmarks.frontier.runs.tuning import run_with, setting_for_questions
 from benchmarks.frontier.tasks.groups import RETUNED, TASKS
 
 CLIP_RANGES = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -18,7 +18,7 @@ RIVALS = ("joint", "ppo", "dpo")
 # Responses to each prompt -> prompts of an update: equally many computed tokens within a twentieth, as long prompts
 # have 122 tokens and responses about 13 in the course of a run.
 EQUAL_TOKENS = {2: 64, 4: 52, 8: 40, 16: 28}
-MANY_RESPONSES = ("joint", "rloo", "grpo", "ppo")
+MANY_RESPONSES = ("joint", "rloo", "grpo", "ppo", "joint_once")
 # Of the rate that was chosen in RETUNED: what a few responses need may not be what many do.
 RATE_FACTORS = (1, 2)
 LONG_KL_COEF = 0.1
@@ -27,8 +27,8 @@ LONG_KL_COEF = 0.1
 def tuned_run(group: str, algorithm: str, seed: int) -> Run:
     """With the setting that was chosen in RETUNED."""
     base = algorithm.partition("-")[0]
-    setting, own = setting_for_questions(RETUNED, base), own_parameter(RETUNED, base)
-    return replace(run_with(RETUNED, task_of(group, seed), base, setting, seed, own), algorithm=algorithm)
+    setting = setting_for_questions(RETUNED, base)
+    return replace(run_with(RETUNED, task_of(group, seed), base, setting, seed), algorithm=algorithm)
 
 
 def clip_range(group: str) -> Iterator[Run]:
@@ -70,7 +70,7 @@ def equal_cost(group: str) -> Iterator[Run]:
     for factor in RATE_FACTORS:
         for pair in zip(SEEDS[:half], SEEDS[half:], strict=True):
             for algorithm in MANY_RESPONSES:
-                rate, _ = setting_for_questions(RETUNED, algorithm)
+                rate = setting_for_questions(RETUNED, algorithm).learning_rate
                 for responses, prompts in EQUAL_TOKENS.items():
                     for task, seed in zip(TASKS[group], pair, strict=True):
                         yield Run(

@@ -182,10 +182,10 @@ def test_every_part_names_each_run_once(monkeypatch):
             assert len(names) == len(set(names))
 
 
-SETTING = {"learning_rate": 6e-4, "kl_coef": 0.3}
+SETTING = {"learning_rate": 6e-4, "kl_coef": 0.3, "own_parameter": 0.0}
 TUNED = {
     RETUNED: {
-        "own_parameter": {"rebel": 3.0, "gspo": 0.01},
+        "own_parameters": {"rebel": {"1": 1.0, "2": 3.0}, "gspo": {"1": 0.01, "2": 0.01}},
         "settings": {name: {"1": SETTING, "2": SETTING | {"kl_coef": 0.1}} for name in plan.EVERYONE},
     }
 }
@@ -213,6 +213,7 @@ def test_what_is_as_by_default_is_not_in_a_name():
     [
         *((name, 0.0, {}) for name in ("dr_grpo", "dapo", "joint-difference")),
         ("rloo", 0.0, {"inner_epochs": 1, "kl_estimator": "k1"}),
+        ("joint_once", 0.0, {"clipping": "joint", "inner_epochs": 1, "reward_scaling": "none"}),
         ("grpo", 0.0, {"inner_epochs": 4, "kl_estimator": "k3"}),
         ("rebel", 3.0, {"eta": 3.0}),
         ("gspo", 0.01, {"clip_low": 0.01, "clip_high": 0.01}),
@@ -244,7 +245,7 @@ def trial_records(gains: dict[tuple, float], seeds=(100, 101)) -> list[dict]:
     return [
         vars(run) | {"evaluations": evaluations([0.0, 0.5, 1.5, 3.0], per_nat)}
         for (algorithm, rate, kl_coef, own), per_nat in gains.items()
-        for run in tuning.trial(RETUNED, algorithm, (rate, kl_coef), own)
+        for run in tuning.trial(RETUNED, algorithm, tuning.Setting(rate, kl_coef, own))
         if run.seed in seeds
     ]
 
@@ -255,18 +256,27 @@ def test_settings_are_chosen_for_each_kl_among_trials_on_the_same_seeds(tmp_path
     clips = {("gspo", 3e-4, 0.1, clip): gain for clip, gain in ((0.003, 1.0), (0.01, 1.5), (0.03, 2.0))}
     records = trial_records(etas | clips)
     choice.choose_own_parameters(RETUNED, to_frames(records))
-    assert tuning.tuned()[RETUNED]["own_parameter"] == {"rebel": 3.0, "gspo": 0.03}
+    assert [tuning.own_parameters_of(RETUNED, name) for name in ("rebel", "gspo", "joint")] == [[3.0], [0.03], [0.0]]
+    for one in records:
+        if one["own_parameter"] == 3.0:
+            one["evaluations"] = evaluations([0.0, 0.5, 1.3], 2.0)
+    choice.choose_own_parameters(RETUNED, to_frames(records))
+    assert tuning.own_parameters_of(RETUNED, "rebel") == [3.0, 10.0], "each KL has its own"
+    trials = [run for run in tuning.trial_rates(RETUNED) if run.algorithm == "rebel"]
+    assert {run.own_parameter for run in trials} == {3.0, 10.0}
+    choice.choose_settings(RETUNED, to_frames(records))
+    assert tuning.settings(RETUNED, "rebel") == {1.0: (3e-4, 0.1, 3.0), 2.0: (3e-4, 0.1, 10.0)}
     low, high = ("joint", 3e-4, 0.1, 0.0), ("joint", 6e-4, 0.3, 0.0)
     records += trial_records({low: 1.0, high: 2.0}, seeds=(100,)) + trial_records({low: 3.0}, seeds=(101,))
     choice.choose_settings(RETUNED, to_frames(records))
     chosen = tuning.settings(RETUNED, "joint")
-    assert chosen == dict.fromkeys(tuning.ENVELOPE_KLS, (6e-4, 0.3)), "seed 101 has not run with both"
+    assert chosen == dict.fromkeys(tuning.ENVELOPE_KLS, (6e-4, 0.3, 0.0)), "seed 101 has not run with both"
     assert "ppo" not in tuning.tuned()[RETUNED]["settings"]
     for one in records:
         if one["learning_rate"] == 6e-4:
             one["evaluations"] = evaluations([0.0, 0.5, 1.3], 2.0)
     choice.choose_settings(RETUNED, to_frames(records))
-    assert tuning.settings(RETUNED, "joint") == {1.0: (6e-4, 0.3), 2.0: (3e-4, 0.1)}, "it must get far enough"
+    assert tuning.settings(RETUNED, "joint") == {1.0: (6e-4, 0.3, 0.0), 2.0: (3e-4, 0.1, 0.0)}, "it must get far enough"
 
 
 COMMAND = """
