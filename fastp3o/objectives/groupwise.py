@@ -60,9 +60,3 @@ def counted(microbatch: Microbatch) -> Tensor:
     if microbatch.counted is None:
         return torch.ones_like(microbatch.rewards, dtype=torch.bool)
     return microbatch.counted
-
-
-def pairs(values: Tensor) -> Tensor:
-    """(v_i, v_j) of all pairs i < j of a prompt's responses, [P, K] -> [P, K (K − 1) / 2, 2]."""
-    K = values.shape[1]
-    return values[:, torch.triu_indices(K, K, offset=1).T]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.groupwise import groupwise_loss, pairs
+from fastp3o.objectives.groupwise import groupwise_loss
+from fastp3o.rewards.pairs import differences, pairs
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels.head.groups import Groups
 
@@ -42,10 +43,10 @@ class LabelledPairs(Objective):
         much log-ratios differ.
         """
         logprobs, anchor = self.logprobs(groups), self.anchor(groups)
-        labels = pairs(groups["rewards"]).diff().squeeze(-1).neg().sign()
+        labels = differences(groups["rewards"]).sign()
         counts = (labels != 0) & pairs(groups["counted"]).all(-1)
         losses = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
-        margins = labels * pairs(anchor - logprobs.detach()).diff().squeeze(-1)
+        margins = labels * differences(logprobs.detach() - anchor)
         values = {
             "loss": losses.view_as(labels).where(counts, 0.0),
             "accuracy": (margins > 0).float(),

@@ -6,8 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastp3o.config import objective_name, option
-from fastp3o.objectives.groupwise import pairs
 from fastp3o.objectives.policy_gradient import PolicyGradient, PolicyGradientConfig
+from fastp3o.rewards.pairs import pairs
 from fastp3o_kernels.head.groups import Groups
 from fastp3o_kernels.losses import rebel
 

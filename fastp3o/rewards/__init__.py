@@ -9,5 +9,6 @@ remote.py        what an endpoint answers
 verifiable.py    rewards of tasks whose answers are known
 penalties.py     what is subtracted for the form of a response: its end, its length, its repetitions
 scoring.py       all of it added up: rewards with their weights, less penalties
+pairs.py         all pairs of the responses to a prompt, and their differences
 scaling.py       rewards divided by a running standard deviation, and bounded
 """

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
+
+from fastp3o.rewards.pairs import differences
 
 
 class Scaler(ABC):
@@ -81,10 +82,3 @@ class AbsoluteScaler(Scaler):
 def tied(rewards: Tensor) -> Tensor:
     """[P] bool: which prompts have responses of equal rewards [P, K] alone, whose differences teach nothing."""
     return (rewards == rewards[:, :1]).all(dim=1)
-
-
-def differences(values: Tensor) -> Tensor:
-    """v_i − v_j of all pairs i < j of a prompt's responses, [P, K] -> [P, K (K − 1) / 2]."""
-    K = values.shape[1]
-    first, second = torch.triu_indices(K, K, offset=1)
-    return values[:, first] - values[:, second]

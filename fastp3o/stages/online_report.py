@@ -7,7 +7,8 @@ from torch import Tensor
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import efficiency
-from fastp3o.rewards.scaling import differences, tied
+from fastp3o.rewards.pairs import differences
+from fastp3o.rewards.scaling import tied
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run

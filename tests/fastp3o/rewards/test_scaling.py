@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, differences
+from fastp3o.rewards.pairs import differences
+from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler
 
 
 def on_grid(*shape):
