@@ -8,7 +8,7 @@ from pandas import DataFrame, Series
 from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.questions import question_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
-from benchmarks.frontier.runs.questions import EQUAL_TOKENS, LONG_KL_COEF, MANY_RESPONSES, RATE_FACTORS
+from benchmarks.frontier.runs.questions import EQUAL_TOKENS, LONG_KL_COEF, MANY_RESPONSES
 from benchmarks.frontier.runs.tuning import ENVELOPE_KLS
 from benchmarks.frontier.tasks.groups import LONG_PROMPTS
 from benchmarks.frontier.tasks.language import LONG_PROMPT
@@ -20,20 +20,16 @@ COSTS = ("tokens", "seconds")
 BOUGHT = {"objective": "reward − β KL", "gold_gain": "gold gain"}
 
 
-def arm_of(algorithm: str, rate: float, responses: int) -> Arm:
-    return Arm(algorithm, "none", rate, LONG_KL_COEF, responses)
+def arm_of(study: Study, algorithm: str, responses: int) -> Arm | None:
+    """At the rate that was chosen for the algorithm in RETUNED; None where that has not run."""
+    chosen = question_arm(study, algorithm)
+    arm = chosen and Arm(algorithm, "none", chosen.learning_rate, LONG_KL_COEF, responses)
+    return arm if arm and len(study.runs_of(LONG_PROMPTS, arm)) else None
 
 
 def arms(study: Study) -> list[Arm]:
-    """Those that have run."""
-    planned = [
-        arm_of(name, factor * chosen.learning_rate, responses)
-        for name in MANY_RESPONSES
-        if (chosen := question_arm(study, name))
-        for factor in RATE_FACTORS
-        for responses in EQUAL_TOKENS
-    ]
-    return [arm for arm in planned if len(study.runs_of(LONG_PROMPTS, arm))]
+    found = [arm_of(study, name, responses) for name in MANY_RESPONSES for responses in EQUAL_TOKENS]
+    return [arm for arm in found if arm]
 
 
 def evaluations(study: Study, runs: DataFrame) -> DataFrame:
@@ -55,8 +51,8 @@ def at_cost(study: Study, arm: Arm, cost: str, spent: float, bought: str) -> Ser
 
 
 def budgets(study: Study, compared: Iterable[Arm]) -> dict[str, float]:
-    """Of each cost what every run of these arms has spent at its end; nothing where none has run."""
-    runs = [some for arm in compared if len(some := study.runs_of(LONG_PROMPTS, arm))]
+    """Of each cost what every run of these arms has spent at its end; nothing of no arms."""
+    runs = [study.runs_of(LONG_PROMPTS, arm) for arm in compared]
     ends = [evaluations(study, some).groupby(level="run")[list(COSTS)].max() for some in runs]
     return {cost: min(end[cost].min() for end in ends) for cost in COSTS} if ends else {}
 
@@ -94,31 +90,30 @@ def written(cost: str, value: float) -> str:
 
 
 def more_responses(study: Study) -> dict[str, tuple[Arm, Arm]]:
-    """Each K against 2 at the same rate."""
+    """Each K against 2, of every algorithm; what has run."""
     return {
-        f"{arm.algorithm} at {cells.rate(arm.learning_rate)}: K {arm.responses_per_prompt} − K {FEWEST}": (
-            arm,
-            arm._replace(responses_per_prompt=FEWEST),
-        )
+        f"{arm.algorithm}: K {arm.responses_per_prompt} − K {FEWEST}": (arm, fewest)
         for arm in arms(study)
-        if arm.responses_per_prompt > FEWEST
+        if arm.responses_per_prompt > FEWEST and (fewest := arm_of(study, arm.algorithm, FEWEST))
     }
 
 
 def rivals(study: Study) -> dict[str, tuple[Arm, Arm]]:
-    """P3O against the others with as many responses, each at the rate that was chosen for it."""
-    found = {}
-    for name in MANY_RESPONSES[1:]:
-        first, second = question_arm(study, MANY_RESPONSES[0]), question_arm(study, name)
-        for responses in EQUAL_TOKENS if first and second else ():
-            pair = [arm_of(arm.algorithm, arm.learning_rate, responses) for arm in (first, second)]
-            found[f"{MANY_RESPONSES[0]} − {name}, K {responses}"] = tuple(pair)
-    return found
+    """Algorithms with as many responses: P3O against the others, and its one pass over a round against RLOO's; what
+    has run.
+    """
+    pairs = [(MANY_RESPONSES[0], name) for name in MANY_RESPONSES[1:]] + [("joint_once", "rloo")]
+    return {
+        f"{name} − {other}, K {responses}": (first, second)
+        for name, other in pairs
+        for responses in EQUAL_TOKENS
+        if (first := arm_of(study, name, responses)) and (second := arm_of(study, other, responses))
+    }
 
 
 def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[list[str]], int]:
-    """Of pairs that have both run, at equal KL and where both had cost what the cheaper one has at its end; and the
-    number of intervals that hold together. Header first.
+    """Of some pairs at equal KL and where both had cost what the cheaper one has at its end, and the number of
+    intervals that hold together. Header first.
     """
     wanted = [
         *((kl, outcome) for outcome in OUTCOMES[LONG_PROMPTS] for kl in ENVELOPE_KLS),
@@ -141,8 +136,7 @@ def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[l
             for at, what in wanted
         ]
 
-    both = [label for label, pair in pairs.items() if all(len(study.runs_of(LONG_PROMPTS, arm)) for arm in pair)]
-    found = {label: values(pairs[label]) for label in both}
+    found = {label: values(pair) for label, pair in pairs.items()}
 
     def widened(count: int) -> together.Found:
         return {(label,): [paired_difference(*one, count) for one in of_pair] for label, of_pair in found.items()}

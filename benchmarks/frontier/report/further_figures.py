@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import Series
 
-from benchmarks.frontier.report import cells, equal_cost, questions
+from benchmarks.frontier.report import equal_cost, questions
 from benchmarks.frontier.report.drawing import KL, LOOKS, NAMES, bars, finish, gain_label
 from benchmarks.frontier.report.envelope import shares, tuned_arm
 from benchmarks.frontier.report.sanity import Optimum
@@ -123,14 +123,14 @@ def of_equal_cost(study: Study, path: Path) -> bool:
     arms = equal_cost.arms(study)
     if not arms:
         return False
-    rows = list(dict.fromkeys((arm.algorithm, arm.learning_rate) for arm in arms))
+    rows = list(dict.fromkeys(arm.algorithm for arm in arms))
     figure = Figure(figsize=(13, 0.9 + 3.4 * len(rows)), layout="constrained")
     grid = figure.subplots(len(rows), 3, squeeze=False, sharex="col")
-    for panels, (algorithm, rate) in zip(grid, rows, strict=True):
+    for panels, algorithm in zip(grid, rows, strict=True):
         for arm in arms:
-            if (arm.algorithm, arm.learning_rate) == (algorithm, rate):
+            if arm.algorithm == algorithm:
                 draw_costs(panels, study, arm)
-        panels[0].set_ylabel(f"{NAMES[algorithm]} at {cells.rate(rate)}: {equal_cost.BOUGHT['objective']}")
+        panels[0].set_ylabel(f"{NAMES[algorithm]}: {equal_cost.BOUGHT['objective']}")
         panels[1].set_ylabel(equal_cost.BOUGHT["objective"])
         panels[2].set_ylabel(gain_label("proxy"))
     for axes, label in zip(grid[-1], ("computed tokens, millions", "seconds on one core", KL), strict=True):

@@ -23,24 +23,25 @@ class Point(NamedTuple):
     arm: Arm | None
 
 
+# What is compared, by its name.
+Pairs = dict[str, tuple[Point, Point]]
+
+
 class Question(NamedTuple):
     title: str
     varied: str
     points: list[Point]
-    default: float | None  # the value that the others are compared with; None: algorithms are compared at each value
+    pairs: Pairs
 
 
 def questions(study: Study) -> list[Question]:
+    clips, factors = clip_ranges(study), reward_factors(study)
+    labels, parameters = in_groups(study, {RETUNED: FLIPPED} | WRONG_LABELS), sizes(study)
     return [
-        Question("clip range", "ε", clip_ranges(study), DEFAULT_CLIP_RANGE),
-        Question("rewards multiplied", "rewards times", reward_factors(study), 1.0),
-        Question(
-            "wrong labels of the reward model",
-            "wrong labels",
-            in_groups(study, {RETUNED: FLIPPED} | WRONG_LABELS),
-            None,
-        ),
-        Question("size of the policy", "parameters", sizes(study), None),
+        Question("clip range", "ε", clips, with_default(clips, DEFAULT_CLIP_RANGE) | joint_with_any_ppo(clips)),
+        Question("rewards multiplied", "rewards times", factors, with_default(factors, 1.0)),
+        Question("wrong labels of the reward model", "wrong labels", labels, joint_with_rivals(labels, "wrong labels")),
+        Question("size of the policy", "parameters", parameters, joint_with_rivals(parameters, "parameters")),
     ]
 
 
@@ -100,17 +101,34 @@ def table(study: Study, question: Question) -> list[list[str]]:
     return lines
 
 
-def pairs(question: Question) -> list[tuple[str, Point, Point]]:
-    """What is compared, with its name: values with the default, or joint clipping with each rival at every value."""
-    found = []
-    for point in question.points:
-        for other in question.points:
-            if question.default is not None:
-                if other.algorithm == point.algorithm and other.value == question.default != point.value:
-                    found.append((f"{point.algorithm}: {point.value:g} − {other.value:g}", point, other))
-            elif point.algorithm == "joint" != other.algorithm and (point.value, point.group) == other[1:3]:
-                found.append((f"joint − {other.algorithm}, {question.varied} {point.value:,.7g}", point, other))
-    return found
+def with_default(points: list[Point], default: float) -> Pairs:
+    """Each value with the default, of every algorithm."""
+    return {
+        f"{point.algorithm}: {point.value:g} − {other.value:g}": (point, other)
+        for point in points
+        for other in points
+        if other.algorithm == point.algorithm and other.value == default != point.value
+    }
+
+
+def joint_with_any_ppo(points: list[Point]) -> Pairs:
+    """Joint clipping as it is by default with PPO at every value: PPO's best may be another than its default."""
+    joint = next(point for point in points if (point.algorithm, point.value) == ("joint", DEFAULT_CLIP_RANGE))
+    return {
+        f"joint with {joint.value:g} − ppo with {point.value:g}": (joint, point)
+        for point in points
+        if point.algorithm == "ppo"
+    }
+
+
+def joint_with_rivals(points: list[Point], varied: str) -> Pairs:
+    """Joint clipping with each rival, at every value."""
+    return {
+        f"joint − {other.algorithm}, {varied} {point.value:,.7g}": (point, other)
+        for point in points
+        for other in points
+        if point.algorithm == "joint" != other.algorithm and point.value == other.value
+    }
 
 
 def difference(study: Study, first: Point, second: Point, kl: float, outcome: str, count: int = 1) -> Estimate | None:
@@ -128,7 +146,7 @@ def differences(study: Study, question: Question) -> tuple[list[list[str]], int]
     def found(count: int) -> together.Found:
         compared = {
             (label,): [difference(study, first, second, *one, count) for one in wanted]
-            for label, first, second in pairs(question)
+            for label, (first, second) in question.pairs.items()
         }
         return {label: estimates for label, estimates in compared.items() if any(estimates)}
 

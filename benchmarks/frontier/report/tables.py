@@ -105,14 +105,15 @@ def equal_cost_sections(study: Study) -> list[str]:
     of_rivals, fewer = equal_cost.differences(study, equal_cost.rivals(study))
     return [
         "## Long prompts: K at equal cost",
-        "Prompts of 122 tokens. Tokens are those of prompts, each once, and of responses; seconds are of one core, "
-        "without evaluations. β is the KL coefficient. Equal costs are those of the cheapest run of all, and of a pair "
-        "below those of the cheaper one. Mean over seeds [95% interval] (seeds):",
+        "Prompts of 122 tokens, and the rate that was chosen for each algorithm on short ones. Tokens are those of "
+        "prompts, each once, and of responses; seconds are of one core, without evaluations. β is the KL coefficient. "
+        "Equal costs are those of the cheapest run of all, and of a pair below those of the cheaper one. Mean over "
+        "seeds [95% interval] (seeds):",
         shown(equal_cost.table(study)),
         f"More responses, paired differences [95% intervals that hold together for all {many} in the table] (seeds):",
         shown(of_responses),
-        "Algorithms with as many responses, each at the rate that was chosen for it on short prompts, paired "
-        f"differences [95% intervals that hold together for all {fewer} in the table] (seeds):",
+        f"Algorithms with as many responses, paired differences [95% intervals that hold together for all {fewer} in "
+        "the table] (seeds):",
         shown(of_rivals),
     ]
 

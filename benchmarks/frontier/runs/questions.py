@@ -19,8 +19,6 @@ RIVALS = ("joint", "ppo", "dpo")
 # have 122 tokens and responses about 13 in the course of a run.
 EQUAL_TOKENS = {2: 64, 4: 52, 8: 40, 16: 28}
 MANY_RESPONSES = ("joint", "rloo", "grpo", "ppo", "joint_once")
-# Of the rate that was chosen in RETUNED: what a few responses need may not be what many do.
-RATE_FACTORS = (1, 2)
 LONG_KL_COEF = 0.1
 
 
@@ -67,18 +65,17 @@ def sizes(group: str) -> Iterator[Run]:
 def equal_cost(group: str) -> Iterator[Run]:
     """2, 4, 8 and 16 responses to each of fewer and fewer prompts, so that an update computes equally many tokens."""
     half = len(SEEDS) // 2
-    for factor in RATE_FACTORS:
-        for pair in zip(SEEDS[:half], SEEDS[half:], strict=True):
-            for algorithm in MANY_RESPONSES:
-                rate = setting_for_questions(RETUNED, algorithm).learning_rate
-                for responses, prompts in EQUAL_TOKENS.items():
-                    for task, seed in zip(TASKS[group], pair, strict=True):
-                        yield Run(
-                            task,
-                            algorithm,
-                            factor * rate,
-                            LONG_KL_COEF,
-                            seed,
-                            responses_per_prompt=responses,
-                            prompts_per_update=prompts,
-                        )
+    for pair in zip(SEEDS[:half], SEEDS[half:], strict=True):
+        for algorithm in MANY_RESPONSES:
+            rate = setting_for_questions(RETUNED, algorithm).learning_rate
+            for responses, prompts in EQUAL_TOKENS.items():
+                for task, seed in zip(TASKS[group], pair, strict=True):
+                    yield Run(
+                        task,
+                        algorithm,
+                        rate,
+                        LONG_KL_COEF,
+                        seed,
+                        responses_per_prompt=responses,
+                        prompts_per_update=prompts,
+                    )
