@@ -5,7 +5,7 @@ from typing import NamedTuple
 from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.envelope import tuned_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
-from benchmarks.frontier.runs.questions import CLIP_RANGES, CLIPPED, REWARD_FACTORS, RIVALS, SCALED
+from benchmarks.frontier.runs.questions import CLIP_RANGES, REWARD_FACTORS, RIVALS, SCALED
 from benchmarks.frontier.runs.tuning import ENVELOPE_KLS, QUESTIONS_KL
 from benchmarks.frontier.tasks.groups import RETUNED, SIZES, WRONG_LABELS
 from benchmarks.frontier.tasks.synthetic import FLIPPED
@@ -38,7 +38,7 @@ def questions(study: Study) -> list[Question]:
     clips, factors = clip_ranges(study), reward_factors(study)
     labels, parameters = in_groups(study, {RETUNED: FLIPPED} | WRONG_LABELS), sizes(study)
     return [
-        Question("clip range", "ε", clips, with_default(clips, DEFAULT_CLIP_RANGE) | joint_with_any_ppo(clips)),
+        Question("clip range", "ε", clips, with_default(clips, DEFAULT_CLIP_RANGE) | joint_with_any_rival(clips)),
         Question("rewards multiplied", "rewards times", factors, with_default(factors, 1.0)),
         Question("wrong labels of the reward model", "wrong labels", labels, joint_with_rivals(labels, "wrong labels")),
         Question("size of the policy", "parameters", parameters, joint_with_rivals(parameters, "parameters")),
@@ -56,9 +56,9 @@ def question_arm(study: Study, algorithm: str) -> Arm | None:
 def clip_ranges(study: Study) -> list[Point]:
     return [
         Point(name, clip, RETUNED, arm and arm._replace(own_parameter=0.0 if clip == DEFAULT_CLIP_RANGE else clip))
-        for name in CLIPPED
+        for name, clips in CLIP_RANGES.items()
         for arm in [question_arm(study, name)]
-        for clip in CLIP_RANGES
+        for clip in clips
     ]
 
 
@@ -111,13 +111,13 @@ def with_default(points: list[Point], default: float) -> Pairs:
     }
 
 
-def joint_with_any_ppo(points: list[Point]) -> Pairs:
-    """Joint clipping as it is by default with PPO at every value: PPO's best may be another than its default."""
+def joint_with_any_rival(points: list[Point]) -> Pairs:
+    """Joint clipping as it is by default with others at every value: their best may be another than their default."""
     joint = next(point for point in points if (point.algorithm, point.value) == ("joint", DEFAULT_CLIP_RANGE))
     return {
-        f"joint with {joint.value:g} − ppo with {point.value:g}": (joint, point)
+        f"joint with {joint.value:g} − {point.algorithm} with {point.value:g}": (joint, point)
         for point in points
-        if point.algorithm == "ppo"
+        if point.algorithm in ("ppo", "grpo")
     }
 
 

@@ -106,7 +106,11 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Objective -> the fields of its configuration that Run.own_parameter sets.
-OWN_PARAMETERS = {"p3o": ("clip_range",), "ppo": ("clip_range",), "gspo": ("clip_low", "clip_high"), "rebel": ("eta",)}
+OWN_PARAMETERS = {
+    **dict.fromkeys(("p3o", "ppo"), ("clip_range",)),
+    **dict.fromkeys(("grpo", "gspo"), ("clip_low", "clip_high")),
+    "rebel": ("eta",),
+}
 
 
 def rounded_evaluations(folder: Path) -> list[dict[str, float]]:

@@ -7,11 +7,13 @@ from benchmarks.frontier.runs.plan import SEEDS, Run, task_of
 from benchmarks.frontier.runs.tuning import run_with, setting_for_questions
 from benchmarks.frontier.tasks.groups import RETUNED, TASKS
 
-CLIP_RANGES = (0.05, 0.1, 0.2, 0.5, 1.0)
 REWARD_FACTORS = (0.1, 1.0, 10.0)
+CLIP_RANGES = {
+    **dict.fromkeys(("joint", "separate", "ppo"), (0.05, 0.1, 0.2, 0.5, 1.0)),
+    "grpo": (0.05, 0.1, 0.2, 0.5),  # its ratios count down to 1 − ε, above 0
+}
 
 # joint-difference is P3O as it is by default: rewards divided by the running deviation of their differences.
-CLIPPED = ("joint", "separate", "ppo")
 SCALED = ("joint", "joint-difference", "ppo", "grpo", "rloo")
 RIVALS = ("joint", "ppo", "dpo")
 
@@ -32,8 +34,8 @@ def tuned_run(group: str, algorithm: str, seed: int) -> Run:
 def clip_range(group: str) -> Iterator[Run]:
     """The clip range from 0.05 to 1, without what is the default."""
     for seed in SEEDS:
-        for algorithm in CLIPPED:
-            for clip in CLIP_RANGES:
+        for algorithm, clips in CLIP_RANGES.items():
+            for clip in clips:
                 yield replace(tuned_run(group, algorithm, seed), own_parameter=0.0 if clip == 0.2 else clip)
 
 

@@ -215,6 +215,7 @@ def test_what_is_as_by_default_is_not_in_a_name():
         ("rloo", 0.0, {"inner_epochs": 1, "kl_estimator": "k1"}),
         ("joint_once", 0.0, {"clipping": "joint", "inner_epochs": 1, "reward_scaling": "none"}),
         ("grpo", 0.0, {"inner_epochs": 4, "kl_estimator": "k3"}),
+        ("grpo", 0.1, {"clip_low": 0.1, "clip_high": 0.1}),
         ("rebel", 3.0, {"eta": 3.0}),
         ("gspo", 0.01, {"clip_low": 0.01, "clip_high": 0.01}),
         ("separate", 0.5, {"clipping": "separate", "clip_range": 0.5, "reward_scaling": "none"}),
