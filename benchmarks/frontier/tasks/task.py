@@ -69,6 +69,8 @@ TASK_SETTINGS: dict[str, dict[str, Any]] = {
 # Until the KLs for which the optimum is known are behind them.
 TASK_SETTINGS[RETUNED] = TASK_SETTINGS[LANGUAGES] | {"updates": 20, "eval_at": "1,2,3,5,7,10,14", "sampler": "engine"}
 TASK_SETTINGS |= dict.fromkeys([*WRONG_LABELS, *SIZES], TASK_SETTINGS[RETUNED])
+# Larger policies move faster.
+TASK_SETTINGS["size_6m"] = TASK_SETTINGS[RETUNED] | {"updates": 14, "eval_at": "1,2,3,5,7,10"}
 TASK_SETTINGS[LONG_PROMPTS] = TASK_SETTINGS[RETUNED] | synthetic.LONG_LIMITS
 
 
