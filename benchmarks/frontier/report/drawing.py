@@ -25,6 +25,7 @@ LOOKS = {
     "gspo": {"color": "#B2182B", "marker": "h", "zorder": 3},
     "rebel": {"color": "#1B7837", "marker": "*", "zorder": 3},
     "joint_once": {"color": "#08306B", "marker": "d", "zorder": 3},
+    "ppo_narrow": {"color": "#7F2704", "marker": "p", "zorder": 3},
 }
 NAMES = {
     "joint": "P3O, joint",
@@ -39,6 +40,7 @@ NAMES = {
     "gspo": "GSPO",
     "rebel": "REBEL",
     "joint_once": "P3O, joint, one pass",
+    "ppo_narrow": "PPO, ε 0.1",
     "joint-difference": "P3O, joint, scaled",
     "sft": "SFT",
 }

@@ -102,7 +102,7 @@ def rivals(study: Study) -> dict[str, tuple[Arm, Arm]]:
     """Algorithms with as many responses: P3O against the others, and its one pass over a round against RLOO's; what
     has run.
     """
-    pairs = [(MANY_RESPONSES[0], name) for name in MANY_RESPONSES[1:]] + [("joint_once", "rloo")]
+    pairs = [("joint", name) for name in MANY_RESPONSES if name != "joint"] + [("joint_once", "rloo")]
     return {
         f"{name} − {other}, K {responses}": (first, second)
         for name, other in pairs

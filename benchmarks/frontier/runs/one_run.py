@@ -101,6 +101,7 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "joint_once": ("p3o", {"clipping": "joint", "reward_scaling": "none", "inner_epochs": 1}),
     "ppo": ("ppo", PPO_SETTINGS),
+    "ppo_narrow": ("ppo", PPO_SETTINGS | {"clip_range": 0.1}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
 }

@@ -13,8 +13,9 @@ from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, RETUNED, TAS
 ALGORITHMS = ("joint", "separate", "none", "ppo", "dpo")
 CLIPPINGS = ("joint", "separate", "none")
 NEWER = ("rloo", "grpo", "dr_grpo", "dapo", "gspo", "rebel")
-# joint_once: joint clipping with one pass over a round, as RLOO makes it.
-EVERYONE = (*ALGORITHMS, *NEWER, "joint_once")
+# Joint clipping with one pass over a round, as RLOO makes it; PPO with half its clip range, which was better for it.
+VARIANTS = ("joint_once", "ppo_narrow")
+EVERYONE = (*ALGORITHMS, *NEWER, *VARIANTS)
 
 # Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
 LEARNING_RATES = {

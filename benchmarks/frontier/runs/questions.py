@@ -23,7 +23,9 @@ SIZE_RATES = {"size_1m": (1.0, 0.5), "size_6m": (0.5,)}
 # Responses to each prompt -> prompts of an update: equally many computed tokens within a twentieth, as long prompts
 # have 122 tokens and responses about 13 in the course of a run.
 EQUAL_TOKENS = {2: 64, 4: 52, 8: 40, 16: 28}
-MANY_RESPONSES = ("joint", "rloo", "grpo", "ppo", "joint_once")
+MANY_RESPONSES = dict.fromkeys(("joint", "rloo", "grpo", "ppo", "joint_once"), tuple(EQUAL_TOKENS)) | {
+    "ppo_narrow": (2, 16)
+}
 LONG_KL_COEF = 0.1
 
 
@@ -71,9 +73,9 @@ def equal_cost(group: str) -> Iterator[Run]:
     """2, 4, 8 and 16 responses to each of fewer and fewer prompts, so that an update computes equally many tokens."""
     half = len(SEEDS) // 2
     for pair in zip(SEEDS[:half], SEEDS[half:], strict=True):
-        for algorithm in MANY_RESPONSES:
+        for algorithm, asked in MANY_RESPONSES.items():
             rate = setting_for_questions(RETUNED, algorithm).learning_rate
-            for responses, prompts in EQUAL_TOKENS.items():
+            for responses in asked:
                 for task, seed in zip(TASKS[group], pair, strict=True):
                     yield Run(
                         task,
@@ -82,5 +84,5 @@ def equal_cost(group: str) -> Iterator[Run]:
                         LONG_KL_COEF,
                         seed,
                         responses_per_prompt=responses,
-                        prompts_per_update=prompts,
+                        prompts_per_update=EQUAL_TOKENS[responses],
                     )

@@ -219,6 +219,7 @@ def test_what_is_as_by_default_is_not_in_a_name():
         ("rebel", 3.0, {"eta": 3.0}),
         ("gspo", 0.01, {"clip_low": 0.01, "clip_high": 0.01}),
         ("separate", 0.5, {"clipping": "separate", "clip_range": 0.5, "reward_scaling": "none"}),
+        ("ppo_narrow", 0.0, {"clip_range": 0.1, "critic_learning_rate": 2e-3}),
         ("ppo", 0.5, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
     ],
 )
