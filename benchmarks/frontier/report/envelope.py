@@ -7,7 +7,7 @@ from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.comparisons import Comparison, difference
 from benchmarks.frontier.report.sanity import Optimum, known_points
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
-from benchmarks.frontier.runs.plan import EVERYONE, KL_COEFS
+from benchmarks.frontier.runs.plan import EVERYONE, KL_COEFS, PUBLISHED
 from benchmarks.frontier.runs.tuning import BY_GROUPS, ENVELOPE_KLS, OWN_TRIALS, QUESTIONS_KL, TRIAL_RATES
 from benchmarks.frontier.tasks.groups import RETUNED
 
@@ -87,9 +87,9 @@ def differences(study: Study) -> tuple[list[list[str]], int]:
 
 
 def in_fours(study: Study) -> list[list[str]]:
-    """Every algorithm with four responses to half as many prompts, at its setting for one KL. Header first."""
+    """Published algorithms with four responses to half as many prompts, at their setting for one KL. Header first."""
     lines = [["algorithm", "seeds", *(f"{name} at KL {QUESTIONS_KL:g}" for name in OUTCOMES[RETUNED].values())]]
-    for algorithm in EVERYONE:
+    for algorithm in PUBLISHED:
         arm = tuned_arm(study, algorithm, QUESTIONS_KL)
         if arm is None:
             continue

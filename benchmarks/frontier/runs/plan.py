@@ -15,7 +15,8 @@ CLIPPINGS = ("joint", "separate", "none")
 NEWER = ("rloo", "grpo", "dr_grpo", "dapo", "gspo", "rebel")
 # Joint clipping with one pass over a round, as RLOO makes it; PPO with half its clip range, which was better for it.
 VARIANTS = ("joint_once", "ppo_narrow")
-EVERYONE = (*ALGORITHMS, *NEWER, *VARIANTS)
+PUBLISHED = (*ALGORITHMS, *NEWER)
+EVERYONE = (*PUBLISHED, *VARIANTS)
 
 # Trial learning rates, the same for every algorithm, on seeds that no table of results uses.
 LEARNING_RATES = {

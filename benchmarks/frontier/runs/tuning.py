@@ -14,6 +14,7 @@ from benchmarks.frontier.runs.plan import (
     EVERYONE,
     KL_COEFS,
     PROMPTS_PER_UPDATE,
+    PUBLISHED,
     SEEDS,
     SELECTION_SEEDS,
     Run,
@@ -138,8 +139,8 @@ def envelope(group: str) -> Iterator[Run]:
 
 
 def groups_of_four(group: str) -> Iterator[Run]:
-    """Every algorithm with four responses to half as many prompts, at its setting for the KL of the questions."""
+    """Published algorithms with four responses to half as many prompts, at their setting for the KL of the questions."""
     for seed in SEEDS:
-        for algorithm in EVERYONE:
+        for algorithm in PUBLISHED:
             setting = setting_for_questions(group, algorithm)
             yield in_fours(run_with(group, task_of(group, seed), algorithm, setting, seed))

@@ -221,7 +221,7 @@ def test_the_envelope_takes_the_setting_of_each_kl_as_a_share_of_the_optimum(stu
     assert len(differences) == 1 + (len(plan.EVERYONE) - 1) * len(tuning.ENVELOPE_KLS)
     assert count == sum(cell.endswith(")") for line in differences[1:] for cell in line[2:])
     assert {line[-3] for line in envelope.trials(study)[1:]} != {cells.NOT_MEASURED}
-    assert [line[0] for line in envelope.in_fours(study)[1:]] == list(plan.EVERYONE)
+    assert [line[0] for line in envelope.in_fours(study)[1:]] == list(plan.PUBLISHED)
 
 
 def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_value(study):
