@@ -139,7 +139,7 @@ def envelope(group: str) -> Iterator[Run]:
 
 
 def groups_of_four(group: str) -> Iterator[Run]:
-    """Published algorithms with four responses to half as many prompts, at their setting for the KL of the questions."""
+    """Four responses of published algorithms to half as many prompts, at their settings for the KL of the questions."""
     for seed in SEEDS:
         for algorithm in PUBLISHED:
             setting = setting_for_questions(group, algorithm)
