@@ -90,10 +90,13 @@ Drawn = tuple[str, str, float, Series]  # algorithm, outcome, value, gains
 
 
 def drawn_points(study: Study, question: questions.Question) -> list[Drawn]:
-    """Of the algorithms that have a gain at more than one value."""
+    """Of the algorithms that have a gain at more than one value; of several rates at one value the first."""
+    points: dict[tuple[str, float], questions.Point] = {}
+    for point in question.points:
+        points.setdefault((point.algorithm, point.value), point)
     found = [
         (point.algorithm, outcome, point.value, gains)
-        for point in question.points
+        for point in points.values()
         if point.arm is not None
         for outcome in OUTCOMES[RETUNED]
         if (gains := study.gains(point.group, point.arm, QUESTIONS_KL, outcome).dropna()).count() >= len(SEEDS) / 2
@@ -104,7 +107,7 @@ def drawn_points(study: Study, question: questions.Question) -> list[Drawn]:
 
 def draw_points(axes: Axes, points: list[Drawn]) -> None:
     for name in dict.fromkeys(name for name, *_ in points):
-        look = LOOKS.get(name) or LOOKS[name.split()[0].partition("-")[0]] | {"marker": "x"}
+        look = LOOKS.get(name) or LOOKS[name.partition("-")[0]] | {"marker": "x"}
         for outcome, line in LINES.items():
             own = [
                 (value, interval(by_task(gains)))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from benchmarks.frontier.report import cells, together
 from benchmarks.frontier.report.envelope import tuned_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
-from benchmarks.frontier.runs.questions import CLIP_RANGES, REWARD_FACTORS, RIVALS, SCALED
+from benchmarks.frontier.runs.questions import CLIP_RANGES, REWARD_FACTORS, RIVALS, SCALED, SIZE_RATES
 from benchmarks.frontier.runs.tuning import ENVELOPE_KLS, QUESTIONS_KL
 from benchmarks.frontier.tasks.groups import RETUNED, SIZES, WRONG_LABELS
 from benchmarks.frontier.tasks.synthetic import FLIPPED
@@ -21,6 +21,7 @@ class Point(NamedTuple):
     value: float
     group: str
     arm: Arm | None
+    rate_factor: float = 1.0  # of the chosen rate
 
 
 # What is compared, by its name.
@@ -36,7 +37,7 @@ class Question(NamedTuple):
 
 def questions(study: Study) -> list[Question]:
     clips, factors = clip_ranges(study), reward_factors(study)
-    labels, parameters = in_groups(study, {RETUNED: FLIPPED} | WRONG_LABELS), sizes(study)
+    labels, parameters = with_wrong_labels(study), sizes(study)
     return [
         Question("clip range", "ε", clips, with_default(clips, DEFAULT_CLIP_RANGE) | joint_with_any_rival(clips)),
         Question("rewards multiplied", "rewards times", factors, with_default(factors, 1.0)),
@@ -71,19 +72,19 @@ def reward_factors(study: Study) -> list[Point]:
     ]
 
 
-def in_groups(study: Study, values: dict[str, float]) -> list[Point]:
-    return [Point(name, value, group, question_arm(study, name)) for name in RIVALS for group, value in values.items()]
+def with_wrong_labels(study: Study) -> list[Point]:
+    shares = {RETUNED: FLIPPED} | WRONG_LABELS
+    return [Point(name, share, group, question_arm(study, name)) for name in RIVALS for group, share in shares.items()]
 
 
 def sizes(study: Study) -> list[Point]:
-    """Each at two learning rates, which are told apart by the algorithm's name."""
-    points = []
-    for name, value, group, arm in in_groups(study, {RETUNED: 100_000} | SIZES):
-        points.append(Point(name, value, group, arm))
-        if arm is not None and arm.learning_rate is not None:
-            half = arm._replace(learning_rate=arm.learning_rate / 2)
-            points.append(Point(f"{name} at half the rate", value, group, half))
-    return points
+    return [
+        Point(name, value, group, arm and arm._replace(learning_rate=factor * arm.learning_rate), factor)
+        for name in RIVALS
+        for arm in [question_arm(study, name)]
+        for group, value in ({RETUNED: 100_000} | SIZES).items()
+        for factor in SIZE_RATES[group]
+    ]
 
 
 def table(study: Study, question: Question) -> list[list[str]]:
@@ -122,13 +123,18 @@ def joint_with_any_rival(points: list[Point]) -> Pairs:
 
 
 def joint_with_rivals(points: list[Point], varied: str) -> Pairs:
-    """Joint clipping with each rival, at every value."""
+    """Joint clipping with each rival, at every value and both at their chosen rate or both at that part of it."""
     return {
-        f"joint − {other.algorithm}, {varied} {point.value:,.7g}": (point, other)
+        f"joint − {other.algorithm}, {varied} {point.value:,.7g}{part(point)}": (point, other)
         for point in points
         for other in points
-        if point.algorithm == "joint" != other.algorithm and point.value == other.value
+        if point.algorithm == "joint" != other.algorithm
+        and (point.value, point.rate_factor) == (other.value, other.rate_factor)
     }
+
+
+def part(point: Point) -> str:
+    return "" if point.rate_factor == 1 else f", {point.rate_factor:g} of the rate"
 
 
 def difference(study: Study, first: Point, second: Point, kl: float, outcome: str, count: int = 1) -> Estimate | None:

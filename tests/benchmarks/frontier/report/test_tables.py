@@ -237,7 +237,14 @@ def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_val
     assert [line[0] for line in questions.differences(study, labels)[0][1:]] == [
         f"joint − {rival}, wrong labels {share}" for share in ("0.05", "0.2", "0.35") for rival in ("ppo", "dpo")
     ]
-    assert [line[3] for line in questions.table(study, sizes) if line[0] == "ppo at half the rate"] == ["0", "4", "4"]
+    of_ppo = [line[1:4] for line in questions.table(study, sizes) if line[0] == "ppo"]
+    assert of_ppo == [
+        ["100,000", "3e-4", "8"],
+        ["1,000,000", "1.5e-4", "8"],
+        ["1,000,000", "3e-4", "4"],
+        ["6,000,000", "1.5e-4", "8"],
+    ]
+    assert "joint − ppo, parameters 1,000,000, 0.5 of the rate" in sizes.pairs
 
 
 def test_more_responses_are_compared_where_runs_had_cost_the_same(study):
