@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastp3o.rewards.pairs import pairs
 from fastp3o_kernels import (
     Groups,
     Head,
@@ -104,18 +103,24 @@ def p3o_of_pairs(settings: P3OSettings) -> Callable[[Groups], tuple[Tensor, dict
         raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate or none')
 
     def objective(groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+        K = groups.responses_per_group
+        first, second = torch.triu_indices(K, K, offset=1)
+
+        def of_pairs(responses: Tensor) -> Tensor:
+            return torch.stack([responses[:, first], responses[:, second]], dim=2).flatten(0, 1)
+
         logprobs = groups.logprobs
         old_logprobs = groups.tensors.get("old_logprobs", logprobs.detach())
         ref_logprobs = groups.tensors.get("ref_logprobs", old_logprobs)
-        counts = pairs(groups.lengths > 0).all(-1)
-        count = counts.sum()
-        if not count:
+        counts = of_pairs(groups.lengths > 0).all(dim=1)
+        pairs = counts.sum()
+        if not pairs:
             return 0 * logprobs.sum(), dict.fromkeys((*METRICS, "pairs"), torch.zeros_like(logprobs[:0].sum()))
         own, old, ref, rewards = (
-            pairs(values)[counts] for values in (logprobs, old_logprobs, ref_logprobs, groups["rewards"])
+            of_pairs(values)[counts] for values in (logprobs, old_logprobs, ref_logprobs, groups["rewards"])
         )
         loss, metrics = p3o_loss(own, old, ref, rewards, settings)
-        return loss * count, {name: metrics[name] * count for name in METRICS} | {"pairs": count}
+        return loss * pairs, {name: metrics[name] * pairs for name in METRICS} | {"pairs": pairs}
 
     return objective
 

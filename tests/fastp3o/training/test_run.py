@@ -25,6 +25,16 @@ from tests.fastp3o.runs import assert_equal, weights
 STEPS = 4
 
 
+@pytest.fixture(autouse=True)
+def no_signal_is_ignored():
+    """As it is inherited by a suite that nohup or a shell's background began; what is ignored, runs ignore too."""
+    as_they_begin = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in as_they_begin.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def start(tiny_model, tokenizer, evaluate=None, steps=STEPS, **changes) -> Run:
     config = StageConfig(**({"model": tiny_model, "output_dir": "run", "report_to": "none"} | changes))
     trackers = None if config.report_to == "none" else config.report_to
