@@ -84,7 +84,7 @@ def envelope_sections(study: Study, optimum: Optimum) -> list[str]:
         shown(compared),
         "The trials on the selection seeds:",
         shown(envelope.trials(study)),
-        "All with K 4 of 32 prompts, at their setting for the highest KL:",
+        "Published algorithms, all with K 4 of 32 prompts, at their setting for the highest KL:",
         shown(envelope.in_fours(study)),
     ]
 
