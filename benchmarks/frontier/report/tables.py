@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from benchmarks.frontier.report import (
+    answers,
     cells,
     comparisons,
     endpoints,
@@ -90,11 +91,11 @@ def envelope_sections(study: Study, optimum: Optimum) -> list[str]:
 
 
 def question_sections(study: Study, question: questions.Question) -> list[str]:
-    compared, count = questions.differences(study, question)
+    compared, count = answers.differences(study, question)
     return [
         f"## Retuned: {question.title}",
         "Mean over seeds [95% interval] (seeds that reach the KL):",
-        shown(questions.table(study, question)),
+        shown(answers.table(study, question)),
         f"Paired differences [95% intervals that hold together for all {count} in the table] (seeds):",
         shown(compared),
     ]

@@ -18,7 +18,7 @@ SCALED = ("joint", "joint-difference", "ppo", "grpo", "rloo")
 RIVALS = ("joint", "ppo", "dpo")
 # Of the rate that was chosen for the small policy; larger ones want a lower one. The whole rate, on half of the seeds,
 # shows that of one million parameters; the runs of the largest take minutes.
-SIZE_RATES = {RETUNED: (1.0,), "size_1m": (0.5, 1.0), "size_6m": (0.5,)}
+SIZE_RATES = {"size_1m": (0.5, 1.0), "size_6m": (0.5,)}
 
 # Responses to each prompt -> prompts of an update: equally many computed tokens within a twentieth, as long prompts
 # have 122 tokens and responses about 13 in the course of a run.

@@ -11,6 +11,7 @@ from pandas.testing import assert_frame_equal
 
 from benchmarks.frontier.report import (
     acceptance,
+    answers,
     cells,
     comparisons,
     endpoints,
@@ -226,18 +227,18 @@ def test_the_envelope_takes_the_setting_of_each_kl_as_a_share_of_the_optimum(stu
 
 def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_value(study):
     clip, factor, labels, sizes = questions.questions(study)
-    values = {name: [line[1] for line in questions.table(study, clip) if line[0] == name] for name in ("joint", "ppo")}
+    values = {name: [line[1] for line in answers.table(study, clip) if line[0] == name] for name in ("joint", "ppo")}
     assert values["joint"] == values["ppo"] == ["0.05", "0.1", "0.2", "0.5", "1"]
-    compared = [line[0] for line in questions.differences(study, clip)[0]]
+    compared = [line[0] for line in answers.differences(study, clip)[0]]
     assert compared[1:5] == [f"joint: {value} − 0.2" for value in ("0.05", "0.1", "0.5", "1")]
     assert compared[-4:] == [f"joint with 0.2 − grpo with {value}" for value in ("0.05", "0.1", "0.2", "0.5")]
-    larger = next(line for line in questions.table(study, factor) if line[:2] == ["joint", "10"])
-    plain = next(line for line in questions.table(study, factor) if line[:2] == ["joint", "1"])
+    larger = next(line for line in answers.table(study, factor) if line[:2] == ["joint", "10"])
+    plain = next(line for line in answers.table(study, factor) if line[:2] == ["joint", "1"])
     assert float(larger[5][:4]) == pytest.approx(float(plain[5][:4]), abs=0.1)
-    assert [line[0] for line in questions.differences(study, labels)[0][1:]] == [
+    assert [line[0] for line in answers.differences(study, labels)[0][1:]] == [
         f"joint − {rival}, wrong labels {share}" for share in ("0.05", "0.2", "0.35") for rival in ("ppo", "dpo")
     ]
-    of_ppo = [line[1:4] for line in questions.table(study, sizes) if line[0] == "ppo"]
+    of_ppo = [line[1:4] for line in answers.table(study, sizes) if line[0] == "ppo"]
     assert of_ppo == [
         ["100,000", "3e-4", "8"],
         ["1,000,000", "1.5e-4", "8"],
