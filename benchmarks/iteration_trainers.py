@@ -35,7 +35,7 @@ from transformers import (
 from benchmarks.measure import CLOCK
 from benchmarks.peers import AbsentError
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.stages import online, online_setup
+from fastp3o.stages.online import loop, setup
 from fastp3o.training import log_files, reporting
 
 PHASES = ("rollout", "reward", "logprobs", "update")
@@ -147,14 +147,14 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
         report(*arguments)
         stopwatch.end_iteration()
 
-    report = online.report_update
+    report = loop.report_update
     with (
-        patch.object(online, "report_update", report_update),
+        patch.object(loop, "report_update", report_update),
         patch.object(reporting, "now", clock),
         # A run refuses a tokenizer with a token that the model lacks, such as this one's end.
-        patch.object(online_setup, "load_tokenizer", AutoTokenizer.from_pretrained),
+        patch.object(setup, "load_tokenizer", AutoTokenizer.from_pretrained),
     ):
-        online.train(config)
+        loop.train(config)
     updates = map(json.loads, (folder / "run" / log_files.METRICS).read_text().splitlines())
     return [
         with_phases(sum(seconds.values()), {phase: update[f"seconds_{phase}"] for phase in PHASES})

@@ -5,8 +5,8 @@ python scripts/generate.py --model runs/sft/model --reward runs/rm/model --promp
 
 from fastp3o.config import parse
 from fastp3o.script import run_script
-from fastp3o.stages.generate import generate
-from fastp3o.stages.generate_config import GenerateConfig
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.loop import generate
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What those who sample without training have in common: win rates, and `stages/generate.py`."""
+"""What those who sample without training have in common: win rates, and `stages/generate/`."""
 
 from dataclasses import dataclass
 

@@ -18,8 +18,8 @@ from fastp3o.objectives.offline.config import PreferenceConfig
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rewards.scoring import weighted
-from fastp3o.stages.online_models import load_fixed_reference, load_named_reward, whole_copy
-from fastp3o.stages.online_samplers import SampledModel, policy_sampler
+from fastp3o.stages.models import load_fixed_reference, load_named_reward, whole_copy
+from fastp3o.stages.samplers import SampledModel, policy_sampler
 from fastp3o.stages.setup import Setting, load_examples
 from fastp3o.stages.supervised import SupervisedTask
 from fastp3o.training.order import Examples

@@ -22,7 +22,7 @@ from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.reinforce import RLOOConfig
-from fastp3o.stages.generate_config import GenerateConfig
+from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
 from tests.fastp3o.bad_inputs.working import EXAMPLES, WORKING, taken_by

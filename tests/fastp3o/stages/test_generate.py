@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.data import load_demonstrations, load_preferences
-from fastp3o.stages import generate as stage
-from fastp3o.stages.generate import generate
-from fastp3o.stages.generate_config import GenerateConfig
+from fastp3o.stages.generate import loop
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.loop import generate
 from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.run_folder import release
 from fastp3o.training.states.changes import ResumeError
@@ -91,7 +91,7 @@ def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monke
     assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
     assert contents("run") == [samples.replace(b'"rewards": [', b'"rewards": [ ', 3), kept]
     # Nothing is sampled again, and no model loaded, where only what is kept is another.
-    monkeypatch.setattr(stage, "load_models", None)
+    monkeypatch.setattr(loop, "load_models", None)
     assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
 
 

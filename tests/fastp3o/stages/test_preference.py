@@ -19,7 +19,7 @@ from fastp3o.config import parse_chosen
 from fastp3o.data import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
-from fastp3o.stages import online_models, supervised
+from fastp3o.stages import models, supervised
 from fastp3o.stages.preference import train
 from fastp3o.stages.preference.unpaired import with_other_prompts
 from fastp3o.training.states.changes import ResumeError
@@ -218,7 +218,7 @@ class Loads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.references = 0
         self.in_memory: list[int] = []
-        load, prepared = online_models.load_policy, supervised.prepared_rows
+        load, prepared = models.load_policy, supervised.prepared_rows
 
         def loads(*arguments, **options) -> PackedModel:
             self.references += 1
@@ -228,7 +228,7 @@ class Loads:
             self.in_memory.append(sum(type(thing) is PackedModel for thing in gc.get_objects()))
             return prepared(*arguments)
 
-        monkeypatch.setattr(online_models, "load_policy", loads)
+        monkeypatch.setattr(models, "load_policy", loads)
         monkeypatch.setattr(supervised, "prepared_rows", looks)
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.data.layouts import find_layout
-from fastp3o.stages.samples import Samples
-from fastp3o.stages.selection import (
+from fastp3o.stages.generate.samples import Samples
+from fastp3o.stages.generate.selection import (
     Candidates,
     SelectionConfig,
     above,

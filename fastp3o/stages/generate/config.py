@@ -1,4 +1,4 @@
-"""The options of `generate.py`."""
+"""The options of sampling without training."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -7,7 +7,7 @@ from fastp3o.config import RunConfig, option, required
 from fastp3o.precision import PRECISIONS
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
-from fastp3o.stages.selection import FLAGS_OF, PAIRS, SelectionConfig
+from fastp3o.stages.generate.selection import FLAGS_OF, PAIRS, SelectionConfig
 
 
 @dataclass(frozen=True, kw_only=True)

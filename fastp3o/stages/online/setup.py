@@ -23,15 +23,15 @@ from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rewards.scoring import scores_of, weighted
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.rollouts.sampler import Sampler, sample
-from fastp3o.stages.dynamic_sampling import DynamicSampling
-from fastp3o.stages.online_models import (
+from fastp3o.stages.models import (
     load_frozen_policy,
     load_named_reward,
     load_reference,
     load_trainable_policy,
     whole_copy,
 )
-from fastp3o.stages.online_samplers import SampledModel, policy_sampler, with_mixture
+from fastp3o.stages.online.dynamic_sampling import DynamicSampling
+from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
 from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import optimizer_step

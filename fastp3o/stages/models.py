@@ -22,8 +22,8 @@ from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.room import available_memory
-from fastp3o.stages.generate_config import GenerateConfig
-from fastp3o.stages.online_samplers import SampledModel
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.samplers import SampledModel
 from fastp3o.training.processes import on_main_process
 
 # Bytes for each parameter: masters and moments of what trains, reference and reward model.

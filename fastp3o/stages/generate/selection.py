@@ -12,7 +12,7 @@ import numpy as np
 
 from fastp3o.config import Flags, option
 from fastp3o.data.layouts import Message
-from fastp3o.stages.samples import Samples
+from fastp3o.stages.generate.samples import Samples
 
 Record = dict[str, Any]
 Prompt = str | list[Message]

@@ -14,7 +14,7 @@ from fastp3o.rollouts.mixture import MixtureSampler, PartlyFromMixture
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
-from fastp3o.stages.generate_config import GenerateConfig
+from fastp3o.stages.generate.config import GenerateConfig
 
 
 class SampledModel(NamedTuple):

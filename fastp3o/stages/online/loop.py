@@ -10,8 +10,8 @@ from torch import Tensor
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.sampler import sample
-from fastp3o.stages.online_report import report_update
-from fastp3o.stages.online_setup import set_up
+from fastp3o.stages.online.report import report_update
+from fastp3o.stages.online.setup import set_up
 from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import (
     finished,

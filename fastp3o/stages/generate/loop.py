@@ -14,10 +14,10 @@ from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import precision_of
 from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rollouts.sampler import Sampler, sample
-from fastp3o.stages.generate_config import GenerateConfig
-from fastp3o.stages.generate_report import Generated, told, write_kept
-from fastp3o.stages.generate_setup import begin, begun, load_models
-from fastp3o.stages.samples import SamplesFile, samples_of
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.report import Generated, told, write_kept
+from fastp3o.stages.generate.samples import SamplesFile, samples_of
+from fastp3o.stages.generate.setup import begin, begun, load_models
 from fastp3o.stages.setup import new_accelerator
 from fastp3o.training.finite import require_finite
 from fastp3o.training.processes import on_main_process

@@ -1,4 +1,4 @@
-"""What `generate.py` works with, built from its configuration, and the folder that it goes on with."""
+"""What sampling works with, built from its configuration, and the folder that it goes on with."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from fastp3o.models.sharding import loading_device, process_mesh
 from fastp3o.precision import Precision
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.stages.generate_config import GenerateConfig
-from fastp3o.stages.online_models import load_named_reward, whole_copy
-from fastp3o.stages.online_samplers import SampledModel, policy_sampler
-from fastp3o.stages.samples import SamplesFile
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.samples import SamplesFile
+from fastp3o.stages.models import load_named_reward, whole_copy
+from fastp3o.stages.samplers import SampledModel, policy_sampler
 from fastp3o.training.run_folder import clear_away, write_config
 from fastp3o.training.states.changes import plain, require_same_run
 from fastp3o.training.states.fingerprints import fingerprints_of

@@ -5,9 +5,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from fastp3o.stages.generate_config import GenerateConfig
-from fastp3o.stages.samples import SamplesFile
-from fastp3o.stages.selection import PAIRS, records_of
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.samples import SamplesFile
+from fastp3o.stages.generate.selection import PAIRS, records_of
 from fastp3o.training.durable import whole_file
 
 
