@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, find_adapter_config_file
+from transformers.utils import (
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+    find_adapter_config_file,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NAMED = 3  # weights or tokens in an error
@@ -22,6 +30,8 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
         off = dropout_off(load_config(name, options["trust_remote_code"]))
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers passes over one that it cannot read
+        for each in {name, base_of(name)}:
+            weight_files(each)  # transformers would load other formats
         return model_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
         )
@@ -59,6 +69,7 @@ def with_adapters(model: Any, name: str) -> Any:
 
     with errors_naming(name), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
+        weight_files(name)  # peft would load other formats
         return PeftModel.from_pretrained(model, name)
 
 
@@ -70,6 +81,19 @@ def base_of(name: str) -> str:
         from peft import PeftConfig
 
         return PeftConfig.from_pretrained(name).base_model_name_or_path
+
+
+def weight_files(name: str) -> list[Path]:
+    """The files of a model's weights, or of LoRA adapters alone; those of a hub model are downloaded.
+
+    Raises ValueError where they are not safetensors: other formats can hold code, and loading may run it.
+    """
+    for file in (ADAPTER_SAFE_WEIGHTS_NAME,) if base_of(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shards = get_checkpoint_shard_files(name, found)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [found]
+            return [Path(shard) for shard in shards]
+    raise ValueError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
 
 def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:

@@ -6,22 +6,27 @@ function ends in ` function`.
 
 import hashlib
 import importlib.util
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers.utils import CONFIG_NAME, cached_file
+from huggingface_hub import snapshot_download
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from fastp3o.models.checkpoint import base_of, errors_naming, weight_files
 from fastp3o.rewards.names import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
 BEHIND_A_URL = "endpoint"  # all that is known of its content: a service may move to another host
 
-# Weights are read in places: a model that was trained on differs in all of them.
-BLOCKS, BLOCK_BYTES = 64, 2**16
+SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME), "*.py"
+
+# Of each tensor, as reading all weights would take as long as loading them: an optimizer's step moves most of a tensor.
+BLOCK_BYTES = 2**16
 
 
 def fingerprints_of(config: Any, data: Mapping[str, Dataset | None]) -> dict[str, str]:
@@ -45,17 +50,45 @@ def names_in(config: Any, option: str) -> list[str]:
 
 
 def of_model(name: str) -> str:
-    """Of the weights and the configuration in a folder, or in the cache of a hub model."""
-    folder = Path(name) if os.path.isdir(name) else Path(str(cached_file(name, CONFIG_NAME))).parent
+    """Of a folder or a hub model: its weights, its configuration and the code that it brings. LoRA adapters are a model
+    with that under them. Raises ValueError where one of them cannot be read.
+
+    A block of every tensor is read, of one that is no larger all of it: training that moves other parts of a large
+    tensor alone, such as single rows of an embedding, goes unnoticed. So does code that lies in another hub model.
+    """
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix == ".safetensors" or path.name in (CONFIG_NAME, "adapter_config.json"):
+    with errors_naming(name):
+        for path in settings_and_code(name):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+        for path in weight_files(name):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                for block in range(BLOCKS):
-                    file.seek(path.stat().st_size * block // BLOCKS)
-                    digest.update(file.read(BLOCK_BYTES))
+            for part in header_and_blocks(path):
+                digest.update(part)
+    base = base_of(name)
+    if base != name:
+        digest.update(of_model(base).encode())
     return digest.hexdigest()
+
+
+def settings_and_code(name: str) -> list[Path]:
+    """Those of a hub model are downloaded: what is there must not depend on what was loaded before."""
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=[*SETTINGS, CODE])
+    return sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
+
+
+def header_and_blocks(path: Path) -> Iterator[bytes]:
+    """Of a file of safetensors: its header, with names, dtypes, shapes and places, and the middle of each tensor."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = file.read(int.from_bytes(length, "little"))
+        yield length + header
+        start = file.tell()
+        for name, tensor in json.loads(header).items():
+            if name != "__metadata__":
+                first, end = tensor["data_offsets"]
+                size = min(BLOCK_BYTES, end - first)
+                file.seek(start + first + (end - first - size) // 2)
+                yield file.read(size)
 
 
 def of_function(name: str) -> str:

@@ -73,6 +73,31 @@ def test_missing_adapters_are_refused(tmp_path: Path, tiny_model: str):
         load_policy(str(tmp_path))
 
 
+def test_weights_that_can_hold_code_are_refused(tmp_path: Path, untied: Path):
+    refused = "it has no weights in safetensors, and other formats, which can hold code, are not loaded"
+    policy = load_policy(str(untied))
+    add_lora(policy, rank=2, alpha=4.0, targets="q_proj")
+    policy.model.save_pretrained(tmp_path / "adapters")
+    files = {
+        tmp_path / "adapters": ("adapter_model.safetensors", "adapter_model.bin"),
+        untied: (WEIGHTS, "pytorch_model.bin"),
+    }
+    for folder, (safe, other) in files.items():
+        torch.save(load_file(folder / safe), folder / other)
+        (folder / safe).unlink()
+        with pytest.raises(ValueError, match=f"cannot load {folder}: {refused}"):
+            load_policy(str(folder))
+    with pytest.raises(ValueError, match=f"cannot load {untied}: {refused}"):
+        load_reward_model(str(untied), new_head=True)
+
+
+def test_weights_in_several_files_are_loaded(tmp_path: Path, untied: Path):
+    whole = load_policy(str(untied)).model
+    whole.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    loaded = load_policy(str(tmp_path / "shards")).model.state_dict()
+    assert all(torch.equal(loaded[name], weight) for name, weight in whole.state_dict().items())
+
+
 @pytest.mark.parametrize("length", [0, 5, 5000])
 def test_a_file_that_was_cut_off_is_named(untied: Path, length: int):
     path = untied / WEIGHTS

@@ -1,6 +1,17 @@
+import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
-from fastp3o.training.states.fingerprints import fingerprints_of
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastp3o.models.loading import load_policy
+from fastp3o.models.trainable import add_lora
+from fastp3o.training.states.fingerprints import fingerprints_of, of_model
+
+WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 
 
 def of(**names: str) -> dict[str, str]:
@@ -21,3 +32,98 @@ def test_one_reward_has_the_name_of_its_option_and_several_have_their_own(workpl
 
 def test_an_endpoint_may_move_and_must_not_become_a_model(workplace, tiny_model):
     assert of(reward="http://a/score") == of(reward="http://b:8000/score") != of(reward=tiny_model)
+
+
+@pytest.fixture
+def copied(tmp_path: Path, tiny_model: str) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "copied"))
+
+
+@pytest.fixture
+def adapters(tmp_path: Path, copied: Path) -> Path:
+    """LoRA adapters over `copied`."""
+    policy = load_policy(str(copied))
+    add_lora(policy, rank=2, alpha=4.0, targets="q_proj")
+    policy.model.save_pretrained(tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+def change_one(path: Path, name: str) -> None:
+    weights = load_file(path)
+    save_file(weights | {name: weights[name] + 1e-3}, path, metadata={"format": "pt"})
+
+
+def on_the_hub(monkeypatch: pytest.MonkeyPatch, cache: Path, **folders: Path) -> None:
+    """Lets `owner/NAME` be found as if each folder had been downloaded, and nothing else."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    for name, folder in folders.items():
+        repository = cache / f"models--owner--{name}"
+        shutil.copytree(folder, repository / "snapshots" / "0123")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0123")
+
+
+def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
+    """A fixed number of places of a file could all lie in tensors that do not train."""
+    (tmp_path / "config.json").write_text("{}")
+    parts = torch.zeros(64, 2, 2**15)
+    weights = {
+        f"{layer:02} {name}": part for layer, of in enumerate(parts) for name, part in zip("qv", of, strict=True)
+    }
+    save_file(weights, tmp_path / WEIGHTS)
+    before = of_model(str(tmp_path))
+    parts[:, 1] += 1e-3
+    save_file(weights, tmp_path / WEIGHTS)
+    assert of_model(str(tmp_path)) != before
+
+
+def test_each_weight_of_a_model_and_its_dtype_counts(copied):
+    seen = {of_model(str(copied))}
+    names = list(load_file(copied / WEIGHTS))
+    for name in names:
+        change_one(copied / WEIGHTS, name)
+        seen.add(of_model(str(copied)))
+    save_file(
+        {name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()}, copied / WEIGHTS
+    )
+    seen.add(of_model(str(copied)))
+    assert len(seen) == len(names) + 2
+
+
+def test_settings_and_code_count_and_other_files_do_not(copied):
+    seen = {of_model(str(copied))}
+    for number, name in enumerate(("config.json", "generation_config.json", "modeling_own.py"), 2):
+        with (copied / name).open("a") as file:
+            file.write("\n")
+        seen.add(of_model(str(copied)))
+        assert len(seen) == number
+    (copied / "README.md").touch()
+    (copied / "optimizer.safetensors").touch()
+    assert of_model(str(copied)) in seen
+
+
+def test_adapters_count_and_so_does_the_model_under_them(copied, adapters):
+    seen = {of_model(str(adapters)), of_model(str(copied))}
+    change_one(adapters / ADAPTERS, next(iter(load_file(adapters / ADAPTERS))))
+    seen.add(of_model(str(adapters)))
+    change_one(copied / WEIGHTS, "model.norm.weight")
+    seen.add(of_model(str(adapters)))
+    assert len(seen) == 4
+
+
+def test_names_of_the_hub_are_models_and_adapters_alike(tmp_path, copied, adapters, monkeypatch):
+    path = adapters / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "owner/base"}))
+    on_the_hub(monkeypatch, tmp_path / "cache", base=copied, adapters=adapters)
+    assert of_model("owner/base") == of_model(str(copied))
+    assert of_model("owner/adapters") == of_model(str(adapters))
+
+
+def test_a_model_that_is_not_there_is_an_error_with_its_name(tmp_path, copied, monkeypatch):
+    on_the_hub(monkeypatch, tmp_path / "cache")
+    with pytest.raises(ValueError, match="cannot load owner/none: "):
+        of_model("owner/none")
+    (copied / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=f"cannot load {copied}: it has no weights in safetensors"):
+        of_model(str(copied))
