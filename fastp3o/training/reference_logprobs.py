@@ -1,6 +1,8 @@
 """Log-probabilities of a data set's responses under a frozen reference: computed once, and kept in a file of the run.
 
-output_dir/reference-0123456789abcdef.safetensors    its name is a hash of all that they depend on
+output_dir/reference-0123456789abcdef.safetensors    its name is a hash of examples, columns, model and precision
+
+Packing and device, which the name leaves out, change their rounding alone.
 """
 
 import hashlib
