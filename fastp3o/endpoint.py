@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 Question = TypeVar("Question")
@@ -58,7 +58,7 @@ class Endpoint:
         backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
         longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
 
-    Raises ValueError on a URL or a key that cannot be used.
+    Raises ValueError on a URL, a key or a proxy that cannot be used.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Endpoint:
         if not (self.key.isascii() and self.key.isprintable()):
             # http.client would complain too, but quote the key.
             raise ValueError(f"the environment variable {key_variable} holds characters that no HTTP header can")
+        connect(self.url, timeout)  # what is wrong with a proxy is told before the first request
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         """What `read_answer` makes of the answer to a body of JSON. It raises AnswerError, or ValueError where another
@@ -153,20 +154,33 @@ def at_once(
 
 def check_url(url: str) -> str:
     """The URL as it is. Raises ValueError where it is not one of an endpoint."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-        usable = usable and "@" not in parts.netloc and not parts.query and not parts.fragment
-    except ValueError:
-        usable = False
+    parts = split(url)
+    usable = (
+        parts is not None
+        and parts.scheme in ("http", "https")
+        and not ("@" in parts.netloc or parts.query or parts.fragment)
+    )
     if not usable or not url.isascii() or not url.isprintable() or " " in url:
         shown = url.rpartition("@")[2]  # without a password
         raise ValueError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
     return url
 
 
+def split(url: str) -> SplitResult | None:
+    """The parts of a URL; None where a socket could not take its host or port."""
+    try:
+        parts = urlsplit(url)
+        usable = parts.hostname and parts.hostname.encode("idna") and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return None
+    return parts if usable else None
+
+
 def connect(url: str, timeout: float) -> HTTPConnection:
-    """A connection that is not open yet. https goes through the environment's proxy for it."""
+    """A connection that is not open yet. https goes through the environment's proxy for it.
+
+    Raises ValueError where that proxy cannot be one.
+    """
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme == "http":
@@ -174,7 +188,10 @@ def connect(url: str, timeout: float) -> HTTPConnection:
     proxy = getproxies().get("https")
     if not proxy or proxy_bypass(host):
         return HTTPSConnection(host, parts.port or 443, timeout=timeout)
-    through = urlsplit(proxy if "://" in proxy else f"//{proxy}")
+    through = split(proxy if "://" in proxy else f"//{proxy}")
+    if through is None:
+        shown = proxy.rpartition("@")[2]  # without a password
+        raise ValueError(f"the environment's proxy for https must be a URL such as http://proxy:3128, got {shown!r}")
     connection = HTTPSConnection(through.hostname or "", through.port or 80, timeout=timeout)
     user = f"{unquote(through.username or '')}:{unquote(through.password or '')}".encode()
     authorization = {"Proxy-Authorization": f"Basic {b64encode(user).decode()}"} if through.username else {}
@@ -203,6 +220,8 @@ def cut_off_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
         connection.connect()
         # The connection forgets its socket once the headers are there, before the body is.
         opened.append(connection.sock)
+        if expired.is_set():  # when there was nothing yet to shut down
+            raise TimeoutError
         yield
     except (OSError, HTTPException, ValueError) as error:
         if not expired.is_set():

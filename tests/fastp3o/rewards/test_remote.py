@@ -1,10 +1,12 @@
 """Rewards from a URL that answers well, badly, late and not at all."""
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.client import HTTPConnection
 from typing import NamedTuple
 
 import pytest
@@ -184,6 +186,27 @@ def test_a_check_has_one_response_scored(server):
     assert server.requests == [{"prompts": ["a"], "responses": [""], "answer": ["x"]}]
 
 
-def test_a_url_that_cannot_be_one_is_refused():
+def test_a_connection_that_opens_after_the_time_limit_is_not_used(server, monkeypatch):
+    class Late(HTTPConnection):
+        def connect(self) -> None:
+            time.sleep(0.4)
+            super().connect()
+
+    monkeypatch.setattr("fastp3o.endpoint.HTTPConnection", Late)
+    with pytest.raises(EndpointError, match=r"no end of the answer within 0.3 s \(attempts: 1\)"):
+        reward_at(server.url, reward_retries=0)(GROUPS)
+    assert not server.requests
+
+
+@pytest.mark.parametrize("url", ["http://me:pass@host/score", "http://a..b/score", f"https://{'a' * 64}/", "http://[/"])
+def test_a_url_that_cannot_be_one_is_refused(url):
     with pytest.raises(ValueError, match="the endpoint must be a URL such as"):
-        reward_at("http://me:pass@host/score")
+        reward_at(url)
+
+
+@pytest.mark.parametrize("proxy", ["http://me:pass@proxy:port", "proxy:0", "http://a..b:80", "http://[", "http://:80"])
+def test_a_proxy_that_cannot_be_one_is_refused_without_its_password(monkeypatch, proxy):
+    monkeypatch.setenv("https_proxy", proxy)
+    shown = re.escape(repr(proxy.removeprefix("http://me:pass@")))
+    with pytest.raises(ValueError, match=f"the environment's proxy for https must be a URL such as .*, got {shown}"):
+        reward_at("https://host/score")
