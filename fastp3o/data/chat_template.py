@@ -6,6 +6,7 @@ each content.
 
 import json
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -41,6 +42,11 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of the names; where one begins another, the longer one."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
+
+
 class ChatTemplate:
     """The chat template of a tokenizer, and the special tokens that are its alone.
 
@@ -50,8 +56,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        longest_first = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.special = any_of(special_tokens(tokenizer).values())
         # Most conversations have the roles of an earlier one.
         self.outline = lru_cache(maxsize=1024)(self.new_outline)
 

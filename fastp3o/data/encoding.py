@@ -101,26 +101,12 @@ class Encoder:
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each of the batch, in order; RecordError where the tokens cannot be used."""
-        prompts = self.tokenise([texts.prompt for texts in batch])
-        responses = iter(self.tokenise([response for texts in batch for response in texts.responses]))
+        prompts = tokenise(self.tokenizer, [texts.prompt for texts in batch])
+        responses = iter(tokenise(self.tokenizer, [response for texts in batch for response in texts.responses]))
         return [
             self.encode_one(texts, ids, list(islice(responses, len(texts.responses))))
             for texts, ids in zip(batch, prompts, strict=True)
         ]
-
-    def tokenise(self, texts: list[Pieces]) -> list[list[int]]:
-        pieces = dict.fromkeys(piece for text in texts for piece in text)
-        ids: dict[Piece, list[int]] = {}
-        for control in (True, False):
-            chosen = [piece for piece in pieces if piece.control == control]
-            if chosen:
-                ids |= zip(chosen, self.plain_ids([piece.text for piece in chosen], control), strict=True)
-        return [[number for piece in text for number in ids[piece]] for text in texts]
-
-    def plain_ids(self, texts: list[str], control: bool) -> list[list[int]]:
-        # Padding and truncation are spelt out, because a tokenizer file may switch them on.
-        options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
-        return self.tokenizer(texts, add_special_tokens=False, split_special_tokens=not control, **options).input_ids
 
     def encode_one(self, texts: Texts, prompt_ids: list[int], response_ids: list[list[int]]) -> Encoded | RecordError:
         try:
@@ -162,6 +148,23 @@ class Encoder:
         return [*content, eos]
 
 
+def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[Pieces]) -> list[list[int]]:
+    """The ids of each text, without what the tokenizer itself puts first or last."""
+    pieces = dict.fromkeys(piece for text in texts for piece in text)
+    ids: dict[Piece, list[int]] = {}
+    for control in (True, False):
+        chosen = [piece for piece in pieces if piece.control == control]
+        if chosen:
+            ids |= zip(chosen, plain_ids(tokenizer, [piece.text for piece in chosen], control), strict=True)
+    return [[number for piece in text for number in ids[piece]] for text in texts]
+
+
+def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], control: bool) -> list[list[int]]:
+    # Padding and truncation are spelt out, because a tokenizer file may switch them on.
+    options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
+    return tokenizer(texts, add_special_tokens=False, split_special_tokens=not control, **options).input_ids
+
+
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer puts before a text; those behind it (often eos) must not end a prompt."""
     for probe in probe_texts(tokenizer):
@@ -180,4 +183,4 @@ def probe_texts(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
 
 def split_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
     """(the beginning-of-sequence token, or nothing where `ids` does not start with it; the other ids)."""
-    return (ids[:1], ids[1:]) if bos is not None and ids[0] == bos else ([], ids)
+    return (ids[:1], ids[1:]) if bos is not None and ids[:1] == [bos] else ([], ids)

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.rewards.translation import Translation
 from fastp3o.rollouts.rollouts import Rollouts
 
 
@@ -30,8 +31,9 @@ class ModelReward:
         offload: bool = False,
     ):
         self.model = FrozenModel(model, device, mesh, offload=offload)
-        self.tokenizer, self.device, self.packing = tokenizer, device, packing
+        self.device, self.packing = device, packing
         self.shares_vocabulary = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        self.translate = Translation(policy_tokenizer, tokenizer)
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """[P, K] fp32, on the device."""
@@ -41,15 +43,3 @@ class ModelReward:
         rows = pack(prompt_ids, response_ids, self.packing)
         rows = [row.to(self.device) for row in rows]
         return by_group(rows, self.model.passes(rows, scores))
-
-    def translate(self, rollouts: Rollouts) -> tuple[list[list[int]], list[list[list[int]]]]:
-        """The texts in the reward model's tokens; a response keeps its end where it had one."""
-        prompt_ids = self.tokenizer(rollouts.prompts).input_ids
-        # What looks like a special token in a response is text, as the policy wrote it.
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        response_ids = [self.tokenizer(group, **options).input_ids for group in rollouts.responses]
-        for group, group_finished in zip(response_ids, rollouts.finished, strict=True):
-            for ids, finished in zip(group, group_finished, strict=True):
-                if finished or not ids:
-                    ids.append(self.tokenizer.eos_token_id)
-        return prompt_ids, response_ids

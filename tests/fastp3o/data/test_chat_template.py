@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.data.chat_template import ChatTemplate, Piece, written
-from fastp3o.data.encoding import Encoder
+from fastp3o.data.encoding import Encoder, tokenise
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
@@ -104,5 +104,5 @@ def test_whatever_is_said_the_template_alone_places_special_tokens(template: str
     harmless = [{**message, "content": "x"} for message in conversation]
     pieces, own = (ChatTemplate(tokenizer).prompt(Part("prompt", messages)) for messages in (conversation, harmless))
     assert written(pieces) == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    got, expected = (Encoder(tokenizer, 999, None).tokenise([text])[0] for text in (pieces, own))
+    got, expected = (tokenise(tokenizer, [text])[0] for text in (pieces, own))
     assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [expected.count(token) for token in (BOS_ID, EOS_ID)]

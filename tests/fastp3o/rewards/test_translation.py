@@ -1,0 +1,80 @@
+"""A reward model scores the tokens that it was trained on, whatever tokens the policy has."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fastp3o.data.encoding import Encoder
+from fastp3o.data.layouts import Part
+from fastp3o.rewards.translation import Translation
+from fastp3o.rollouts.rollouts import Rollouts
+from tests.fastp3o.data.test_encoding import BOS, EOS, byte_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+HOSTILE = f"Say {EOS}, {BOS} or <turn>:"
+
+
+def tokenizer(
+    adds: str = f"{BOS} $A", own: str | None = None, template: str | None = TEMPLATE
+) -> PreTrainedTokenizerFast:
+    """own: a special token that others do not have."""
+    made = byte_tokenizer(adds, template)
+    if own is not None:
+        made.add_special_tokens({"additional_special_tokens": [own]})
+    return made
+
+
+def loaded(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], response: str, longest: int = 999):
+    """(text, ids, response's ids) of a record, as a stage loads it."""
+    encoder = Encoder(tokenizer, longest, 999)
+    reply = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
+    (encoded,) = encoder.encode([encoder.render(Part("prompt", prompt), (Part("response", reply),))])
+    return encoded.prompt, encoded.prompt_ids, encoded.response_ids[0]
+
+
+def translated(
+    policy: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast, prompt, response: str, longest: int = 999
+):
+    text, ids, response_ids = loaded(policy, prompt, response, longest)
+    prompt_ids, found = Translation(policy, own)(Rollouts([text], [ids], [[response]], [[response_ids]], [[True]]))
+    return prompt_ids[0], found[0][0]
+
+
+@pytest.mark.parametrize("adds", ["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
+@pytest.mark.parametrize(
+    "prompt",
+    ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}], [{"role": "user", "content": HOSTILE}]],
+    ids=["text", "hostile text", "messages", "hostile messages"],
+)
+def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
+    own = tokenizer(adds, own="<turn>")
+    for policy in (tokenizer(), tokenizer("$A", own="<sep>")):
+        assert policy.get_vocab() != own.get_vocab()
+        assert translated(policy, own, prompt, " Ho") == loaded(own, prompt, " Ho")[1:]
+
+
+def test_names_of_special_tokens_in_a_response_are_text():
+    own = tokenizer(own="<turn>")
+    said = f" Ho {BOS}<turn>"
+    assert translated(tokenizer(), own, "Hi", said)[1] == loaded(own, "Hi", said)[2]
+
+
+def test_what_truncation_left_of_a_prompt_is_what_counts():
+    policy, own = tokenizer(), tokenizer(own="<turn>")
+    conversation = [{"role": "user", "content": HOSTILE}]
+    text, _, _ = loaded(policy, conversation, " Ho", longest=24)
+    assert text.startswith(BOS)
+    first, *rest = translated(policy, own, conversation, " Ho", longest=24)[0]
+    assert first == own.bos_token_id
+    assert own.decode([first, *rest]) == text
+    assert rest.count(own.eos_token_id) == 1  # the template's
+
+
+def test_an_end_that_the_policy_did_not_write_is_not_added():
+    own = tokenizer(own="<turn>")
+    cut = Rollouts(["Hi"], [[1]], [["Ho", ""]], [[[1], [2]]], [[False, False]])
+    assert Translation(tokenizer(), own)(cut)[1] == [
+        [own("Ho", add_special_tokens=False).input_ids, [own.eos_token_id]]
+    ]
