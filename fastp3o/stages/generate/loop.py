@@ -4,6 +4,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -13,6 +14,8 @@ from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import precision_of
 from fastp3o.rewards.reward import Reward, columns_of
+from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rewards.scoring import scored
 from fastp3o.rollouts.sampler import Sampler, sample
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, told, write_kept
@@ -34,7 +37,8 @@ def generate(config: GenerateConfig) -> Generated:
     A resumed run goes on behind the last whole batch, and has the bits of an unbroken one; so has one on another number
     of processes, which take whole batches in turns. What is kept may be another then: nothing is sampled again.
 
-    Raises ValueError where nothing is kept, NotFiniteError where a reward is not finite.
+    Raises ValueError where nothing is kept, NotFiniteError where a reward is not finite, EndpointError where an
+    endpoint refuses or fails after all retries.
     """
     precision = precision_of(config.precision, automatic="fp16")
     accelerator = new_accelerator(config.seed, precision)
@@ -100,8 +104,10 @@ def sample_rest(
                     responses_per_prompt=config.responses_per_prompt,
                     seed=config.seed,
                 )
+            # A model that is spread over processes needs all of them; others are not asked for what is thrown away.
+            asked = {"reward": reward} if numbers or isinstance(reward, ModelReward) else {}
             with accelerator.autocast():
-                rewards = reward(rollouts)
+                rewards = scored(accelerator, asked, rollouts).get("reward", torch.zeros(0))
             require_finite(accelerator, "a reward", rewards)
             own = samples_of(rollouts, rewards, numbers, examples["given"]) if numbers else []
             of_all = list(chain.from_iterable(gather_object([own])))

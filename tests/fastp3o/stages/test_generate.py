@@ -19,6 +19,7 @@ from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.run_folder import release
 from fastp3o.training.states.changes import ResumeError
 from fastp3o.training.states.manifest import CorruptStateError
+from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.torchrun import ROOT, torchrun
 
 SCRIPT = ROOT / "scripts" / "generate.py"
@@ -204,6 +205,26 @@ def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tin
         generate(config(tiny_model, "alone", reward=reward))
         assert contents("alone") == contents(name)
         shutil.rmtree("alone")
+
+
+def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workplace, tiny_model):
+    """The second process has no prompt left for the third batch. In another run it is refused in its first."""
+    asked: list[list[str]] = []
+
+    def reply(body: dict) -> Reply:
+        refused = "Say stone:" in body["prompts"] and body["prompts"] in asked
+        asked.append(body["prompts"])
+        if refused:
+            return Reply(400, b"enough")
+        return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
+
+    with serving("/score", reply, lambda body, number: body) as server:
+        runs = ([SCRIPT.name, *flags(tiny_model, folder, server.url)] for folder in ("whole", "stopped"))
+        done = torchrun(RUNS, *next(runs), "+", *next(runs))
+    assert len(records("whole", "samples.jsonl")) == 8
+    assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
+    assert done.returncode != 0
+    assert done.stderr.count("/score answered with status 400: enough") == 2
 
 
 def test_transformers_samples_too(workplace, tiny_model):
