@@ -45,5 +45,7 @@ class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
 
     @classmethod
     def changeable(cls) -> set[str]:
-        """A batch is what a resumed run samples again, and in another one it would be rounded otherwise."""
-        return super().changeable() - {"rollout_batch_size"}
+        """A batch is what a resumed run samples again: with other numbers of prompts at once, or compiled steps, it
+        would be rounded otherwise.
+        """
+        return super().changeable() - {"rollout_batch_size", "rollout_memory", "compile_rollouts"}

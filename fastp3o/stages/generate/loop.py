@@ -35,7 +35,9 @@ def generate(config: GenerateConfig) -> Generated:
         kept.jsonl       what is kept of them, as demonstrations or as preferences
 
     A resumed run goes on behind the last whole batch, and has the bits of an unbroken one; so has one on another number
-    of processes, which take whole batches in turns. What is kept may be another then: nothing is sampled again.
+    of processes, which take whole batches in turns. What is kept may be another then: nothing is sampled again. Without
+    `rollout_memory`, free memory decides how many prompts are sampled at once where it has no room for a batch, and the
+    bits are those of that number.
 
     Raises ValueError where nothing is kept, NotFiniteError where a reward is not finite, EndpointError where an
     endpoint refuses or fails after all retries.

@@ -98,7 +98,10 @@ def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monke
 
 @pytest.mark.parametrize(
     "changes",
-    [{"seed": 1}, {"temperature": 0.5}, {"rollout_batch_size": 4}, {"responses_per_prompt": 5}, {"limit": 3}],
+    [
+        *({"seed": 1}, {"temperature": 0.5}, {"responses_per_prompt": 5}, {"limit": 3}),
+        *({"rollout_batch_size": 4}, {"rollout_memory": 0.5}, {"compile_rollouts": True}),
+    ],
 )
 def test_samples_of_something_else_are_not_gone_on_with(workplace, tiny_model, changes):
     generate(config(tiny_model, "run"))
