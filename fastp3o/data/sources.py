@@ -30,6 +30,7 @@ FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".z
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 WHOLE = "train"  # the split that files and folders without one have
+SHARD = r"([-_]?\d+(-of-\d+)?(-[0-9a-f]{16})?)?"  # what may follow the name of a split: train-00000-of-00002
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
@@ -102,12 +103,16 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder; where their names contain split names (train, eval, ...), only those of `split`."""
+    """The files of a folder; where their names contain split names (train, eval, ...), only those of `split`. A longer
+    name, such as train_sft, is one of a split of its own; that of a shorter one will do where there is no other.
+    """
     files = sorted(file for file in folder.iterdir() if file.name.endswith(READABLE))
     if not files:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
     words = {file: set(re.split(r"[^a-z]+", file.name.lower())) for file in files}
-    assigned = [file for file in files if words[file] & (SPLIT_WORDS | {split})]
+    whole_name = re.compile(rf"(^|[^a-z0-9]){re.escape(split.lower())}{SHARD}\.")
+    chosen = [file for file in files if whole_name.search(file.name.lower())]
+    assigned = [file for file in files if words[file] & (SPLIT_WORDS | {split}) or file in chosen]
     if not assigned:
         if split != WHOLE:
             raise DataError(f"{folder}: there is no split '{split}': no file is named after one, so all is '{WHOLE}'")
@@ -115,7 +120,11 @@ def split_files(folder: Path, split: str) -> list[Path]:
     if len(assigned) < len(files):
         other = next(file for file in files if file not in assigned)
         raise DataError(f"{folder}: some files are named after a split and {other.name} is not; name a file or a glob")
-    chosen = [file for file in files if split in words[file]]
+    if not chosen:
+        chosen = [file for file in files if split in words[file]]
+        longer = {re.sub(rf"{SHARD}\..*", "", file.name) for file in chosen}
+        if len(longer) > 1:
+            raise DataError(f"{folder}: which split '{split}' is cannot be told: there are {', '.join(sorted(longer))}")
     if not chosen:
         raise DataError(
             f"{folder}: no file is named after the split '{split}'; found {', '.join(f.name for f in files)}"

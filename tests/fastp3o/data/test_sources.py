@@ -164,6 +164,45 @@ def test_a_folder_with_split_names_gives_the_split(tmp_path: Path):
         contents(tmp_path, "train")
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(
+            ["train.jsonl"],
+            ["sft.train.jsonl"],
+            ["en-train.jsonl", "de-train.jsonl"],
+            ["train.en.jsonl", "train.de.jsonl"],
+        ),
+        *(["train1.jsonl", "train2.jsonl"], ["train_01.jsonl"], ["train-00000.jsonl", "train-00001.jsonl"]),
+        *(
+            ["train-00000-of-00001-a09b74b3ef9c3b56.jsonl"],
+            ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
+        ),
+        *(["train_sft.jsonl"], ["train_sft-00000.jsonl", "train_sft-00001.jsonl"], ["TRAIN.jsonl"]),
+    ],
+)
+def test_every_file_of_a_split_is_read(tmp_path: Path, names: list[str]):
+    (tmp_path / "test-00000-of-00001.jsonl").write_bytes(json_lines(RECORDS))
+    for name in names:
+        (tmp_path / name).write_bytes(json_lines([name]))
+    assert contents(tmp_path) == sorted(names)
+
+
+def test_a_split_with_a_longer_name_is_another_one(tmp_path: Path):
+    names = ["train_sft-00000.jsonl", "train_sft-00001.jsonl", "train_prefs.jsonl", "test_sft.jsonl"]
+    for name in names:
+        (tmp_path / name).write_bytes(json_lines([name]))
+    assert contents(tmp_path, "train_sft") == names[:2]
+    assert contents(tmp_path, "train_prefs") == names[2:3]
+    assert contents(tmp_path, "test") == names[3:]
+    with pytest.raises(DataError, match=r"which split 'train' is cannot be told: there are train_prefs, train_sft$"):
+        contents(tmp_path, "train")
+    with pytest.raises(DataError, match="no file is named after the split 'train_rm'"):
+        contents(tmp_path, "train_rm")
+    (tmp_path / "train.jsonl").write_bytes(json_lines(RECORDS))
+    assert contents(tmp_path, "train") == RECORDS
+
+
 def test_a_folder_without_readable_files_says_so(tmp_path: Path):
     with pytest.raises(DataError, match="no file in this folder"):
         contents(tmp_path)
