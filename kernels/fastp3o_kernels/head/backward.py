@@ -123,6 +123,13 @@ class HeadGradients:
         bf16 = self.dtypes[1] == self.chunked.plan.dtypes.multiplied == torch.bfloat16
         return torch.bfloat16 if only and bf16 else self.logits_dtype
 
+    def rescale(self, scale: Tensor) -> None:
+        """Multiplies all gradients so far, those of logits that wait too, by a 0-d tensor."""
+        waiting = self.dlogits_buffer[: self.waiting.number]
+        for gradient in (waiting, self.dhidden, self.dweight, self.dbias):
+            if gradient is not None:
+                scaled(gradient, scale, gradient.dtype, triton=self.triton)
+
     def finish(self) -> None:
         """The last products; the buffers and all that only they need are given up."""
         if self.finished:

@@ -18,6 +18,7 @@ def scaled(values: Tensor, scale: Tensor | None, dtype: torch.dtype, *, triton: 
     if values.dtype != dtype:
         return torch.mul(values, scale, out=torch.empty_like(values, dtype=dtype))
     if not triton:
-        return values.mul_(scale)
+        # In place a half would round the number itself to half precision first.
+        return values.mul_(scale) if values.dtype == scale.dtype else values.copy_(values.to(scale.dtype) * scale)
     launch_scale(values, scale)
     return values

@@ -13,5 +13,6 @@ def discopop(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.05, tau:
     Column 0 is the chosen response. Not convex: where Δ is slightly below 0, the blend has a bump.
     """
     difference = beta * preference(logprobs, ref_logprobs)
-    blend = (difference / tau).sigmoid()
-    return (1 - blend) * -logsigmoid(difference) + blend * torch.exp(-difference)
+    # m e^(−β Δ) in one exponential: far below 0 the one factor is 0 and the other infinite.
+    exponential = torch.exp(logsigmoid(difference / tau) - difference)
+    return (-difference / tau).sigmoid() * -logsigmoid(difference) + exponential

@@ -18,6 +18,13 @@ def test_scales_in_place(dtype, triton, size, device):
     assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_number_too_small_for_halves_scales_them(triton, device):
+    values = torch.tensor([60000.0, 3.0], device=device).half()
+    result = scaled(values, torch.tensor(2.0**-30, device=device), torch.float16, triton=triton)
+    assert result.tolist() == [pytest.approx(60000 * 2**-30, rel=1e-2), 0]
+
+
 def test_another_dtype_is_reached_in_one_rounding(device):
     values = torch.randn(1000, device=device)
     result = scaled(values, torch.tensor(0.3, device=device), torch.bfloat16, triton=True)

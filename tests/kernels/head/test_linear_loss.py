@@ -7,6 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import Groups, P3OSettings, linear_logprobs, linear_loss, linear_p3o_loss
+from fastp3o_kernels.head import backward, forward
+from fastp3o_kernels.head.dtypes import HeadDtypes
 from tests.kernels.problems import (
     CHUNKED,
     DEVICE,
@@ -117,6 +119,50 @@ def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, he
         # Near 0 numbers of 16 bits are a fixed step apart.
         rounding = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 * got.numel() ** 0.5
         assert (got - target).norm() <= 2 * (by_eager - target).norm() + 1e-5 * target.norm() + floor + rounding
+
+
+def halves_multiplied(a, b, out, *, accumulate=False):
+    """As a GPU does: fp32 sums, and one rounding where the result is fp16."""
+    product = a.float() @ b.float()
+    out.copy_(out + product if accumulate else product)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU multiplies fp16 itself")
+@pytest.mark.parametrize("impl", CHUNKED)
+@pytest.mark.parametrize("coefficients", ["small", "rising", "first none"])
+def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(monkeypatch, coefficients, impl):
+    """As on a GPU, where gradients of logits are fp16: nearly even probabilities of 4,000 tokens."""
+    lengths, V, D = [2, 3, 1, 4, 2, 2], 4000, 8
+    states = random_hidden_states(sum(lengths), V, D, DEVICE, torch.float16, scale=0.01)
+    labels = torch.randint(V, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    weights = {"small": [1.0, 1.0, 1.0], "rising": [1e-4, 1e-2, 1.0], "first none": [0.0, 0.0, 1.0]}[coefficients]
+    tensors = {"of_groups": {"weights": torch.tensor(weights)}}
+
+    def mean_of_many_long_responses(groups: Groups):
+        return (groups["weights"] * groups.logprobs.sum(1)).sum() / (16 * 4096)
+
+    given = labels, lengths, mean_of_many_long_responses, 2
+    _, exact = run(states.to(torch.float64), *given, double(tensors), "eager")
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "multiply", halves_multiplied)
+    on_a_gpu = HeadDtypes(torch.float16, torch.float16, torch.float32)
+    monkeypatch.setattr(HeadDtypes, "for_hidden", lambda hidden: on_a_gpu)
+    states = states.leaves()
+    output = linear_loss(
+        states.hidden,
+        states.head,
+        labels,
+        offsets(lengths),
+        mean_of_many_long_responses,
+        responses_per_group=2,
+        **tensors,
+        impl=impl,
+        memory_budget=budget_for(5, V),
+    )
+    # The scale of a loss in fp16, without which the results themselves would be too small for it.
+    (2.0**16 * output.loss).backward()
+    for got, target in zip(states.gradients(), exact, strict=True):
+        assert (got.double() / 2.0**15 - target).norm() <= 2e-3 * target.norm()
 
 
 @pytest.mark.parametrize("K", [2, 3])

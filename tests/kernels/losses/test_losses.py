@@ -155,6 +155,19 @@ def test_responses_and_tokens(name, seed, n, scale):
     compare(ours, formula, logprobs, logprobs + randn(n, seed=seed + 1, scale=scale), randn(n, seed=seed + 2))
 
 
+@pytest.mark.parametrize("name", sorted(PAIRS))
+@pytest.mark.parametrize("worse", [0, 1])
+def test_pairs_that_are_far_apart_have_a_finite_loss_and_gradient(name, worse):
+    loss, _ = PAIRS[name]
+    logprobs = torch.full((1, 2), -0.5)
+    logprobs[0, worse] = -3000.0
+    logprobs.requires_grad_()
+    values = loss(logprobs, torch.full((1, 2), -1.0))
+    values.sum().backward()
+    assert values.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(("estimator", "gradient_of"), [("k1", None), ("k2", "reverse"), ("k3", "forward")])
 def test_what_the_gradients_of_kl_estimators_really_are(estimator, gradient_of):
     """Means over all outcomes of a distribution, exactly."""
