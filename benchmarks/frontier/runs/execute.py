@@ -48,10 +48,11 @@ def execute(
         for group in groups:
             asked = {name: part for name, part in parts_of(group).items() if name in parts}
             for name, part in asked.items():
-                runs = waiting([run for run in part(group) if run.name.startswith(only)], records)
-                tasks = make_tasks(pool, {run.task for run in runs}, folder)
+                asked_for = [run for run in part(group) if run.name.startswith(only)]
+                runs = waiting(asked_for, records)
                 if not only:
-                    write_optima(pool, tasks, results / "optimum.json")
+                    write_optima(pool, {run.task for run in asked_for}, folder, results / "optimum.json")
+                tasks = make_tasks(pool, {run.task for run in runs}, folder)
                 record_all(pool, f"{group}: {name}", runs, tasks, trained, records)
                 if name in CHOICES and not only:
                     CHOICES[name](group, recorded.load(records))
@@ -116,9 +117,11 @@ def compare_finished(pool: Executor, group: str, results: Path, folder: Path) ->
         write_win_rates(win_rates(pool, tasks, players, equal_kl), path)
 
 
-def write_optima(pool: Executor, tasks: dict[str, Task], path: Path) -> None:
+def write_optima(pool: Executor, names: set[str], folder: Path, path: Path) -> None:
+    """Of those tasks that have none yet, also where all of their runs are recorded, as `only` may have left them."""
     curves = json.loads(recorded.read(path) or "{}")
-    missing = {name: pool.submit(optimum, task) for name, task in tasks.items() if name not in curves}
+    tasks = make_tasks(pool, names - curves.keys(), folder)
+    missing = {name: pool.submit(optimum, task) for name, task in tasks.items()}
     path.write_text(json.dumps(curves | {name: future.result() for name, future in missing.items()}) + "\n")
 
 

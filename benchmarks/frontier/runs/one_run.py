@@ -104,6 +104,7 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_narrow": ("ppo", PPO_SETTINGS | {"clip_range": 0.1}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
+    "gspo": ("gspo", {"kl_estimator": "k1"}),
 }
 
 # Objective -> the fields of its configuration that Run.own_parameter sets.
