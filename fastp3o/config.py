@@ -44,11 +44,15 @@ class Flags:
     """Values that are checked when they are set. Errors name the flag."""
 
     def check_values(self) -> None:
-        """What holds for every flag: numbers are finite, and whole ones fit what counts with them."""
+        """What holds for every flag: numbers are finite, whole ones fit what counts with them, names are among those
+        that there are.
+        """
         for flag in fields(self):
             value = getattr(self, flag.name)
             self.check(not isinstance(value, float) or isfinite(value), flag.name, "a finite number")
             self.check(not isinstance(value, int) or abs(value) <= 2**32, flag.name, "at most 2**32")
+            choices = flag.metadata.get("choices")
+            self.check(not choices or value in choices, flag.name, f"one of {', '.join(map(str, choices or []))}")
 
     def check_at_least(self, least: int, *names: str) -> None:
         """None passes: nothing is given."""
@@ -156,7 +160,6 @@ class StageConfig(RunConfig):
         self.check_values()
         self.check_at_least(1, "max_prompt_tokens", "max_characters", "limit", "eval_limit", "tokens_per_row")
         self.check_at_least(0, "warmup_steps", "shard_size", "save_every", "save_minutes", "eval_every")
-        self.check(self.lr_schedule in SCHEDULES, "lr_schedule", f"one of {', '.join(SCHEDULES)}")
         self.check(self.learning_rate > 0, "learning_rate", "above 0")
         self.check(0 <= self.adam_beta1 < 1, "adam_beta1", "at least 0 and below 1")
         self.check(0 <= self.adam_beta2 < 1, "adam_beta2", "at least 0 and below 1")
@@ -244,7 +247,6 @@ class SamplerConfig(Flags):
     def check_sampler(self) -> None:
         self.check_at_least(1, "rollout_batch_size")
         self.check(self.rollout_memory is None or self.rollout_memory > 0, "rollout_memory", "above 0")
-        self.check(self.sampler in ("engine", "transformers"), "sampler", "engine or transformers")
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:

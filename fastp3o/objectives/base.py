@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -26,12 +27,17 @@ class Microbatch:
     old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
     ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
-    prompt_share: float = field(default=1.0, kw_only=True)  # what weight is where a loss averages prompts
+    metrics_weight: float = field(default=1.0, kw_only=True)  # of its metrics, see LossAndMetrics
+    response_share: float = field(default=1.0, kw_only=True)  # its share of those that count
     counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, what takes part in the loss; None: all
 
     def counted_tokens(self) -> int:
         """How many take part in the loss."""
         return counted_tokens(self.row, self.counted)
+
+    def counted_responses(self) -> Tensor:
+        """[P, K] bool: which take part in the loss."""
+        return torch.ones_like(self.rewards, dtype=torch.bool) if self.counted is None else self.counted
 
 
 def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
@@ -42,7 +48,8 @@ def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
     return sum(length for length, counts in takes_part if counts)
 
 
-# A loss, 0-d, and metrics of it, 0-d and detached; names that end in `_max` are maxima, the others means.
+# A loss, 0-d, and metrics of it, 0-d and detached: names that end in `_max` are maxima, the others means over what
+# counts, tokens where the loss averages them or else responses, and 0 where nothing does.
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 SumOverProcesses = Callable[[Tensor], Tensor]
 
@@ -51,12 +58,10 @@ class Objective(ABC):
     """An update of the policy from rollouts with rewards, old and reference log-probs.
 
     averages_tokens: whether the loss is a mean over response tokens, rather than over prompts.
-    clip_range: of log-ratios of whole responses, which rounding must leave alone; None where there is none.
     scaler: what rewards go through.
     """
 
     averages_tokens: bool = False
-    clip_range: float | None = None
     scaler: Scaler
 
     @property
@@ -68,6 +73,17 @@ class Objective(ABC):
     def parts(self) -> dict[str, Stateful]:
         """What of it changes from update to update, by the names that these have in a state."""
         return {"reward_scaling": self.scaler}
+
+    @property
+    def adapted(self) -> dict[str, float]:
+        """Settings that an update changes, by name, to be reported."""
+        return {}
+
+    def clip_range(self, length: float) -> float | None:
+        """Of log-ratios of whole responses of so many tokens, which rounding must leave alone; None where there is
+        none.
+        """
+        return None
 
     def add_to(self, policy: PackedModel) -> None:  # noqa: B027 - most add nothing
         """Adds what trains beside the policy, such as a critic."""

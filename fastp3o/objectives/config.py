@@ -45,7 +45,9 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
 
     ptx_data: str | None = option(
-        None, "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files."
+        None,
+        "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files. All of "
+        "--split are used, whatever --limit; --max_prompt_tokens and --max_response_tokens cut them.",
     )
     ptx_coef: float = option(1.0, "Weight of the mix's loss, in nats per token, beside the objective's.")
     ptx_batch_size: int = option(8, "Texts of the mix in each optimizer step, over all processes.")

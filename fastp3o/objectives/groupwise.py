@@ -5,7 +5,6 @@ P prompts with K responses each and N scored tokens of a packed row.
 
 from collections.abc import Collection, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from fastp3o.objectives.base import LossAndMetrics, Microbatch
@@ -22,8 +21,10 @@ def groupwise_loss(
     of_responses: Mapping[str, Tensor] | None = None,
     outputs: Collection[str] = (),
     divisor: float,
+    units: float | Tensor,
 ) -> LossAndMetrics:
-    """The loss that `of_groups` sums over some prompts, and what it sums beside it, both divided by `divisor`.
+    """The loss that `of_groups` sums over some prompts, divided by `divisor`, and what it sums beside it over tokens,
+    responses or pairs, divided by `units`, the number of those that count or 1.
 
     It finds `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `counted` [P, K], and what is in of_responses.
     """
@@ -33,7 +34,7 @@ def groupwise_loss(
         "old": microbatch.old_logprobs,
         "ref": microbatch.ref_logprobs,
         "rewards": microbatch.rewards,
-        "counted": counted(microbatch),
+        "counted": microbatch.counted_responses(),
         **(of_responses or {}),
     }
 
@@ -52,11 +53,4 @@ def groupwise_loss(
         )
 
     loss, metrics = policy(row, row.scored_at, of_hidden)
-    return loss, {name: metric / divisor for name, metric in metrics.items()}
-
-
-def counted(microbatch: Microbatch) -> Tensor:
-    """[P, K] bool: which responses take part in the loss."""
-    if microbatch.counted is None:
-        return torch.ones_like(microbatch.rewards, dtype=torch.bool)
-    return microbatch.counted
+    return loss, {name: metric / units for name, metric in metrics.items()}

@@ -105,4 +105,5 @@ class GRPO(PolicyGradient):
     def ratio_metrics(self, groups: Groups, log_ratios: Tensor) -> dict[str, Tensor]:
         ratios = log_ratios.detach().exp()
         outside = (ratios < 1 - self.config.clip_low) | (ratios > 1 + self.config.clip_high)
-        return {"ratio_mean": self.total(groups, ratios), "clip_fraction": self.total(groups, outside.to(ratios.dtype))}
+        values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
+        return {name: self.sum_for_mean(groups, value) for name, value in values.items()}

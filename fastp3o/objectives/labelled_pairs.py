@@ -36,25 +36,30 @@ class LabelledPairs(Objective):
         return groups.logprobs
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        return groupwise_loss(policy, microbatch, self.sums, divisor=len(microbatch.rewards))
+        return groupwise_loss(
+            policy,
+            microbatch,
+            self.sums,
+            divisor=len(microbatch.rewards),
+            units=pairs(microbatch.counted_responses()).all(-1).sum().clamp(min=1),
+        )
 
     def sums(self, groups: Groups) -> LossAndMetrics:
-        """Of some prompts: the loss, how many pairs the policy orders as the rewards do, how many are equal, and by how
-        much log-ratios differ.
+        """Of some prompts: the loss, how many of the pairs that count the policy orders as the rewards do (a half where
+        either is undecided), how many have equal rewards, and by how much log-ratios differ.
         """
         logprobs, anchor = self.logprobs(groups), self.anchor(groups)
         labels = differences(groups["rewards"]).sign()
-        counts = (labels != 0) & pairs(groups["counted"]).all(-1)
+        counts = pairs(groups["counted"]).all(-1)
         losses = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
         margins = labels * differences(logprobs.detach() - anchor)
         values = {
-            "loss": losses.view_as(labels).where(counts, 0.0),
-            "accuracy": (margins > 0).float(),
+            "accuracy": (1 + margins.sign()) / 2,
             "tied": (labels == 0).float(),
             "margin": margins,
         }
-        metrics = {name: value.mean(1).sum() for name, value in values.items()}
-        return metrics.pop("loss"), metrics
+        loss = losses.view_as(labels).where(counts & (labels != 0), 0.0).mean(1).sum()
+        return loss, {name: value.where(counts, 0.0).sum() for name, value in values.items()}
 
 
 def chosen_first(values: Tensor, labels: Tensor) -> Tensor:

@@ -51,14 +51,16 @@ class NashMD(Objective):
         self.scaler = AbsoluteScaler(0.0, scale=False)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        return groupwise_loss(policy, microbatch, self.sums, divisor=len(microbatch.rewards))
+        counted = microbatch.counted_responses()[:, : self.config.from_mixture]
+        units = counted.sum().clamp(min=1)
+        return groupwise_loss(policy, microbatch, self.sums, divisor=len(microbatch.rewards), units=units)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         own = slice(self.config.from_mixture)
+        counted = groups["counted"][:, own]
         preferred = preferences(groups["rewards"], self.config.from_mixture)
         losses = nash_md(groups.logprobs[:, own], groups["ref"][:, own], preferred, tau=self.config.tau)
-        loss = losses.where(groups["counted"][:, own], 0.0).mean(1).sum()
-        return loss, {"preferred": preferred.mean(1).sum()}
+        return losses.where(counted, 0.0).mean(1).sum(), {"preferred": preferred.where(counted, 0.0).sum()}
 
 
 def preferences(rewards: Tensor, count: int) -> Tensor:

@@ -48,6 +48,13 @@ class BPOConfig(OnlineDPOConfig):
     objective: str = objective_name("bpo")
     kl_coef: float = option(0.1, "Beta of DPO's implicit reward, the weight of the KL to the policy that sampled.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference_moves:
+            raise ValueError(
+                "--reference_every and --reference_decay change nothing: the loss compares with the policy that sampled"
+            )
+
     def build(self) -> "BPO":
         return BPO(self)
 

@@ -12,7 +12,7 @@ from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
 from fastp3o.objectives.reward_scaling import RewardScalingConfig, scaler_of
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss
 
-# Metrics that are means over prompts, their responses or their pairs, also where the loss is one over tokens.
+# Metrics that are means over responses, pairs or prompts of them, also where the loss is one over tokens.
 OF_PROMPTS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl")
 
 
@@ -38,13 +38,19 @@ class P3O(Objective):
     def __init__(self, config: P3OConfig):
         self.config = config
         self.averages_tokens = config.clipping == "token"
-        self.clip_range = config.clip_range
         self.scaler = scaler_of(config)
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
     @property
     def parts(self) -> dict[str, Stateful]:
         return super().parts | self.kl.parts
+
+    @property
+    def adapted(self) -> dict[str, float]:
+        return self.kl.adapted
+
+    def clip_range(self, length: float) -> float | None:
+        return self.config.clip_range if self.config.clipping in ("joint", "separate") else None
 
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
@@ -75,7 +81,7 @@ class P3O(Objective):
 
         loss, metrics = policy(row, row.scored_at, p3o_loss)
         if self.averages_tokens:
-            # A minibatch averages metrics with the weights of the loss, which count tokens here.
-            share = microbatch.prompt_share / microbatch.weight
+            # A minibatch weighs metrics as its loss, by tokens; a row none of which count has zeros in any case.
+            share = microbatch.response_share / (microbatch.metrics_weight or 1.0)
             metrics = metrics | {name: share * metrics[name] for name in OF_PROMPTS}
-        return P3OLossOutput(loss, metrics | self.kl.metrics(loss))
+        return P3OLossOutput(loss, metrics)

@@ -20,7 +20,8 @@ from fastp3o_kernels.losses import k2, k3
 
 IN_THE_LOSS = {"k2": k2, "k3": k3}
 KL_ESTIMATOR = {
-    "help": "k1: log π_old − log π_ref of a response, subtracted from its reward. k2, k3: Schulman's estimators, of "
+    "help": "k1: log π_old − log π_ref of a response, subtracted from its reward, so that scale_advantages divides by "
+    "its deviation, too: where rewards are equal it decides alone, whatever kl_coef. k2, k3: Schulman's estimators, of "
     "each token, in the loss; k2's gradient is that of the KL, k3's of the opposite one.",
     "choices": ["k1", *IN_THE_LOSS],
 }
@@ -47,7 +48,7 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check(self.kl_estimator in ("k1", *IN_THE_LOSS), "kl_estimator", "k1, k2 or k3")
+        self.check_alone("kl_coef", "kl_estimator")
         self.check(self.entropy_coef >= 0, "entropy_coef", "0 or more")
 
 
@@ -81,6 +82,10 @@ class PolicyGradient(Objective):
     def parts(self) -> dict[str, Stateful]:
         return super().parts | self.kl.parts
 
+    @property
+    def adapted(self) -> dict[str, float]:
+        return self.kl.adapted
+
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
@@ -104,29 +109,28 @@ class PolicyGradient(Objective):
         return [self.advantages(part) for part in rewards]
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        units = microbatch.counted_tokens() if self.averages_tokens else len(microbatch.rewards)
-        loss, metrics = groupwise_loss(
+        tokens = max(1, microbatch.counted_tokens()) if self.averages_tokens else None
+        return groupwise_loss(
             policy,
             microbatch,
             self.sums,
             of_responses={"advantages": cast(AdvantageMicrobatch, microbatch).advantages},
             outputs=("entropy",) if self.config.entropy_coef else (),
-            divisor=max(1, units),
+            divisor=tokens or len(microbatch.rewards),
+            units=tokens or microbatch.counted_responses().sum().clamp(min=1),
         )
-        return loss, metrics | self.kl.metrics(loss)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         """Of some prompts: the loss, and what is reported of it."""
         loss = self.total(groups, self.losses(groups), self.taking_part(groups))
         metrics = self.metrics(groups)
         if self.config.kl_estimator in IN_THE_LOSS and self.kl.value:
-            kl = self.total(groups, IN_THE_LOSS[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"]))
-            loss = loss + self.kl.value * kl
-            metrics[self.config.kl_estimator] = kl
+            estimates = IN_THE_LOSS[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
+            loss = loss + self.kl.value * self.total(groups, estimates)
+            metrics[self.config.kl_estimator] = self.sum_for_mean(groups, estimates)
         if groups.entropy is not None:
-            entropy = self.total(groups, groups.entropy)
-            loss = loss - self.config.entropy_coef * entropy
-            metrics["policy_entropy"] = entropy
+            loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy)
+            metrics["policy_entropy"] = self.sum_for_mean(groups, groups.entropy)
         return loss, metrics
 
     def taking_part(self, groups: Groups) -> Tensor:
@@ -134,8 +138,16 @@ class PolicyGradient(Objective):
         return groups["counted"]
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        """Sums over some prompts, as the loss is one."""
+        """Sums for means over what counts, `sum_for_mean`."""
         return {}
+
+    def sum_for_mean(self, groups: Groups, values: Tensor) -> Tensor:
+        """Over what counts, whatever divides the loss: over tokens [n] where the loss averages them, or else over
+        responses [P, K], where values of tokens count by their mean.
+        """
+        if self.averages_tokens:
+            return values.where(groups.of_tokens(groups["counted"]), 0.0).sum()
+        return (groups.means(values) if values.dim() == 1 else values).where(groups["counted"], 0.0).sum()
 
     def total(self, groups: Groups, values: Tensor, takes_part: Tensor | None = None) -> Tensor:
         """The sum over prompts of means over [P, M] values. Values of tokens, [n], become a response's by their mean

@@ -1,6 +1,6 @@
 """The pairwise policy gradient (arXiv 2310.00212, equation 6): P3O's gradient before any clipping."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import nn
 
@@ -24,6 +24,10 @@ class PPGConfig(P3OConfig):
         if not self.prompts_per_minibatch:
             object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
         super().__post_init__()
+        for setting in fields(self):
+            if setting.name in ("clip_range", "ratio_cap", "kl_reward"):
+                unchanged = getattr(self, setting.name) == setting.default
+                self.check(unchanged, setting.name, "left as it is, as all ratios are 1")
         self.check(self.inner_epochs == 1, "inner_epochs", "1, since the gradient is on-policy (p3o has more)")
         if self.minibatches_per_update != 1:
             raise ValueError(
@@ -37,10 +41,6 @@ class PPGConfig(P3OConfig):
 
 class PPG(P3O):
     """P3O's loss where all ratios are 1."""
-
-    def __init__(self, config: PPGConfig):
-        super().__init__(config)
-        self.clip_range = None
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = True) -> P3OLossOutput:
         return super().loss(policy, microbatch, on_policy=True)

@@ -97,6 +97,10 @@ class PPO(Objective):
     def parts(self) -> dict[str, Stateful]:
         return super().parts | self.kl.parts
 
+    @property
+    def adapted(self) -> dict[str, float]:
+        return self.kl.adapted
+
     def add_to(self, policy: PackedModel) -> None:
         """The critic, as a submodule of the policy: what wraps, trains and saves one does so with the other."""
         policy.critic = Critic(policy)
@@ -136,8 +140,7 @@ class PPO(Objective):
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
         of_head: OfHead = label_entropies if self.config.entropy_coef else label_logprobs
         found, values = with_values(policy, microbatch.row, of_head)
-        loss, metrics = ppo_loss(found, values, cast(PPOMicrobatch, microbatch), self.config)
-        return loss, metrics | self.kl.metrics(loss)
+        return ppo_loss(found, values, cast(PPOMicrobatch, microbatch), self.config)
 
 
 def with_values(policy: nn.Module, row: PackedRow, of_head: OfHead) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:

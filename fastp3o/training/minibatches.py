@@ -91,10 +91,9 @@ def with_logprobs(
     """
     minibatches = [[row.to(accelerator.device) for row in rows] for rows in minibatches]
     rows = [row for minibatch in minibatches for row in minibatch]
-    prompt_shares, weights = (
-        list(chain.from_iterable(loss_weights(accelerator, minibatches, size)))
-        for size in (prompts_of, partial(tokens_of, counted=counted) if averages_tokens else prompts_of)
-    )
+    tokens, responses = (partial(size, counted=counted) for size in (tokens_of, responses_of))
+    sizes = (tokens if averages_tokens else prompts_of, tokens if averages_tokens else responses, responses)
+    shares = [list(chain.from_iterable(shares_of_minibatches(accelerator, minibatches, size))) for size in sizes]
     old_token_logprobs = passes(rows, partial(scored_logprobs, policy))
     microbatches = iter(
         Microbatch(
@@ -105,17 +104,18 @@ def with_logprobs(
             old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(len(row.groups), -1),
             ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(len(row.groups), -1),
             weight=weight,
-            prompt_share=prompt_share,
+            metrics_weight=metrics_weight,
+            response_share=response_share,
             counted=None if counted is None else counted[list(row.groups)].to(rewards.device),
         )
-        for row, old, ref, weight, prompt_share in zip(
-            rows, old_token_logprobs, reference(rows), weights, prompt_shares, strict=True
+        for row, old, ref, weight, metrics_weight, response_share in zip(
+            rows, old_token_logprobs, reference(rows), *shares, strict=True
         )
     )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
 
-def loss_weights(
+def shares_of_minibatches(
     accelerator: Accelerator, minibatches: list[list[PackedRow]], size: Callable[[PackedRow], int]
 ) -> list[list[float]]:
     """Each row's share of its minibatch's size.
@@ -125,7 +125,7 @@ def loss_weights(
     sizes = [[size(row) for row in rows] for rows in minibatches]
     totals = torch.tensor(list(map(sum, sizes)), device=accelerator.device, dtype=torch.float32)
     totals = accelerator.reduce(totals, reduction="mean").tolist()
-    # Where nothing counts, the loss is 0 in any case.
+    # Where nothing counts, loss and metrics are 0 in any case.
     return [[size / (total or 1.0) for size in row_sizes] for row_sizes, total in zip(sizes, totals, strict=True)]
 
 
@@ -136,6 +136,11 @@ def prompts_of(row: PackedRow) -> int:
 def tokens_of(row: PackedRow, counted: Tensor | None) -> int:
     """Response tokens that count; counted: [P, K] bool of all prompts."""
     return counted_tokens(row, None if counted is None else counted[list(row.groups)])
+
+
+def responses_of(row: PackedRow, counted: Tensor | None) -> int:
+    """Responses that count; counted: [P, K] bool of all prompts."""
+    return len(row.scored_lengths) if counted is None else int(counted[list(row.groups)].sum())
 
 
 def finished(rollouts: Rollouts) -> Tensor:
@@ -159,16 +164,17 @@ def optimizer_step(
     """
     metrics: dict[str, Tensor] = {}
     for microbatch, counts in in_step(minibatches[index], spare=first_microbatch(minibatches)):
-        weight = microbatch.weight if counts else 0.0
+        weight, metrics_weight = (microbatch.weight, microbatch.metrics_weight) if counts else (0.0, 0.0)
         with optimizer.accelerator.autocast():
             value, row_metrics = loss(optimizer.model, microbatch)
             optimizer.backward(value * weight)
-        for name, metric in {"loss": value.detach(), **row_metrics}.items():
+        metrics["loss"] = metrics.get("loss", 0.0) + weight * value.detach()
+        for name, metric in row_metrics.items():
             if name.endswith("_max"):
                 metric = metric if counts else torch.full_like(metric, -torch.inf)
                 metrics[name] = torch.maximum(metrics[name], metric) if name in metrics else metric
             else:
-                metrics[name] = metrics.get(name, 0.0) + weight * metric
+                metrics[name] = metrics.get(name, 0.0) + metrics_weight * metric
     if beside is not None:
         metrics |= beside()
     return metrics | optimizer.step(metrics["loss"])

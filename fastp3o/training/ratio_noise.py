@@ -38,7 +38,7 @@ def ratio_noise(policy: PackedModel, rollouts: Rollouts, microbatch: Microbatch)
 def noise_warning(noise: float, clip_range: float, precision: str) -> str:
     better = {"fp32": "--precision fp32 has the least: use", "fp16": "Use --precision fp32,"}
     return (
-        f"warning: rounding alone moves log-ratios by {noise:.3f} (ratio/noise), more than {TOLERATED:.0%} of the clip "
-        f"range {clip_range}: part of the clipping is noise. "
+        f"warning: rounding alone moves log-ratios by {noise:.3g} (ratio/noise), more than {TOLERATED:.0%} of the clip "
+        f"range {clip_range:.3g} of whole responses: part of the clipping is noise. "
         f"{better.get(precision, 'Use --precision fp16 or fp32,')} shorter responses, or a wider clip range."
     )

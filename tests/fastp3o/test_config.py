@@ -5,7 +5,10 @@ import torch
 from transformers import get_scheduler
 
 from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chosen
+from fastp3o.objectives.grpo import GRPOConfig
 from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.ppg import PPGConfig
+from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.sft import SFTConfig
 
 P3O = ["--model", "m", "--output_dir", "o", "--prompts", "p", "--reward", "r"]
@@ -57,6 +60,22 @@ def test_wrong_values_are_refused_by_name(capsys, flags, message):
     with pytest.raises((SystemExit, ValueError)) as error:
         parse(P3OConfig, [*P3O, *flags])
     assert message in capsys.readouterr().err + str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name", "value"),
+    [
+        (GRPOConfig, "loss_mean", "tokens"),
+        (GRPOConfig, "kl_estimator", "k4"),
+        (PPOConfig, "reward_scaling", "difference"),
+        (PPGConfig, "clipping", "token"),
+        (P3OConfig, "sampler", "vllm"),
+        (P3OConfig, "precision", "fp8"),
+    ],
+)
+def test_a_name_that_is_no_choice_is_refused_without_flags_too(config_class, name, value):
+    with pytest.raises(ValueError, match=f"--{name} must be one of .*, got '{value}'"):
+        config_class(model="m", output_dir="o", prompts="p", reward="r", **{name: value})
 
 
 def test_help_explains_every_field(capsys):

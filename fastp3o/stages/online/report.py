@@ -32,15 +32,17 @@ def report_update(
     """ties: how often a prompt was sampled again."""
     own = config.responses_per_prompt - config.from_mixture
     metrics = update_metrics(run.accelerator, rollouts, scores, minibatches, step_metrics, noise, own)
+    metrics |= objective.adapted
     if config.dynamic_sampling:
         metrics["sampled_again"] = ties / len(rollouts)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]
     metrics["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
     if run.accelerator.num_processes > 1:
         metrics["balance"] = balance(run.accelerator, minibatches)
-    if objective.clip_range and metrics["ratio/noise"] > TOLERATED * objective.clip_range:
+    clip_range = objective.clip_range(metrics["response_length"])
+    if clip_range is not None and metrics["ratio/noise"] > TOLERATED * clip_range:
         precision = run.optimizer.precision.name
-        run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], objective.clip_range, precision))
+        run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], clip_range, precision))
     run.report(update, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.samples_every and (update == config.updates or update % config.samples_every == 0):
         first = slice(SAMPLED_PROMPTS)

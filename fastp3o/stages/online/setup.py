@@ -32,7 +32,7 @@ from fastp3o.stages.models import (
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
 from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
-from fastp3o.stages.setup import check_divisible, load_data, make_accelerator
+from fastp3o.stages.setup import check_divisible, load_data, load_examples, make_accelerator
 from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import optimizer_step
 from fastp3o.training.optimizer import Optimizer
@@ -140,7 +140,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     if config.ptx_data:
         check_divisible(accelerator, config.ptx_batch_size, "ptx_batch_size")
         load_texts = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
-        texts, _ = load_data(accelerator, load_texts, config.ptx_data, None, tokenizer, config)
+        texts = load_examples(accelerator, load_texts, config.ptx_data, config.split, None, tokenizer, config)
         mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
         pretraining = PretrainingMix(optimizer, texts, *mix)
     run = Run(

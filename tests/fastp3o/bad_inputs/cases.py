@@ -197,6 +197,8 @@ FLAGS = [
             ("nash_md", "tau", "-1", "0 or more"),
             ("nash_md", "responses_per_prompt", "3", "even: half are the mixture's"),
             ("ppg", "inner_epochs", "2", "1, since the gradient is on-policy"),
+            ("ppg", "clip_range", "0.1", "left as it is, as all ratios are 1"),
+            ("ppg", "kl_reward", "rollout", "left as it is, as all ratios are 1"),
             ("ppo", "entropy_coef", "-1", "0 or more"),
         )
     ],
@@ -207,6 +209,8 @@ FLAGS = [
         "--objective ppg --prompts_per_minibatch 2",
         "--prompts_per_minibatch (2) must be --prompts_per_update (4)",
     ),
+    ("online", "--objective dapo --kl_estimator k2", "--kl_estimator does nothing without --kl_coef"),
+    ("online", "--objective bpo --reference_every 2", "--reference_every and --reference_decay change nothing"),
     ("online", "--objective ppg --clipping joint", "argument --clipping: invalid choice: 'joint'"),
     ("online", "--target_kl 1 --kl_coef 0", "--target_kl adapts --kl_coef, which must be above 0"),
     (

@@ -186,7 +186,7 @@ CASES = {
     "dapo": (DAPOConfig, {}, dapo),
     "dapo, entropy": (DAPOConfig, {"entropy_coef": 0.03}, lambda groups: dapo(groups, entropy=0.03)),
     "grpo_plus": (GRPOPlusConfig, {}, lambda groups: dapo(groups, masked=True)),
-    "gspo, KL in rewards": (GSPOConfig, {"kl_coef": 0.05}, gspo),
+    "gspo, KL in rewards": (GSPOConfig, {"kl_estimator": "k1", "kl_coef": 0.05}, gspo),
     "rloo": (RLOOConfig, {}, lambda groups: rloo(groups, masked=False)),
     "rloo, masked": (RLOOConfig, {"mask_truncated": True}, lambda groups: rloo(groups, masked=True)),
     "reinforce, k2, entropy": (

@@ -2,6 +2,8 @@
 
 import runpy
 from pathlib import Path
+from random import Random
+from statistics import fmean
 
 import pytest
 import torch
@@ -82,28 +84,82 @@ def microbatch(kl: float) -> Microbatch:
     return Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros, 1.0)
 
 
-@pytest.mark.parametrize(("kl", "factor"), [(0.3, 0.5), (0.7, 1), (1.4, 1), (1.6, 2)])
-def test_the_coefficient_follows_the_kl(kl, factor):
+@pytest.mark.parametrize(
+    ("kls", "factor"),
+    [
+        ([0.3], 1),  # nothing says yet that it does not rise
+        ([0.3, 0.3], 0.5),
+        ([0.2, 0.3], 1),
+        ([0.3, 0.301], 0.5),  # too slow
+        ([0.7, 0.7], 1),
+        ([1.4, 1.4], 1),
+        ([1.6], 2),
+        ([1.5, 1.6], 2),
+        ([1.7, 1.6], 2),
+        ([1.7, 1.6, 1.55], 2),
+        ([0.4, 0.4, 1.7], 1),
+    ],
+)
+def test_the_coefficient_follows_a_kl_that_does_not_come_to_the_target_itself(kls, factor):
     coefficient = KLCoefficient(0.1, target=1.0)
-    coefficient.adapt([[microbatch(kl)], [microbatch(kl), microbatch(kl)]], lambda sums: sums)
+    for kl in kls:
+        coefficient.adapt([[microbatch(kl)], [microbatch(kl), microbatch(kl)]], lambda sums: sums)
     assert coefficient.value == pytest.approx(0.1 * factor)
+
+
+@pytest.mark.parametrize("start", [0.01, 0.2, 10.0])
+@pytest.mark.parametrize("pace", [0.02, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_kl_that_answers_slowly_comes_to_its_target(start, pace, noise):
+    """A policy that makes a part of its way to a KL of 1 / coefficient in each update, a tenth of a nat at most."""
+    coefficient, kls, random = KLCoefficient(start, target=5.0), [0.0], Random(0)
+    for _ in range(600):
+        coefficient.adapt([[microbatch(random.gauss(kls[-1], noise))]], lambda sums: sums)
+        kls.append(kls[-1] + max(-0.1, min(0.1, pace * (1 / coefficient.value - kls[-1]))))
+    assert 5 / 1.5 < fmean(kls[200:]) < 5 * 1.5
+
+
+def test_a_kl_that_never_answers_leaves_the_coefficient_in_reach():
+    low, high = KLCoefficient(0.1, target=1.0), KLCoefficient(0.1, target=1.0)
+    for _ in range(2000):
+        low.adapt([[microbatch(0.0)]], lambda sums: sums)
+        high.adapt([[microbatch(100.0)]], lambda sums: sums)
+    assert (low.value, high.value) == (pytest.approx(0.1 / 1024), pytest.approx(102.4))
 
 
 def test_without_a_target_the_coefficient_stays():
     coefficient = KLCoefficient(0.1, target=None)
     coefficient.adapt([[microbatch(100.0)]], lambda sums: sums)
     assert coefficient.value == 0.1
-    assert coefficient.parts == coefficient.metrics(torch.zeros(())) == {}
+    assert coefficient.adapted == {}
+
+
+@pytest.mark.parametrize("changes", [{"kl_coef": 1.0}, {"target_kl": None}])
+def test_a_coefficient_that_is_given_anew_begins_anew(workplace, tiny_model, changes):
+    settings = {"target_kl": 1e-6, "kl_coef": 0.01, "save_every": 1, "reward": "rewards_for_tests:varied"}
+    train(config(tiny_model, "run", RLOOConfig, updates=2, **settings))
+    train(config(tiny_model, "run", RLOOConfig, updates=3, resume=True, **(settings | changes)))
+    adapted = [step.get("kl_coef") for step in metrics("run")]
+    assert adapted[:2] == [pytest.approx(0.01), pytest.approx(0.02)]
+    assert adapted[2] == (pytest.approx(2.0) if "kl_coef" in changes else None)
+
+
+def test_a_resumed_run_can_have_a_target_that_it_began_without(workplace, tiny_model):
+    settings = {"kl_coef": 0.01, "save_every": 1, "reward": "rewards_for_tests:varied"}
+    train(config(tiny_model, "run", updates=2, **settings))
+    train(config(tiny_model, "run", updates=3, target_kl=1e-6, resume=True, **settings))
+    assert [step.get("kl_coef") for step in metrics("run")] == [None, None, pytest.approx(0.02)]
 
 
 @pytest.mark.parametrize("config_class", [P3OConfig, RLOOConfig, PPOConfig])
 def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, config_class):
     settings = {"target_kl": 1e-3, "kl_coef": 0.01, "reward": "rewards_for_tests:varied"}
     train(config(tiny_model, "whole", config_class, updates=3, **settings))
-    value = 0.01
-    for step in metrics("whole"):
-        value *= 0.5 if step["kl"] < 1e-3 / 1.5 else 2 if step["kl"] > 1e-3 * 1.5 else 1
-        assert step["kl_coef"] == pytest.approx(value)
+    steps, coefficient = metrics("whole"), KLCoefficient(0.01, target=1e-3)
+    for step in steps:
+        coefficient.adapt([[microbatch(step["kl"])]], lambda sums: sums)
+        assert step["kl_coef"] == pytest.approx(coefficient.value)
+    assert len({step["kl_coef"] for step in steps}) > 1
     train(config(tiny_model, "resumed", config_class, updates=2, save_every=1, **settings))
     train(config(tiny_model, "resumed", config_class, updates=3, save_every=1, resume=True, **settings))
     assert metrics("whole") == metrics("resumed")

@@ -1,0 +1,90 @@
+"""Metrics of a minibatch are means over what counts, however its prompts are packed and whatever divides the loss."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.reference import SecondModel
+from fastp3o.objectives.grpo import DAPOConfig, DrGRPOConfig, GRPOConfig
+from fastp3o.objectives.gspo import GSPOConfig
+from fastp3o.objectives.online_dpo import OnlineDPOConfig
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.packing.pack import Packing
+from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training.minibatches import pack_minibatches, with_logprobs
+from tests.fastp3o.models.model_families import random_model
+
+P, K = 4, 2
+# Of one prompt no response counts, of another one.
+COUNTED = torch.tensor([[True, True], [False, False], [True, False], [True, True]])
+NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": 100}
+
+
+def metrics_of(config, counted, tokens_per_row: int) -> dict[str, float]:
+    """Of one minibatch on the policy that sampled."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(3, 48, (length,), generator=generator).tolist()
+
+    responses = [[ids(3 + 2 * p + k) for k in range(K)] for p in range(P)]
+    texts = [[""] * K for _ in range(P)]
+    rollouts = Rollouts([""] * P, [ids(4) for _ in range(P)], texts, responses, [[True] * K] * P)
+    accelerator, objective = Accelerator(cpu=True), config.build()
+    policy, reference = PackedModel(random_model("llama")), PackedModel(random_model("llama"))
+    objective.add_to(policy)
+    (minibatch,) = objective.prepare(
+        policy,
+        with_logprobs(
+            accelerator,
+            policy,
+            SecondModel(reference, accelerator.device, offload=False),
+            pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row)),
+            torch.arange(P * K).view(P, K) % 3.0,
+            counted,
+            averages_tokens=objective.averages_tokens,
+        ),
+        lambda sums: sums,
+    )
+    metrics: dict[str, float] = {}
+    for microbatch in minibatch:
+        for name, value in objective.loss(policy, microbatch)[1].items():
+            metrics[name] = metrics.get(name, 0.0) + microbatch.metrics_weight * value.item()
+    return metrics
+
+
+@pytest.mark.parametrize("tokens_per_row", [1000, 30])
+@pytest.mark.parametrize("counted", [None, COUNTED])
+@pytest.mark.parametrize(
+    ("config_class", "settings"),
+    [
+        *((config_class, {}) for config_class in (GRPOConfig, DrGRPOConfig, DAPOConfig, GSPOConfig, PPOConfig)),
+        *((P3OConfig, {"clipping": clipping}) for clipping in ("joint", "separate", "token")),
+    ],
+)
+def test_ratios_of_the_policy_that_sampled_are_1_on_average(config_class, settings, counted, tokens_per_row):
+    config = config_class(**NAMES, **settings)
+    counts = counted if "clipping" not in settings or counted is None else paired(counted)
+    metrics = metrics_of(config, counts, tokens_per_row)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+    assert metrics["clip_fraction"] == 0
+
+
+def paired(counted: torch.Tensor) -> torch.Tensor:
+    """Without responses that have no other one to be compared with, whose ratio P3O does not know."""
+    return counted & counted.all(1, keepdim=True)
+
+
+@pytest.mark.parametrize("tokens_per_row", [1000, 30])
+def test_pairs_that_are_tied_or_equally_likely_are_half_right(tokens_per_row):
+    metrics = metrics_of(OnlineDPOConfig(**NAMES), COUNTED, tokens_per_row)
+    assert metrics["accuracy"] == pytest.approx(0.5)
+    assert metrics["margin"] == pytest.approx(0, abs=1e-5)
+
+
+def test_nothing_is_divided_by_zero_where_nothing_counts():
+    nothing = torch.zeros(P, K, dtype=torch.bool)
+    for config in (P3OConfig(**NAMES, clipping="token"), P3OConfig(**NAMES), DAPOConfig(**NAMES), GSPOConfig(**NAMES)):
+        assert set(metrics_of(config, nothing, 30).values()) == {0.0}
