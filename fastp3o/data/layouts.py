@@ -172,7 +172,7 @@ def pair_prompt(record: Fields) -> Part:
     if not holds_dialogues(record):
         return prompt_field(record)
     shared = dialogues(record)[0]
-    prompt = record.get("prompt")
+    prompt = messages(record, "prompt") if isinstance(record.get("prompt"), list) else record.get("prompt")
     contents = [message["content"] for message in shared.value if isinstance(message, dict)]
     if prompt != shared.value and prompt not in contents:
         raise RecordError("prompt", "the messages that 'chosen' starts with, or the text of one of them", prompt)

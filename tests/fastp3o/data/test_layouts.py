@@ -68,6 +68,12 @@ def test_null_fields_of_messages_and_empty_system_messages():
     assert read(record, 1) == ([system, USER], [GOOD])
 
 
+def test_null_fields_make_no_other_prompt_of_the_messages_that_a_pair_starts_with():
+    asked, said = {**USER, "name": None}, {"tool_calls": None}
+    record = {"prompt": [asked], "chosen": [USER | said, GOOD | said], "rejected": [USER | said, BAD | said]}
+    assert read(record, 2) == ([USER], [GOOD], [BAD])
+
+
 def test_preferences_serve_as_demonstrations():
     record = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
     assert find_layout(record, 1).responses(record)[0].value == "a"
