@@ -1,9 +1,10 @@
-"""Further fields of the prompts' records, which rewards ask for: any JSON value, kept exactly, as JSON text."""
+"""What is kept of the prompts' records beside token ids: any JSON value, exactly, as JSON text."""
 
 import json
 from collections.abc import Mapping
 
 from fastp3o.data.errors import Found, RecordError, field_names
+from fastp3o.data.layouts import Message
 
 PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
 
@@ -24,6 +25,17 @@ def column_texts(record: Mapping, asked: Asked) -> dict[str, str]:
         except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(name, f"a value that JSON has, which {asker} asks for", value) from error
     return texts
+
+
+def prompt_text(prompt: str | list[Message], field: str) -> str:
+    """A prompt as JSON text. Raises RecordError where a message holds something that no line of a file can."""
+    for number, message in enumerate([] if isinstance(prompt, str) else prompt):
+        for name, value in message.items():
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise RecordError(f"{field}[{number}].{name}", "a value that JSON has, in UTF-8", value) from error
+    return json.dumps(prompt, ensure_ascii=False)
 
 
 def column_values(examples: Mapping[str, list]) -> dict[str, list]:

@@ -1,7 +1,6 @@
 """The loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
 import hashlib
-import json
 import mmap
 import tempfile
 from collections import Counter
@@ -14,7 +13,7 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.columns import PROMPT_COLUMNS, Asked, column_texts
+from fastp3o.data.columns import PROMPT_COLUMNS, Asked, column_texts, prompt_text
 from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
 from fastp3o.data.layouts import RANKINGS, UNPAIRED_PREFERENCES, Fields, Layout, Part, desirable, find_layout, margin
@@ -217,8 +216,8 @@ class Loading:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: whatever ends the process, nothing is left of it. The data set's fingerprint is a hash of its examples.
         """
-        asked = dict.fromkeys(self.columns, Value("string"))
-        schema = Features({"prompt": Value("string"), "prompt_ids": IDS, **self.features(), **asked}).arrow_schema
+        kept = dict.fromkeys([*(["given"] if self.as_given else []), *self.columns], Value("string"))
+        schema = Features({"prompt": Value("string"), "prompt_ids": IDS, **self.features(), **kept}).arrow_schema
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
@@ -244,16 +243,17 @@ class Loading:
         return BATCH if self.limit is None else min(BATCH, self.limit - self.report.examples)
 
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, str]]]:
-        """The records that fit the layout of their file, with their texts and the further fields that are kept."""
+        """The records that fit the layout of their file, with their texts and what else of them is kept."""
         layouts: dict[str, Layout] = {}
         for record in records:
             try:
                 texts = self.read(record, layouts)
-                columns = column_texts(cast(Mapping, record.content), self.columns)
+                given = {"given": prompt_text(texts.given, texts.fields[0])} if self.as_given else {}
+                kept = given | column_texts(cast(Mapping, record.content), self.columns)
             except RecordError as problem:
                 self.reject(record, problem)
             else:
-                yield record, texts, columns
+                yield record, texts, kept
 
     def read(self, record: Record, layouts: dict[str, Layout]) -> Texts:
         """Reads a record by its file's layout. The first record that has one decides it for the whole file."""
@@ -271,9 +271,7 @@ class Loading:
             )
         return self.encoder.render(prompt, self.responses_of(record.content, layout))
 
-    def example(
-        self, record: Record, texts: Texts, asked: dict[str, str], result: Encoded | RecordError
-    ) -> dict | None:
+    def example(self, record: Record, texts: Texts, kept: dict[str, str], result: Encoded | RecordError) -> dict | None:
         """The record's example, counted; None where the record was skipped."""
         problem = result if isinstance(result, RecordError) else equal_responses(texts, result)
         if isinstance(result, RecordError) or problem is not None:
@@ -284,12 +282,11 @@ class Loading:
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
         columns = self.columns_of(cast(Fields, record.content), texts, result)
-        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **columns, **asked}
+        return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **columns, **kept}
 
     def features(self) -> dict[str, Any]:
         """Of the columns behind `prompt` and `prompt_ids`."""
-        given = {"given": Value("string")} if self.as_given else {}
-        return dict.fromkeys(self.response_columns, IDS) | given
+        return dict.fromkeys(self.response_columns, IDS)
 
     def layout_of(self, record: Fields) -> Layout:
         return find_layout(record, len(self.response_columns))
@@ -300,8 +297,7 @@ class Loading:
 
     def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
         """What an example has in the columns of `features`."""
-        given = {"given": json.dumps(texts.given, ensure_ascii=False)} if self.as_given else {}
-        return dict(zip(self.response_columns, result.response_ids, strict=True)) | given
+        return dict(zip(self.response_columns, result.response_ids, strict=True))
 
     def reject(self, record: Record, problem: RecordError) -> None:
         """Counts the record as skipped, or raises DataError where none may be."""

@@ -25,8 +25,10 @@ from fastp3o.data import (
     load_prompts,
     load_rankings,
     load_unpaired_preferences,
+    loading,
 )
 from fastp3o.data.columns import column_values
+from fastp3o.data.sources import Record
 from fastp3o.data.time_limit import TimeLimit
 
 EOS = "</s>"
@@ -107,6 +109,31 @@ def test_prompts_as_they_were_given(tmp_path: Path, chat_tokenizer: PreTrainedTo
     data, report = load_prompts(jsonl(tmp_path, records), chat_tokenizer, max_prompt_tokens=20, as_given=True)
     assert [json.loads(given) for given in data["given"]] == ["long " * 50, asked]
     assert (report.truncated_prompts, len(data[0]["prompt_ids"])) == (1, 20)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (datetime.datetime(2020, 1, 1), "a datetime"),
+        (float("nan"), "the number nan"),
+        ("\ud800", "a string"),
+        (["\ud800"], "a list of 1"),
+    ],
+)
+def test_a_prompt_that_no_file_can_hold_as_it_was_given_is_refused_or_skipped(
+    tmp_path, chat_tokenizer, monkeypatch, value, found
+):
+    asked = {"role": "user", "content": "Hi"}
+    records = [Record("f", 1, {"prompt": [asked]}), Record("f", 2, {"prompt": [asked, asked | {"when": value}]})]
+    monkeypatch.setattr(loading, "read_records", lambda source, split: iter(records))
+    options = {"max_prompt_tokens": 100, "as_given": True}
+    with pytest.raises(
+        DataError,
+        match=rf"f record 2 field 'prompt\[1\]\.when': expected a value that JSON has, in UTF-8, got {found}$",
+    ):
+        load_prompts("f", chat_tokenizer, **options)
+    data, report = load_prompts("f", chat_tokenizer, **options, skip_bad_records=True)
+    assert (len(data), report.skipped) == (1, 1)
 
 
 def test_rankings_of_any_length_and_preferences_share_a_data_set(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
