@@ -15,7 +15,10 @@ from fastp3o.rollouts.rollouts import Rollouts
 
 
 class WeightedSum:
-    """Rewards by name, each times its weight, added up."""
+    """Rewards by name, each times its weight, added up. What has weight 0 is only watched, and may be NaN.
+
+    weights: not all 0.
+    """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Sequence[float]):
         self.rewards, self.weights = rewards, weights
@@ -26,7 +29,7 @@ class WeightedSum:
 
     def sum(self, values: Sequence[Tensor]) -> Tensor:
         """Of the values of each reward [P, K]."""
-        weighted = [weight * value.float().cpu() for weight, value in zip(self.weights, values, strict=True)]
+        weighted = [weight * value.float().cpu() for weight, value in zip(self.weights, values, strict=True) if weight]
         return torch.stack(weighted).sum(0)
 
 

@@ -29,7 +29,8 @@ def test_a_single_reward_may_have_a_weight(rollouts):
 
 
 def test_a_reward_that_is_only_watched_counts_for_nothing(rollouts):
-    assert torch.equal(WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])(rollouts), first(rollouts))
+    for watched in (second, lambda rollouts: torch.tensor([[torch.nan, 1], [torch.inf, 0]])):
+        assert torch.equal(WeightedSum({"a:f": first, "b:g": watched}, [1.0, 0.0])(rollouts), first(rollouts))
 
 
 @pytest.mark.parametrize("reward", [first, WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])])
