@@ -5,7 +5,11 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 # One for all calls: a client that a module keeps belongs to the loop that it was first used in.
 EVENT_LOOP = asyncio.Runner()
@@ -49,7 +53,7 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], **column
     try:
         result = function(*arguments, **columns)
         if inspect.iscoroutine(result):
-            result = EVENT_LOOP.run(result)
+            result = awaited(result)
     except SystemExit as error:
         raise ValueError(f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning") from error
     if hasattr(result, "tolist"):
@@ -60,3 +64,13 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], **column
     if len(result) != expected:
         raise ValueError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return list(result)
+
+
+def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return EVENT_LOOP.run(coroutine)
+    # A thread has one running loop, and this one has a notebook's.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(EVENT_LOOP.run, coroutine).result()

@@ -121,6 +121,11 @@ def test_an_async_function_is_awaited_in_one_event_loop(rollouts, monkeypatch):
     for _ in range(2):
         assert FunctionReward("operator:eq")(rollouts).tolist() == [[4, 4], [2, 2]]
     assert time.monotonic() - start < 0.6
+
+    async def notebook():
+        return FunctionReward("operator:eq")(rollouts).tolist()
+
+    assert asyncio.run(notebook()) == [[4, 4], [2, 2]]
     assert len(loops) == 1
 
 
