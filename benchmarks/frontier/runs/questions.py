@@ -16,9 +16,9 @@ CLIP_RANGES = {
 # joint-difference is P3O as it is by default: rewards divided by the running deviation of their differences.
 SCALED = ("joint", "joint-difference", "ppo", "grpo", "rloo")
 RIVALS = ("joint", "ppo", "dpo")
-# Of the rate that was chosen for the small policy; larger ones want a lower one. The whole rate, on half of the seeds,
-# shows that of one million parameters; the runs of the largest take minutes.
-SIZE_RATES = {"size_1m": (0.5, 1.0), "size_6m": (0.5,)}
+# Of the rate that was chosen for the small policy; larger ones want a lower one, which two of them show. The whole rate
+# runs on half of the seeds.
+SIZE_RATES = {"size_1m": (0.5, 1.0), "size_6m": (0.25, 0.5)}
 
 # Responses to each prompt -> prompts of an update: equally many computed tokens within a twentieth, as long prompts
 # have 122 tokens and responses about 13 in the course of a run.

@@ -243,6 +243,7 @@ def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_val
         ["100,000", "3e-4", "8"],
         ["1,000,000", "1.5e-4", "8"],
         ["1,000,000", "3e-4", "4"],
+        ["6,000,000", "7.5e-5", "8"],
         ["6,000,000", "1.5e-4", "8"],
     ]
     assert "joint − ppo, parameters 1,000,000, 0.5 of the rate" in sizes.pairs
