@@ -67,13 +67,11 @@ def on_the_hub(monkeypatch: pytest.MonkeyPatch, cache: Path, **folders: Path) ->
 def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
     """A fixed number of places of a file could all lie in tensors that do not train."""
     (tmp_path / "config.json").write_text("{}")
-    parts = torch.zeros(64, 2, 2**15)
-    weights = {
-        f"{layer:02} {name}": part for layer, of in enumerate(parts) for name, part in zip("qv", of, strict=True)
-    }
+    parts = dict(zip("kqv", torch.zeros(3, 64, 2**15), strict=True))
+    weights = {f"{layer:02} {name}": part for name, of_layers in parts.items() for layer, part in enumerate(of_layers)}
     save_file(weights, tmp_path / WEIGHTS)
     before = of_model(str(tmp_path))
-    parts[:, 1] += 1e-3
+    parts["q"] += 1e-3
     save_file(weights, tmp_path / WEIGHTS)
     assert of_model(str(tmp_path)) != before
 
