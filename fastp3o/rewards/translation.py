@@ -1,6 +1,7 @@
 """Texts of a policy in the tokens of another model, as the loader makes them of the data that the model trains on."""
 
 from itertools import groupby
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,8 +54,11 @@ class Translation:
         controls: list[bool] = []
         for control, run in groupby(ids, self.controls.__contains__):
             numbers = list(run)
-            text = "" if control else self.policy.decode(numbers, clean_up_tokenization_spaces=False)
-            controls += [True] * len(numbers) if control else [False] * len(self.names.findall(text))
+            if control:
+                controls += [True] * len(numbers)
+            else:
+                text = cast(str, self.policy.decode(numbers, clean_up_tokenization_spaces=False))
+                controls += [False] * len(self.names.findall(text))
         return controls
 
     def with_first_ids(self, ids: list[int]) -> list[int]:
