@@ -5,11 +5,17 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+
+class FunctionError(ValueError):
+    """A user's function raised, ended the program, or returned what it must not."""
+
 
 # One for all calls: a client that a module keeps belongs to the loop that it was first used in.
 EVENT_LOOP = asyncio.Runner()
@@ -47,22 +53,28 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], **column
 
     columns: arguments that it takes by name. An `async def` is awaited.
 
-    Raises ValueError, with the function's name, where it returns another thing or another number of entries, and where
-    it ends the program, which would look like the end of a run. What else it raises goes through.
+    Raises FunctionError, with the function's name, where it returns another thing or another number of entries, where
+    it raises, with the place, and where it ends the program, which would look like the end of a run.
     """
     try:
         result = function(*arguments, **columns)
         if inspect.iscoroutine(result):
             result = awaited(result)
     except SystemExit as error:
-        raise ValueError(f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning") from error
+        raise FunctionError(
+            f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning"
+        ) from error
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        kind = type(error).__name__
+        raise FunctionError(f"{name} failed in {place.filename}, line {place.lineno}: {kind}: {error}") from error
     if hasattr(result, "tolist"):
         result = result.tolist()
     expected = len(arguments[-1])
     if not isinstance(result, list | tuple):
-        raise ValueError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
+        raise FunctionError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
     if len(result) != expected:
-        raise ValueError(f"{name} must return {expected} entries, one a response, got {len(result)}")
+        raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return list(result)
 
 

@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fastp3o.named_function import call_for_list, import_function
+from fastp3o.named_function import FunctionError, call_for_list, import_function
 from fastp3o.rollouts.rollouts import Rollouts
 
 
@@ -30,7 +30,7 @@ class FunctionReward:
         self.takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """[P, K] fp32. Raises ValueError where the function does not return one number for each response."""
+        """[P, K] fp32. Raises FunctionError where the function fails, or does not return one number a response."""
         columns = {
             name: rollouts.beside_responses(values)
             for name, values in rollouts.columns.items()
@@ -49,11 +49,11 @@ class FunctionReward:
         if isinstance(reward, Tensor) and reward.numel() == 1:
             reward = reward.item()
         if not isinstance(reward, Real):
-            raise ValueError(f"{self.name}: reward {index} must be a number, got {reward!r:.80}")
+            raise FunctionError(f"{self.name}: reward {index} must be a number, got {reward!r:.80}")
         try:
             return float(reward)
         except OverflowError as error:
-            raise ValueError(f"{self.name}: reward {index} must be a number of fp32, got a larger one") from error
+            raise FunctionError(f"{self.name}: reward {index} must be a number of fp32, got a larger one") from error
 
 
 def further_parameters(function: Callable, name: str) -> list[Parameter]:

@@ -8,6 +8,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from fastp3o.endpoint import EndpointError
+from fastp3o.named_function import FunctionError
 from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rewards.penalties import penalties
 from fastp3o.rewards.reward import Reward
@@ -41,18 +42,18 @@ def weighted(rewards: Mapping[str, Reward], weights: Sequence[float]) -> Reward:
 def scored(accelerator: Accelerator, rewards: Mapping[str, Reward], rollouts: Rollouts) -> dict[str, Tensor]:
     """Rewards [P, K] fp32 by their names, and each part of a sum without its weight, as `name/part`.
 
-    Raises EndpointError on every process where one fails on any, once all others are computed: a model that is spread
-    over processes needs all of them.
+    Raises EndpointError or FunctionError on every process where a reward fails on any, once all others are computed: a
+    model that is spread over processes needs all of them.
     """
     scores: dict[str, Tensor] = {}
-    failures: list[str] = []
+    failures: list[EndpointError | FunctionError] = []
     for name, single in singles(rewards).items():
         try:
             scores[name] = single(rollouts)
-        except EndpointError as error:
-            failures.append(str(error))
-    if failures := gather_object(failures):
-        raise EndpointError(failures[0])
+        except (EndpointError, FunctionError) as error:
+            failures.append(error)
+    if of_all := gather_object([type(failure)(str(failure)) for failure in failures]):
+        raise of_all[0] from (failures[0] if failures else None)
     sums = {
         name: reward.sum([scores[f"{name}/{part}"] for part in reward.rewards])
         for name, reward in rewards.items()
@@ -75,7 +76,7 @@ def scores_of(
 ) -> dict[str, Tensor]:
     """[P, K] fp32 by name: `reward`, less all penalties; and what it is made of, where that is more than one reward.
 
-    longest: tokens that a response may have. Raises EndpointError as `scored` does.
+    longest: tokens that a response may have. Raises what `scored` does.
     """
     subtracted = penalties(rollouts, config, longest)
     scores = scored(accelerator, {"reward": reward}, rollouts) | subtracted

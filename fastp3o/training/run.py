@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import StageConfig
 from fastp3o.endpoint import EndpointError
+from fastp3o.named_function import FunctionError
 from fastp3o.training.checkpoints import FINISHED_MODEL, save_model
 from fastp3o.training.finite import NotFiniteError, require_all_finite
 from fastp3o.training.log_files import EVALUATIONS, METRICS, keep_until, sync_logs
@@ -143,11 +144,11 @@ class Run:
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
         """Around the work of a step. Saves the model, and the state where the step can be done again from there, before
-        it lets a NotFiniteError through, or one of an endpoint, which then says where.
+        it lets a NotFiniteError through, or one of an endpoint or a user's function, which then says where.
         """
         try:
             yield
-        except (NotFiniteError, EndpointError) as error:
+        except (NotFiniteError, EndpointError, FunctionError) as error:
             where = f"{self.step_name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
             try:
@@ -187,7 +188,8 @@ class Run:
             with self.saved_if_not_finite(step):
                 metrics = self.evaluate()
                 for name, value in metrics.items():
-                    if not math.isfinite(value):
+                    # A part of a sum, `reward/part`, may only be watched; others make the sum NaN, too.
+                    if "/" not in name and not math.isfinite(value):
                         raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
             self.reporter.evaluation(step, metrics)
         self.note_progress(step, evaluated=True)

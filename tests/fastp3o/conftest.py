@@ -54,6 +54,16 @@ def nan_on_third_call(prompts, responses):
     CALLS += 1
     return [float("nan") if CALLS == 3 else r for r in vowels(prompts, responses)]
 
+def raises_on_third_call(prompts, responses):
+    global CALLS
+    CALLS += 1
+    if CALLS == 3 and os.environ.get("RANK", "1") == "1":
+        raise KeyError("lost")
+    return vowels(prompts, responses)
+
+def never_a_number(prompts, responses):
+    return [float("nan")] * len(responses)
+
 def stops_on_third_call(prompts, responses):
     global CALLS
     CALLS += 1

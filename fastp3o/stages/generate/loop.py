@@ -39,8 +39,8 @@ def generate(config: GenerateConfig) -> Generated:
     `rollout_memory`, free memory decides how many prompts are sampled at once where it has no room for a batch, and the
     bits are those of that number.
 
-    Raises ValueError where nothing is kept, NotFiniteError where a reward is not finite, EndpointError where an
-    endpoint refuses or fails after all retries.
+    Raises ValueError where nothing is kept, NotFiniteError where a reward is not finite, FunctionError where a reward
+    function fails, EndpointError where an endpoint refuses or fails after all retries.
     """
     precision = precision_of(config.precision, automatic="fp16")
     accelerator = new_accelerator(config.seed, precision)

@@ -31,7 +31,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     and config.gold_reward name.
 
     Raises, after saving model and state, NotFiniteError when a reward, a loss or a gradient is not finite, and
-    EndpointError when a remote reward has failed.
+    EndpointError when a remote reward has failed, FunctionError when a function has.
     """
     accelerator, prompts, sampler, score, resample, objective, policy, reference, step, run = set_up(
         config, reward, gold

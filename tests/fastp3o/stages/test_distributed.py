@@ -150,6 +150,14 @@ def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplac
     assert Path("run/state/step-000001").is_dir()
 
 
+def test_a_reward_function_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
+    flags = ["--reward", "rewards_for_tests:raises_on_third_call", "--output_dir", "run"]
+    done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
+    assert done.returncode != 0
+    assert done.stderr.count("KeyError: 'lost'; the model before that is in run/stopped-in-000003") == 2
+    assert Path("run/state/step-000002").is_dir()
+
+
 DIES_ONCE = """
 import os, pathlib, signal
 from rewards_for_tests import varied

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fastp3o.endpoint import EndpointError
+from fastp3o.named_function import FunctionError
 from fastp3o.stages.online import train
 from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.states.changes import ResumeError
@@ -252,6 +253,28 @@ def test_an_endpoint_that_fails_stops_the_run_after_saving(workplace, tiny_model
     train(config(tiny_model, "whole"))
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))
+
+
+def test_a_reward_function_that_fails_stops_the_run_after_saving(workplace, tiny_model):
+    failing = config(tiny_model, "run", reward="rewards_for_tests:raises_on_third_call")
+    place = (
+        r"update 3: rewards_for_tests:raises_on_third_call failed in .*rewards_for_tests.py, line \d+: KeyError: 'lost'"
+    )
+    with pytest.raises(FunctionError, match=rf"{place}; the model before that is in run/stopped-in-000003"):
+        train(failing)
+    train(replace(failing, resume=True))  # whose third call is over
+    train(config(tiny_model, "whole"))
+    assert metrics("run") == metrics("whole")
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_a_reward_that_is_only_watched_may_be_no_number(workplace, tiny_model):
+    rewards = "rewards_for_tests:vowels,rewards_for_tests:never_a_number"
+    watched = config(tiny_model, "watched", reward=rewards, reward_weights="1,0", eval_prompts="prompts.jsonl")
+    train(watched)
+    train(replace(watched, output_dir="alone", reward="rewards_for_tests:vowels", reward_weights=""))
+    assert_equal(weights("watched"), weights("alone"))
+    assert {step["reward/rewards_for_tests:never_a_number"] for step in metrics("watched")} == {None}
 
 
 def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):
