@@ -1,8 +1,31 @@
 """What the kernels' tests run with."""
 
+from collections.abc import Callable
+
 import pytest
+import torch
+
+from fastp3o_kernels.head import backward, forward
+from fastp3o_kernels.head.dtypes import HeadDtypes
 
 
 @pytest.fixture(params=["eager", "triton"])
 def impl(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def multiply_fp16(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on the head multiplies fp16 on a CPU as a GPU does: fp32 sums, gradients of logits in fp16."""
+
+    def multiplied(a, b, out, *, accumulate=False):
+        product = a.float() @ b.float()
+        out.copy_(out + product if accumulate else product)
+
+    def begin() -> None:
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "multiply", multiplied)
+        dtypes = HeadDtypes(torch.float16, torch.float16, torch.float32)
+        monkeypatch.setattr(HeadDtypes, "for_hidden", lambda hidden: dtypes)
+
+    return begin

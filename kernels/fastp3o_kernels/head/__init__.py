@@ -9,6 +9,7 @@ chunks.py             a memory budget -> the tokens that go through the head tog
 forward.py            the head applied span by span, within the budget
 backward.py           gradients of hidden states, weight and bias
 waiting_tokens.py     tokens whose gradients of logits wait for their matrix products
+fp16_scale.py         the scale of gradients of logits in fp16
 gradient_scaling.py   gradients times the incoming gradient of a loss
 scale_kernel.py       Triton: the same, without a pass over memory where that is 1
 eager.py              all logits as one PyTorch graph: the tests' oracle

@@ -17,6 +17,7 @@ from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.fp16_scale import fp16_scale
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
 from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
 from fastp3o_kernels.uncompiled import uncompiled
@@ -58,11 +59,15 @@ class LinearLogprobs(torch.autograd.Function):
                 grad_logprobs = torch.zeros_like(chunked.row_max)
             coefficients = grad_logprobs.masked_fill(ignored, 0.0)
             of_entropy = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
+            scale = fp16_scale(gradients, chunked.plan.dtypes.multiplied, hidden.device)
+            if scale is not None:
+                factor = scale.lowered_for(coefficients, of_entropy)
+                coefficients, of_entropy = coefficients * factor, None if of_entropy is None else of_entropy * factor
             # The last span's logits are still in their buffer.
             spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
             for span in reversed(spans):
                 gradients.backward(span, coefficients[span], None if of_entropy is None else of_entropy[span])
-            return *gradients.results(), *[None] * 6
+            return *gradients.results(None if scale is None else 1 / scale.value), *[None] * 6
 
 
 @overload

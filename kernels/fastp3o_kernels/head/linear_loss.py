@@ -23,18 +23,12 @@ from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.fp16_scale import fp16_scale
 from fastp3o_kernels.head.groups import Groups, GroupTensors
 from fastp3o_kernels.head.head import Head, check_head
 from fastp3o_kernels.rows.labels import NO_LABEL
 from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
 from fastp3o_kernels.uncompiled import uncompiled
-
-# fp16 ends at 65504 and is coarse below 6e-5. Where the products are fp16, gradients of logits are kept at a scale that
-# makes this the largest coefficient, whatever means the objective takes inside: where coefficients are a sixteenth of
-# it, a probability of 1e-6 keeps three digits, and products with large weights stay finite.
-FP16_LARGEST = 1024.0
-# Of the scale, where no coefficient yet is above 0.
-HIGHEST_SCALE = 2.0**64
 
 Metrics = dict[str, Tensor]
 Objective = Callable[[Groups], Tensor | tuple[Tensor, Metrics]]
@@ -100,26 +94,6 @@ class Evaluation:
         return gradients[0], None if entropy is None else gradients[1]
 
 
-class Fp16Scale:
-    """What coefficients are multiplied by where gradients of logits are fp16: a power of two, 0-d on the device, that
-    falls from chunk to chunk where larger ones come. The host never waits for it.
-    """
-
-    def __init__(self):
-        self.value: Tensor | float = HIGHEST_SCALE
-
-    def lowered_for(self, gradients: HeadGradients, *coefficients: Tensor | None) -> Tensor | float:
-        """The scale for a chunk's coefficients, to which all gradients so far are brought."""
-        largest = [values.abs().max() for values in coefficients if values is not None and len(values)]
-        if not largest:
-            return self.value
-        wanted = torch.exp2(torch.floor(torch.log2(FP16_LARGEST / torch.stack(largest).max())))
-        before, self.value = self.value, wanted.clamp(max=self.value)
-        if isinstance(before, Tensor):
-            gradients.rescale(self.value / before)
-        return self.value
-
-
 class LinearLoss(torch.autograd.Function):
     """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming gradient.
 
@@ -129,10 +103,10 @@ class LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, head, evaluation, outputs, divisor, plan, triton):
         needs = ctx.needs_input_grad[:3]
-        scale = Fp16Scale() if plan.dtypes.multiplied == torch.float16 else None
         chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton, statistics=bool(outputs))
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
+            scale = fp16_scale(gradients, plan.dtypes.multiplied, hidden.device)
             for chunk in plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
@@ -142,7 +116,7 @@ class LinearLoss(torch.autograd.Function):
                     continue
                 first = evaluation.tokens(chunk.units).start
                 of_logprobs, of_entropy = evaluation.coefficients(tokens, chunk.units)
-                factor = 1 / divisor if scale is None else scale.lowered_for(gradients, of_logprobs, of_entropy)
+                factor = 1 / divisor if scale is None else scale.lowered_for(of_logprobs, of_entropy)
                 of_logprobs = of_logprobs * factor
                 of_entropy = None if of_entropy is None else of_entropy * factor
                 # The last span's logits are still in their buffer.
@@ -242,6 +216,8 @@ def linear_loss(
     triton = use_triton(impl, hidden, head.weight, head.bias)
     divisor = max(P, 1) if divisor is None else divisor
     check_divisor(divisor)
+    if isinstance(divisor, Tensor):
+        divisor = divisor.detach().to(hidden.device, dtypes.logits, non_blocking=True)
     if impl == "eager":
         tokens = asked_for(outputs, *eager.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded))
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.

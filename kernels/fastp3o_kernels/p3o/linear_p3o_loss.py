@@ -21,6 +21,7 @@ from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.fp16_scale import fp16_scale
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
 from fastp3o_kernels.p3o import eager
 from fastp3o_kernels.p3o.coefficients import loss_and_coefficients, on_policy_loss_and_coefficients
@@ -29,10 +30,6 @@ from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
 from fastp3o_kernels.rows.labels import NO_LABEL
 from fastp3o_kernels.uncompiled import uncompiled
-
-# fp16 ends at 65504 and is coarse below 6e-5. Where the products are fp16, gradients of logits are kept at the scale of
-# a loss that is a sum, times this: a probability of 1e-6 keeps three digits, an advantage difference may reach 1000.
-FP16_SCALE = 64.0
 
 
 class LinearP3OLoss(torch.autograd.Function):
@@ -44,10 +41,10 @@ class LinearP3OLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, head, pairs, settings, plan, triton):
         needs = ctx.needs_input_grad[:3]
-        scale = coefficient_scale(plan.dtypes, pairs, settings)
         chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
+            scale = fp16_scale(gradients, plan.dtypes.multiplied, hidden.device)
             for chunk in plan.chunks:
                 for span in chunk.spans:
                     chunked.forward(span)
@@ -55,14 +52,17 @@ class LinearP3OLoss(torch.autograd.Function):
                     continue
                 own = pairs.part(chunk.units)
                 results, coefficients = loss_and_coefficients(chunked.logprobs, own, settings, triton=triton)
+                if scale is not None and chunk.spans:
+                    tokens = slice(chunk.spans[0].start, chunk.spans[-1].stop)
+                    coefficients[tokens] *= scale.lowered_for(coefficients[tokens])
                 # The last span's logits are still in their buffer.
                 for span in reversed(chunk.spans):
-                    gradients.backward(span, coefficients[span] if scale is None else coefficients[span] * scale)
+                    gradients.backward(span, coefficients[span])
             if gradients is None or len(plan.chunks) > 1:
                 results, _ = loss_and_coefficients(chunked.logprobs, pairs, settings, triton=triton)
             if gradients is not None:
                 gradients.finish()
-        ctx.gradients, ctx.scale = gradients, scale
+        ctx.gradients, ctx.scale = gradients, None if scale is None else scale.value
         return forward_results(ctx, results)
 
     @staticmethod
@@ -101,21 +101,17 @@ class OnPolicyLinearP3OLoss(torch.autograd.Function):
         chunked = ChunkedHead(labels, NO_LABEL, ctx.plan, triton=ctx.triton)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
+            scale = fp16_scale(gradients, ctx.plan.dtypes.multiplied, hidden.device)
+            if scale is not None:
+                coefficients = coefficients * scale.lowered_for(coefficients)
             most = ctx.plan.logits_rows
             for begin in range(0, len(hidden), most):
                 span = slice(begin, min(begin + most, len(hidden)))
                 gradients.on_policy(span, coefficients[span])
-            dhidden, dweight, dbias = gradients.results()
+            dhidden, dweight, dbias = gradients.results(None if scale is None else 1 / scale.value)
         if dhidden is not None and not everything:
             dhidden = torch.zeros_like(all_hidden).index_copy_(0, tokens, dhidden)
         return dhidden, dweight, dbias, *[None] * 6
-
-
-def coefficient_scale(dtypes: HeadDtypes, pairs: PairInputs, settings: P3OSettings) -> Tensor | None:
-    """What the coefficients are multiplied by until backward, where they would be lost in fp16."""
-    if dtypes.multiplied != torch.float16:
-        return None
-    return pairs.divisor * (FP16_SCALE * (1 if settings.clipping == "token" else pairs.responses_per_prompt))
 
 
 @uncompiled

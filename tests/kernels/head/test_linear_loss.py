@@ -7,8 +7,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import Groups, P3OSettings, linear_logprobs, linear_loss, linear_p3o_loss
-from fastp3o_kernels.head import backward, forward
-from fastp3o_kernels.head.dtypes import HeadDtypes
 from tests.kernels.problems import (
     CHUNKED,
     DEVICE,
@@ -121,17 +119,11 @@ def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, he
         assert (got - target).norm() <= 2 * (by_eager - target).norm() + 1e-5 * target.norm() + floor + rounding
 
 
-def halves_multiplied(a, b, out, *, accumulate=False):
-    """As a GPU does: fp32 sums, and one rounding where the result is fp16."""
-    product = a.float() @ b.float()
-    out.copy_(out + product if accumulate else product)
-
-
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU multiplies fp16 itself")
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("coefficients", ["small", "rising", "first none"])
-def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(monkeypatch, coefficients, impl):
-    """As on a GPU, where gradients of logits are fp16: nearly even probabilities of 4,000 tokens."""
+def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(multiply_fp16, coefficients, impl):
+    """Nearly even probabilities of 4,000 tokens."""
     lengths, V, D = [2, 3, 1, 4, 2, 2], 4000, 8
     states = random_hidden_states(sum(lengths), V, D, DEVICE, torch.float16, scale=0.01)
     labels = torch.randint(V, (sum(lengths),), generator=torch.Generator().manual_seed(0))
@@ -143,10 +135,7 @@ def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(monk
 
     given = labels, lengths, mean_of_many_long_responses, 2
     _, exact = run(states.to(torch.float64), *given, double(tensors), "eager")
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "multiply", halves_multiplied)
-    on_a_gpu = HeadDtypes(torch.float16, torch.float16, torch.float32)
-    monkeypatch.setattr(HeadDtypes, "for_hidden", lambda hidden: on_a_gpu)
+    multiply_fp16()
     states = states.leaves()
     output = linear_loss(
         states.hidden,
@@ -163,6 +152,16 @@ def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(monk
     (2.0**16 * output.loss).backward()
     for got, target in zip(states.gradients(), exact, strict=True):
         assert (got.double() / 2.0**15 - target).norm() <= 2e-3 * target.norm()
+
+
+@pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
+def test_a_divisor_of_another_dtype_leaves_the_losses(impl):
+    states = random_hidden_states(4, 20, 8, DEVICE)
+    labels, divisor = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.tensor(3.0, dtype=torch.float64)
+    output = linear_loss(
+        states.hidden, states.head, labels, [0, 4], lambda groups: groups.logprobs.sum(), divisor=divisor, impl=impl
+    )
+    assert output.loss.dtype == torch.float32
 
 
 @pytest.mark.parametrize("K", [2, 3])

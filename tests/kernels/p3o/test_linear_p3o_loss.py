@@ -298,6 +298,24 @@ def test_gradients_of_fp16_products_survive_a_loss_scale():
             assert relative_error(got, target) < 2e-3
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU multiplies fp16 itself")
+@pytest.mark.parametrize("impl", CHUNKED)
+@pytest.mark.parametrize("sampled_by_it", [False, True])
+@pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
+def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(multiply_fp16, factor, sampled_by_it, impl):
+    """Small enough that probabilities times advantages are nothing in fp16, large enough that these are infinite."""
+    states, pairs = problem([2, 3] * 8, 3000, torch.float16, scale=0.05)
+    pairs.rewards = factor * pairs.rewards
+    if sampled_by_it:
+        pairs = on_policy(states, pairs)
+    given = {"kl_coef": 0.0, "on_policy": sampled_by_it, "incoming": 2.0**10 / factor}
+    _, expected = run(states.to(torch.float64), pairs.to(torch.float64), "none", "eager", **given)
+    multiply_fp16()
+    _, gradients = run(states, pairs, "none", impl, memory_budget=budget_for(20, 3000), **given)
+    for got, target in zip(gradients, expected, strict=True):
+        assert relative_error(got, target) < 3e-3
+
+
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_second_backward_pass_is_refused(impl):
     states, pairs = problem()
