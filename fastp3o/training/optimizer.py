@@ -24,6 +24,7 @@ class Optimizer:
     have one of their own, by name.
 
     parameters: what the optimizer moves, in fp32, by their names in the model. steps: taken by this object.
+    learning_rate: of the first group, in the last step; before there was one, in the next.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Optimizer:
         self.schedule = get_scheduler(
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
         )
+        self.learning_rate = self.next_learning_rate()
         # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
         fp16 = precision.weights == torch.float16
         self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**12, enabled=fp16)
@@ -95,12 +97,12 @@ class Optimizer:
         if self.masters is not None:
             self.masters.round()
         self.optimizer.zero_grad()
+        self.learning_rate = self.next_learning_rate()
         self.schedule.step()
         self.steps += 1
         return metrics
 
-    @property
-    def learning_rate(self) -> float:
+    def next_learning_rate(self) -> float:
         return self.schedule.get_last_lr()[0]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -138,6 +140,7 @@ class Optimizer:
             before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
             self.schedule.load_state_dict(self.schedule.state_dict() | before)
             self.schedule.step()
+            self.learning_rate = self.next_learning_rate()
         if state["loss_scale"]:
             self.scaler.load_state_dict(state["loss_scale"])
 

@@ -116,15 +116,16 @@ class Run:
         with self.stops:
             try:
                 self.evaluate_after(self.progress.step)
+                self.make_up_for_checkpoint()
                 for step in range(self.progress.step + 1, self.steps + 1):
                     yield step
                     self.require_finite_weights(step)
                     self.note_progress(step, evaluated=False)
                     self.stop_or_save()
                     self.evaluate_after(step)
-                    if self.config.save_every and step % self.config.save_every == 0:
+                    if self.checkpoint_due(step):
                         self.save_state()
-                        self.save_model(self.folder / f"checkpoint-{step:06}")
+                        self.save_model(self.checkpoint_of(step))
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
@@ -192,7 +193,8 @@ class Run:
                     if "/" not in name and not math.isfinite(value):
                         raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
             self.reporter.evaluation(step, metrics)
-        self.note_progress(step, evaluated=True)
+            # Only here: a step without one may be the last of a run that is resumed, and then one is due.
+            self.note_progress(step, evaluated=True)
 
     def require_finite_weights(self, step: int) -> None:
         """Raises NotFiniteError where the step has ruined the model, before a state can replace a good one."""
@@ -239,6 +241,20 @@ class Run:
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, plain(self.config), self.fingerprints)
         self.saved_at = time.monotonic()
+
+    def checkpoint_due(self, step: int) -> bool:
+        return bool(self.config.save_every) and step % self.config.save_every == 0
+
+    def checkpoint_of(self, step: int) -> Path:
+        return self.folder / f"checkpoint-{step:06}"
+
+    def make_up_for_checkpoint(self) -> None:
+        """Saves the model of the state that the run goes on from, where it ended between that and the checkpoint."""
+        step = self.progress.step
+        if step and self.checkpoint_due(step):
+            checkpoint = self.checkpoint_of(step)
+            if not on_main_process(self.accelerator, checkpoint.exists):
+                self.save_model(checkpoint)
 
     def save_model(self, folder: Path) -> None:
         save_model(self.accelerator, self.optimizer.model, self.tokenizer, folder, self.optimizer.precision.weights)

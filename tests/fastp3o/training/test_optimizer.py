@@ -175,6 +175,16 @@ def test_a_resumed_run_takes_its_own_settings_of_adamw():
     assert resumed.learning_rate == 0.5 * 0.99
 
 
+def test_the_learning_rate_is_that_of_the_step():
+    optimizer = optimizer_for(Weights([1.0]), torch.float32, lr_schedule="linear", warmup_steps=2)
+    for rate in (0.0, 0.5e-3, 1e-3):
+        before = optimizer.parameters["weight"].item()
+        optimizer.step(backward(optimizer, [1.0]))
+        assert optimizer.learning_rate == rate
+        # AdamW's steps along one gradient are the learning rate.
+        assert before - optimizer.parameters["weight"].item() == pytest.approx(rate, abs=1e-6)
+
+
 def test_a_state_of_another_model_is_refused_by_name():
     optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
     with pytest.raises(ValueError, match=r"the state has exp_avg\.other, which is nothing that this model trains"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from fastp3o.config import StageConfig
 from fastp3o.models.loading import load_policy
@@ -180,6 +181,37 @@ def test_a_stop_in_an_evaluation_comes_behind_it(workplace, tiny_model, tokenize
     assert [line["step"] for line in lines("eval.jsonl")] == [0, 4]
 
 
+def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(workplace, tiny_model, tokenizer):
+    run = start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2)
+    for step in run:
+        take_step(run)
+        run.phases.seconds["update"] = 1.0
+        run.report(step, {"loss": 0.0}, tokens=1, shown=())
+        if step == 5:
+            break
+    assert finish(start(tiny_model, tokenizer, lambda: {"score": 2.0}, steps=4, resume=True)) == []
+    assert [(line["step"], line["score"]) for line in lines("eval.jsonl")] == [(0, 1), (4, 2)]
+
+
+def test_a_checkpoint_that_a_stop_came_before_is_made_up_for(workplace, tiny_model, tokenizer):
+    finish(start(tiny_model, tokenizer, output_dir="whole", save_every=2))
+    run = start(tiny_model, tokenizer, save_every=2)
+    with pytest.raises(SystemExit):
+        kill_in(2, signal.SIGTERM, run, before_optimizer=False)
+    assert os.listdir("run/state") == ["step-000002"]
+    finish(start(tiny_model, tokenizer, resume=True, save_every=2))
+    for name in ("checkpoint-000002", "checkpoint-000004"):
+        made, expected = (load_file(Path(folder, name, "model.safetensors")) for folder in ("run", "whole"))
+        assert_equal(made, expected)
+
+
+def test_a_checkpoint_that_is_there_stays(workplace, tiny_model, tokenizer):
+    finish(start(tiny_model, tokenizer, steps=2, save_every=2))
+    Path("run/checkpoint-000002/mine").touch()
+    finish(start(tiny_model, tokenizer, resume=True, save_every=2))
+    assert Path("run/checkpoint-000002/mine").exists()
+
+
 def test_states_are_saved_by_time(workplace, tiny_model, tokenizer):
     finish(start(tiny_model, tokenizer, save_minutes=1e-9))
     assert sorted(os.listdir("run/state")) == ["step-000003", "step-000004"]
@@ -226,6 +258,11 @@ def test_a_changed_learning_rate_takes_effect_and_is_said(workplace, tiny_model,
         "resuming after step 4, from run/state/step-000004",
     ]
     assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25]
+
+
+def test_a_line_has_the_learning_rate_of_its_own_step(workplace, tiny_model, tokenizer):
+    finish(start(tiny_model, tokenizer, lr_schedule="linear", learning_rate=0.5, warmup_steps=2))
+    assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [0.0, 0.25, 0.5, 0.25]
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model, tokenizer):
