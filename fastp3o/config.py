@@ -247,6 +247,8 @@ class SamplerConfig(Flags):
     def check_sampler(self) -> None:
         self.check_at_least(1, "rollout_batch_size")
         self.check(self.rollout_memory is None or self.rollout_memory > 0, "rollout_memory", "above 0")
+        if self.sampler == "transformers" and (self.rollout_memory is not None or self.compile_rollouts):
+            raise ValueError("--rollout_memory and --compile_rollouts do nothing with --sampler transformers")
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:

@@ -16,7 +16,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("frontier.png"), help="PNG to write.")
     arguments = parser.parse_args()
     try:
-        runs = {folder.name: read_run(folder) for folder in arguments.runs}
+        names = [folder.name for folder in arguments.runs]
+        runs = {
+            folder.name if names.count(folder.name) == 1 else str(folder): read_run(folder) for folder in arguments.runs
+        }
     except ValueError as error:
         parser.error(str(error))
     print_table(runs)

@@ -23,10 +23,11 @@ else
     extras="${FASTP3O_EXTRAS:-dev}"
     wanted="$extras
 $(cat pyproject.toml scripts/constraints.txt)"
-    if [[ ! -f .venv/installed || "$(cat .venv/installed)" != "$wanted" ]]; then
-        if [[ ! -x "$PYTHON" ]]; then
+    if [[ ! -f .venv/installed || "$(cat .venv/installed)" != "$wanted" ]] || ! "$PYTHON" -c '' 2> /dev/null; then
+        # What an attempt without python3-venv, or one that was interrupted, has left has no pip.
+        if ! "$PYTHON" -m pip --version > /dev/null 2>&1; then
             require_python python3
-            python3 -m venv .venv
+            python3 -m venv --clear .venv
         fi
         echo "== Installing fastp3o and what it needs into .venv (a few minutes, once)"
         if ! "$PYTHON" -m pip install --disable-pip-version-check --constraint scripts/constraints.txt \

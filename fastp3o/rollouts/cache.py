@@ -73,9 +73,13 @@ class Cache:
         self.memory.untyped_storage().resize_(0)
 
     def keep_slots(self, kept: Tensor) -> None:
-        """kept: [n] int64, slots whose keys stay, in this order."""
+        """kept: [n] int64, slots whose keys stay, in this order. They move to the front of their memory: copies of all
+        would take as much again.
+        """
         for layer in self.layers.values():
-            layer.own_keys, layer.own_values = layer.own_keys[kept], layer.own_values[kept]
+            for own in (layer.own_keys, layer.own_values):
+                own[: len(kept)] = own[kept]
+            layer.own_keys, layer.own_values = layer.own_keys[: len(kept)], layer.own_values[: len(kept)]
 
 
 def layer_cache(memory: Tensor, shape: LayerShape, room: Room) -> LayerCache:

@@ -1,6 +1,7 @@
 """Responses from the engine: batches of prompts, as many at once as memory holds."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -102,13 +103,14 @@ class EngineSampler:
         self, prompt_ids: list[Ids], keys: Tensor, end_ids: set[int]
     ) -> tuple[list[list[Ids]], list[list[list[float]]]]:
         """Token ids and log-probabilities, [P][K]. keys: [P, K], of the random numbers."""
-        room = self.room_for(prompt_ids, keys.shape[1])
+        memory = available_memory(self.policy.model.device) if self.memory is None else self.memory
+        room = self.room_for(prompt_ids, keys.shape[1], memory)
         response_ids: list[list[Ids]] = []
         logprobs: list[list[list[float]]] = []
         batches = range(0, len(prompt_ids), room.prompts)
         for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
             batch = slice(first, first + room.prompts)
-            ids, ids_logprobs = self.engine_with(room, end_ids).run(prompt_ids[batch], keys[batch])
+            ids, ids_logprobs = self.engine_with(room, end_ids, memory).run(prompt_ids[batch], keys[batch])
             response_ids += ids
             logprobs += ids_logprobs
         self.release_memory()
@@ -121,7 +123,7 @@ class EngineSampler:
         else:
             self.engine = None
 
-    def room_for(self, prompt_ids: list[Ids], responses_per_prompt: int) -> Room:
+    def room_for(self, prompt_ids: list[Ids], responses_per_prompt: int, memory: int) -> Room:
         device = self.policy.model.device
         longest = max(map(len, prompt_ids)) - 1
         return fitting_room(
@@ -130,15 +132,21 @@ class EngineSampler:
             responses_per_prompt,
             prompts=min(self.batch_size, len(prompt_ids)),
             bytes_per_token=self.bytes_per_token(),
-            memory=available_memory(device) if self.memory is None else self.memory,
+            memory=memory,
         )
 
-    def engine_with(self, room: Room, end_ids: set[int]) -> Engine:
-        """The last one where it has the room and its shapes stay, so that its graph serves again."""
-        if self.engine is None or not self.engine.static or not self.engine.room.holds(room):
+    def engine_with(self, room: Room, end_ids: set[int], memory: int) -> Engine:
+        """The last one where it has the room and its shapes stay, so that its graph serves again; unless it is larger
+        than the memory (bytes) that is allowed by now: an optimizer takes its own after the first rollouts.
+        """
+        last = self.engine
+        if last is None or not last.static or not last.room.holds(room) or not self.fits(last.room, room, memory):
             self.engine = None  # gives its memory back before the next one takes any
             self.engine = self.new_engine(room, end_ids)
-        return self.engine
+        return cast(Engine, self.engine)
+
+    def fits(self, larger: Room, room: Room, memory: int) -> bool:
+        return larger.tokens <= max(room.tokens, memory // self.bytes_per_token())
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
         given = self.policy, self.shapes, room, end_ids, self.settings

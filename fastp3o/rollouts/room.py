@@ -1,5 +1,6 @@
 """How much the cache has room for: sizes of its keys and values, and what of the memory it may take."""
 
+import os
 from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
@@ -79,5 +80,6 @@ def available_memory(device: torch.device) -> int:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
     else:
-        free = psutil.virtual_memory().available
+        # Processes of one machine share what is free.
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return int(SHARE * free)

@@ -1,6 +1,8 @@
 """How much of a ratio is rounding: the same responses and weights, in another way that is mathematically equal."""
 
+from bisect import bisect_right
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,20 +21,22 @@ TOLERATED = 0.2
 def ratio_noise(policy: PackedModel, rollouts: Rollouts, microbatch: Microbatch) -> Tensor:
     """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
-    One is the row of `microbatch`, on which the policy trains. In the other each of its responses has its prompt to
-    itself, in the opposite order, so that every matrix product has another shape; and rotary positions begin at 1,
+    One is the row of `microbatch`, on which the policy trains. In the other each of its first responses has its prompt
+    to itself, in the opposite order, so that every matrix product has another shape; as many as make no longer row,
+    which would take more memory than training does. And rotary positions begin at 1,
     which turns queries and keys alike and rounds all of them anew. Without rotary positions only the shapes differ, and
     where libraries round a row the same in every shape, as on CPUs, that shows nothing.
     """
-    alone = [(rollouts.prompt_ids[p], ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]][::-1]
-    prompt_ids, responses = [prompt for prompt, _ in alone], [[ids] for _, ids in alone]
-    tokens = sum(len(prompt) + len(ids) for prompt, ids in alone)
-    (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=tokens))
+    alone = [(rollouts.prompt_ids[p], ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]]
+    ends = list(accumulate(len(prompt) + len(ids) for prompt, ids in alone))
+    fitting = max(1, bisect_right(ends, microbatch.row.tokens))
+    prompt_ids, responses = zip(*[(prompt, [ids]) for prompt, ids in alone[:fitting][::-1]], strict=True)
+    (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=ends[fitting - 1]))
     if policy.relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(microbatch.old_logprobs.device)
     again = by_group([row], [sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)])
-    return (again.flatten().flip(0) - microbatch.old_logprobs.flatten()).square().mean().sqrt()
+    return (again.flatten().flip(0) - microbatch.old_logprobs.flatten()[:fitting]).square().mean().sqrt()
 
 
 def noise_warning(noise: float, clip_range: float, precision: str) -> str:

@@ -137,6 +137,7 @@ def respond(
         max_response_tokens=config.max_response_tokens,
         batch_size=config.rollout_batch_size,
         memory_gb=config.rollout_memory,
+        compiles=config.compile_rollouts,
         settings=config.sampling_settings(),
     )
     rollouts = sample(

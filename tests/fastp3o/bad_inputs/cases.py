@@ -261,6 +261,8 @@ FLAGS = [
     ),
     ("preference", "--objective orpo --reference_logprobs x", "--reference_logprobs does nothing: --objective orpo"),
     ("preference", "--reward rewards_for_tests:vowels", "--reward does nothing without --eval_prompts"),
+    ("online", "--sampler transformers --rollout_memory 1", "do nothing with --sampler transformers"),
+    ("generate", "--sampler transformers --compile_rollouts", "do nothing with --sampler transformers"),
     ("preference", "--sampler transformers", "--sampler does nothing without --eval_prompts"),
     *[
         ("preference", f"--eval_prompts prompts.jsonl --{name}", f"--{name.split()[0]} does nothing without --reward")

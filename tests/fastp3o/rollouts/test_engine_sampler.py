@@ -131,6 +131,26 @@ def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts,
     assert sampler.engine.cache.memory.untyped_storage().nbytes() == 0
 
 
+def test_an_engine_that_has_become_too_large_gives_way(policy, tokenizer, prompts, monkeypatch):
+    """Its room was that of the first call; by the second an optimizer has taken most of it."""
+    rooms = []
+
+    def recorded(policy, shapes, room, *rest, **options):
+        rooms.append(room)
+        return Engine(policy, shapes, room, *rest, static=True, **options)
+
+    monkeypatch.setattr(engine_sampler, "Engine", recorded)
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, batch_size=P)
+    ids = tokenizer(prompts).input_ids
+    for free in (10**9, 10**9, 10**5):
+        monkeypatch.setattr(engine_sampler, "available_memory", lambda device, free=free: free)
+        sampler(
+            prompts[:2] if free == 10**5 else prompts, ids[: 2 if free == 10**5 else P], responses_per_prompt=K, seed=0
+        )
+    assert [room.prompts for room in rooms] == [P, 2]
+    assert rooms[1].tokens * sampler.bytes_per_token() <= 10**5
+
+
 def test_training_mode_and_checkpointing_come_back(policy, tokenizer, prompts):
     expected = sample(policy, tokenizer, prompts)
     model = random_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)

@@ -6,6 +6,7 @@ from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.training import ratio_noise as ratio_noise_module
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning, ratio_noise
 from fastp3o_kernels import sequence_logprobs
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
@@ -35,6 +36,24 @@ def test_a_difference_of_all_responses_is_measured_in_nats():
     model = PackedModel(random_model("llama"))
     noise = ratio_noise(model, *rollouts_and_microbatch(model, FOURS, shift=0.5))
     torch.testing.assert_close(noise, torch.tensor(0.5), atol=1e-4, rtol=0.0)
+
+
+def test_the_other_row_is_no_longer_than_the_one_that_trains(monkeypatch):
+    """Where many responses share a long prompt, each with a prompt of its own would be several times as long."""
+    model = PackedModel(random_model("llama"))
+    rollouts, microbatch = rollouts_and_microbatch(model, FOURS)
+    lengths = []
+
+    def measured(policy, row):
+        lengths.append(row.tokens)
+        return scored_logprobs(policy, row)
+
+    monkeypatch.setattr(ratio_noise_module, "scored_logprobs", measured)
+    assert ratio_noise(model, rollouts, microbatch) < 1e-4
+    alone = [len(rollouts.prompt_ids[p]) + len(ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]]
+    (length,) = lengths
+    assert length <= microbatch.row.tokens < sum(alone)
+    assert length in [sum(alone[:count]) for count in range(1, len(alone))]
 
 
 def test_half_precision_is_louder():
