@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.model_head import check_trial, head_of, output_layer
 from fastp3o_kernels.uncompiled import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,7 +40,8 @@ def expose_head(model: Model) -> Model:
     model: a causal LM of transformers, or a peft model of one, before it is wrapped or prepared.
 
     Raises ValueError where it is wrapped already. At the call: for a head that is not a plain linear layer (an adapter
-    on it, a quantised one); losses raise it for a weight that is spread over processes and not gathered.
+    on it, a quantised one), and at the first for a model that makes its logits otherwise, which a trial on a few tokens
+    shows; losses raise it for a weight that is spread over processes and not gathered.
     """
     outer: Any = model
     inner: Any = outer.get_base_model() if hasattr(model, "get_base_model") else model
@@ -46,10 +49,15 @@ def expose_head(model: Model) -> Model:
         raise ValueError(
             f"expose_head takes a causal LM of transformers, before it is wrapped, and got a {type(model).__name__}"
         )
+    if hasattr(inner, "_forward_to_logits"):
+        # What others have put around it since keeps it within.
+        return model
     if hasattr(inner, "_original_forward"):
         raise ValueError("accelerate has prepared the model: call expose_head before accelerator.prepare")
     # Bound methods, which a deep copy of the model binds to the copy; a closure would compute with this one's weights.
     inner._forward_to_logits = inner.forward
+    # A reward model makes no logits of all tokens that could be compared.
+    inner._head_was_tried = hasattr(inner, "score")
     inner.forward = MethodType(with_of_hidden(inner.forward), inner)
     return model
 
@@ -65,11 +73,7 @@ def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
             return model._forward_to_logits(*arguments, **options)
         if torch.is_grad_enabled() and nobody_reduces(model):
             warnings.warn(NOT_REDUCED, stacklevel=2)
-        hidden = model.base_model(*arguments, **options).last_hidden_state
-        gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
-        if gather is not None:
-            gather()
-        return called(of_hidden, hidden, head_of(model))
+        return called(of_hidden, model.base_model(*arguments, **options).last_hidden_state, model)
 
     return forward
 
@@ -85,36 +89,12 @@ def nobody_reduces(model: nn.Module) -> bool:
 
 
 @uncompiled
-def called(of_hidden: Callable[[Tensor, Head], Any], hidden: Tensor, head: Head) -> Any:
-    return of_hidden(hidden, head)
-
-
-def head_of(model: Any) -> Head:
-    """What turns a causal LM's last hidden states into its logits.
-
-    Raises ValueError where it is not a plain linear layer.
-    """
-    layer = output_layer(model)
-    name = type(model).__name__
-    # FSDP makes a class of its own of each class that it wraps.
-    kinds = [kind for kind in type(layer).__mro__ if not kind.__name__.startswith("FSDP")]
-    if kinds[0] is not nn.Linear:
-        kind = f"{type(layer).__module__}.{type(layer).__name__}"
-        raise ValueError(
-            f"the head of {name} is a {kind}; fastp3o's losses need a plain linear layer. LoRA of the head itself is "
-            "not supported: leave it out of --lora_targets, or of peft's target_modules; and out of quantisation "
-            "(llm_int8_skip_modules of bitsandbytes)"
-        )
-    config = model.config
-    return Head(
-        layer.weight,
-        bias=layer.bias,
-        softcap=getattr(config, "final_logit_softcapping", None),
-        # Granite divides its logits, Cohere multiplies them.
-        temperature=getattr(config, "logits_scaling", None) or 1 / (getattr(config, "logit_scale", None) or 1.0),
-    )
-
-
-def output_layer(model: Any) -> Any:
-    """A reward model's one is called score."""
-    return getattr(model, "score", None) or model.get_output_embeddings()
+def called(of_hidden: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any) -> Any:
+    if not model._head_was_tried:
+        # Not when it was exposed: many models cannot run before they are on their device.
+        check_trial(model, replace(head_of(model), bias=None), hidden.device)
+        model._head_was_tried = True
+    gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
+    if gather is not None:
+        gather()
+    return of_hidden(hidden, head_of(model))

@@ -6,26 +6,38 @@ import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForSequenceClassification, LlamaConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertLMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaForCausalLM,
+)
 
 from fastp3o_kernels import expose_head, linear_logprobs
 from fastp3o_kernels.exposed_head import head_of
 from tests.kernels import exposed_heads
-from tests.kernels.exposed_heads import CONFIGS, IDS, SIZES, gradients, model_of, p3o_of
+from tests.kernels.exposed_heads import CONFIGS, FAMILIES, IDS, SIZES, gradients, model_of, model_of_family, p3o_of
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *FAMILIES])
 def test_it_is_the_models_own_head(name):
-    model = expose_head(model_of(name))
+    if name in FAMILIES and name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    model = expose_head(model_of(name) if name in CONFIGS else model_of_family(name)).eval()
     logits = model(IDS).logits
     expected = logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None]).squeeze(2)
 
@@ -33,6 +45,107 @@ def test_it_is_the_models_own_head(name):
         return linear_logprobs(hidden[:, :-1].flatten(0, 1), head, IDS[:, 1:].flatten())
 
     torch.testing.assert_close(model(IDS, of_hidden=of_hidden).view(expected.shape), expected)
+
+
+class Doubled(LlamaForCausalLM):
+    def forward(self, *arguments, **options):
+        output = super().forward(*arguments, **options)
+        output.logits = 2 * output.logits
+        return output
+
+
+class Capped(Doubled):
+    def forward(self, *arguments, **options):
+        output = LlamaForCausalLM.forward(self, *arguments, **options)
+        output.logits = 30 * (output.logits / 30).tanh()  # which the logits of a new model do not reach
+        return output
+
+
+class Masked(Doubled):
+    def forward(self, *arguments, **options):
+        output = LlamaForCausalLM.forward(self, *arguments, **options)
+        output.logits[..., 7] = torch.finfo(torch.float32).min
+        return output
+
+
+class Moved(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda head, given: (given[0].roll(1, -1),))
+
+
+class Pictured(LlamaForCausalLM):
+    def forward(self, *arguments, pixels, **options):
+        return super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Doubled, r"scales, caps or masks its logits .*\(soft cap None, divided by 1\)"),
+        (Capped, "scales, caps or masks"),
+        (Masked, "scales, caps or masks"),
+        (Moved, "its head takes something else than the last hidden states"),
+        (Pictured, "a trial on 3 tokens failed with: .*pixels"),
+        (BertLMHeadModel, "its head takes something else than the last hidden states"),
+        (RobertaForCausalLM, "its head takes something else than the last hidden states"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_made_otherwise_are_refused(kind, reason, dtype):
+    sizes = SIZES | {"intermediate_size": 24}
+    model = kind(kind.config_class(**sizes, **({} if issubclass(kind, LlamaForCausalLM) else {"is_decoder": True})))
+    model = expose_head(model.to(dtype))
+    with pytest.raises(ValueError, match=rf"losses would be wrong with {kind.__name__}: .*{reason}"):
+        model(**p3o_of(slice(0, 1)))
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_not_taken_for_another_head(dtype):
+    for name in ("gemma2", "granite", "gpt2"):
+        assert expose_head(model_of(name).to(dtype))(**p3o_of(slice(0, 1))).isfinite()
+        with torch.autocast("cpu", dtype):
+            assert expose_head(model_of(name))(**p3o_of(slice(0, 1))).isfinite()
+
+
+def test_the_trial_is_made_once_and_draws_no_random_numbers():
+    config = CONFIGS["gpt2"]()
+    config.resid_pdrop = 0.5
+    found = []
+    for tried in (False, True):
+        torch.manual_seed(0)
+        model = expose_head(AutoModelForCausalLM.from_config(config)).train()
+        model._head_was_tried = tried
+        torch.manual_seed(1)
+        found += [model(**p3o_of(slice(0, 4))), torch.rand(())]
+        assert all(module.training for module in model.modules())
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+    calls = []
+    model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    model(**p3o_of(slice(0, 4)))
+    assert not calls
+
+
+def test_exposing_twice_is_exposing_once():
+    model = model_of("llama")
+    expected = model(IDS).logits
+    expose_head(model)
+    loss = model(**p3o_of(slice(0, 4)))
+
+    # As trainers do that put a forward of their own around it.
+    def around(self, *arguments, before=model.forward, **options):
+        return before(*arguments, **options)
+
+    for _ in range(2):
+        model.forward = MethodType(around, model)
+        assert expose_head(model) is model
+        assert torch.equal(model(IDS).logits, expected)
+        assert torch.equal(model(**p3o_of(slice(0, 4))), loss)
+    model._original_forward = model.forward  # prepared by accelerate since
+    expose_head(model)
 
 
 def test_adapters_count_and_checkpointing_changes_nothing():
