@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HeadDtypes(NamedTuple):
-    """Operands in half precision (an autocast's too) are multiplied as they are on a GPU, with fp32 results: logits are
-    never rounded to half precision. A CPU widens the operands first.
+    """Operands in half precision (an autocast's too) are multiplied as they are with CUDA, with fp32 results: logits are
+    never rounded to half precision. Other devices have no such product, and their operands are widened first.
     """
 
     rounded: torch.dtype  # what hidden states and weight are rounded to: autocast's dtype, or their own
@@ -24,7 +24,7 @@ class HeadDtypes(NamedTuple):
         half = rounded in (torch.float16, torch.bfloat16)
         return cls(
             rounded=rounded,
-            multiplied=torch.float32 if half and device == "cpu" else rounded,
+            multiplied=torch.float32 if half and device != "cuda" else rounded,
             logits=torch.float32 if half else rounded,
         )
 
@@ -42,4 +42,5 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> 
         else:
             torch.mm(a, b, out_dtype=torch.float32, out=out)
     else:
-        out.copy_(torch.mm(a, b))
+        product = torch.mm(a, b)
+        out.add_(product) if accumulate else out.copy_(product)
