@@ -1,5 +1,6 @@
 """Which parameters of a policy train: all, the top layers, or LoRA adapters."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -91,15 +92,32 @@ def as_it_is(weight: Tensor) -> Tensor:
     return weight
 
 
-@torch.no_grad()
 def whole_model(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] = as_it_is
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters and its weights, into which LoRA adapters are merged; the model given stays as it is.
 
-    A sharded model's weights are gathered one after the other, on all processes. dtype: of what is returned; None for
-    the weights' own. keep: where each weight is kept while the others are gathered.
+    A sharded model's weights are gathered one after the other, on all processes. Merged weights are in fp32, in which
+    transformers then loads all. dtype: of the other weights that are returned; None for their own. keep: where each
+    weight is kept while the others are gathered.
     """
+    weights = whole_weights(model, dtype, keep)
+    merged = getattr(model, "_hf_peft_config_loaded", False)
+    if dtype in (None, model.dtype) and not merged:
+        return model, weights
+    # Saving notes the dtype in the configuration, and the model given goes on with its own.
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    return plain, weights
+
+
+@torch.no_grad()
+def whole_weights(
+    model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     kept: dict[tuple[int, str], Tensor] = {}  # weights that are tied stay so, unless one of them is adapted
     for name, part in model.state_dict(keep_vars=True).items():
@@ -109,17 +127,28 @@ def whole_model(
         key = id(part), owner if adapted else ""
         if key not in kept:
             weight = whole(part.detach())
-            own_dtype = weight.dtype if dtype is None or not isinstance(part, nn.Parameter) else dtype
+            if isinstance(part, nn.Parameter):
+                weight = weight.to(dtype or weight.dtype)
             if of_base == "weight":
-                adapter = cast(Any, model.get_submodule(owner))
-                delta = whole(adapter.get_delta_weight(model.active_adapters()[0]))
-                weight = weight.float() + delta.float()
-            kept[key] = keep(weight.to(own_dtype))
+                delta = lora_delta(model.get_submodule(owner), model.active_adapters()[0], dtype)
+                # Together they would be a second model on the device.
+                weight = (weight.float() + delta).cpu()
+            kept[key] = keep(weight)
         weights[name.replace(".base_layer.", ".")] = kept[key]
-    if dtype in (None, model.dtype) and not getattr(model, "_hf_peft_config_loaded", False):
-        return model, weights
-    with torch.device("meta"):
-        plain = cast(Any, type(model)(model.config)).to(dtype or model.dtype)
-    if model.can_generate():
-        plain.generation_config = model.generation_config
-    return plain, weights
+    return weights
+
+
+def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> Tensor:
+    """What an adapter adds to the weight of its layer, in fp32: rounding it, or the sum, to half precision loses what
+    is small beside the weight, and with it much of what was learned.
+
+    dtype: that passes are made in, to which the adapter's own weights are rounded; None for theirs.
+    """
+    inside = {
+        id(part): nn.Parameter(whole(part.detach()).to(dtype or part.dtype).float(), requires_grad=False)
+        if name.startswith("lora_")
+        else part
+        for name, part in adapted.named_parameters()
+    }
+    precise: Any = copy.deepcopy(adapted, inside)
+    return precise.get_delta_weight(adapter)

@@ -2,12 +2,23 @@ import builtins
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch._subclasses import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastp3o.config import TrainableConfig
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
-from fastp3o.models.trainable import adapters_off, add_lora, choose_trainable, freeze_below, whole_model
+from fastp3o.models.trainable import (
+    adapters_off,
+    add_lora,
+    as_it_is,
+    choose_trainable,
+    freeze_below,
+    whole_model,
+    whole_weights,
+)
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, alone, assert_equal, enlarge, packed, random_model
 
 LAYERS = {
@@ -162,15 +173,54 @@ def test_an_adapted_embedding_leaves_the_head_it_is_tied_to(tmp_path):
     torch.testing.assert_close(got.logprobs, expected.logprobs, atol=2e-5, rtol=1e-5)
 
 
-def test_half_precision_is_merged_in_fp32():
-    model = with_adapters("llama", targets="q_proj")
-    model.bfloat16()
-    _, weights = whole_model(model.model)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_small_beside_a_weight_in_half_precision_is_saved(dtype, tmp_path):
+    model = with_adapters("llama", targets="q_proj,embed_tokens")
+    for name, parameter in model.named_parameters():
+        parameter.data = (parameter.data * (1e-3 if "lora_" in name else 1)).to(dtype)
+    before = {name: value.clone() for name, value in model.model.state_dict().items()}
     layer = model.model.model.layers[0].self_attn.q_proj
-    assert weights["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
-    delta = layer.get_delta_weight("default").float()
-    expected = (layer.base_layer.weight.float() + delta).bfloat16()
-    assert torch.equal(weights["model.layers.0.self_attn.q_proj.weight"], expected)
+    lora_a, lora_b = (part.default.weight.double() for part in (layer.lora_A, layer.lora_B))
+    delta = 2 * lora_b @ lora_a
+    assert 0 < delta.abs().max() < 1e-5
+    whole, weights = whole_model(model.model, dtype)
+    whole.save_pretrained(tmp_path, state_dict=weights)
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.float32
+    saved = load_file(tmp_path / "model.safetensors")
+    merged = {name for name, weight in saved.items() if weight.dtype == torch.float32}
+    assert merged == {name for name in saved if "q_proj" in name or "embed_tokens" in name}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    base = layer.base_layer.weight
+    torch.testing.assert_close(saved[name].double() - base.double(), delta, atol=4e-8, rtol=0)
+    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), load_policy(str(tmp_path)).model):
+        assert loaded.dtype == torch.float32
+        assert all(torch.equal(weight.float(), loaded.state_dict()[name]) for name, weight in saved.items())
+    # The policy itself is as it was.
+    assert all(torch.equal(value, before[name]) for name, value in model.model.state_dict().items())
+    assert model.model.config.dtype != "float32"
+
+
+def test_sharded_adapters_are_merged_as_they_are_in_passes():
+    """Their parts are in fp32, and rounded in each pass."""
+    model, rounded = with_adapters("llama"), with_adapters("llama")
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.half()
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data if "lora_" in name else parameter.data.half()
+    _, weights = whole_model(model.model, torch.float16)
+    _, expected = whole_model(rounded.model, torch.float16)
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+
+
+def test_merged_weights_take_no_room_on_the_device():
+    model = with_adapters("llama", targets="q_proj")
+    with FakeTensorMode(), torch.device("cuda"):  # there need not be one
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
+        weights = whole_weights(model.model, None, as_it_is)
+    devices = {name: weight.device.type for name, weight in weights.items()}
+    assert {name for name, device in devices.items() if device == "cpu"} == {n for n in devices if "q_proj" in n}
 
 
 def test_a_model_without_adapters_is_whole():
