@@ -209,7 +209,8 @@ def block_size(V: int, largest: int) -> int:
 def transform_arguments(transform: LogitsTransform, unused: Tensor) -> dict[str, Tensor | float | bool]:
     """The transform as the kernels take it; `unused` stands where there is no bias to point at."""
     return {
-        "bias_ptr": unused if transform.bias is None else transform.bias,
+        # The kernels step by one element, whatever the caller's strides.
+        "bias_ptr": unused if transform.bias is None else transform.bias.contiguous(),
         "softcap": 1.0 if transform.softcap is None else float(transform.softcap),
         "inverse_temperature": 1 / transform.temperature,
         "HAS_BIAS": transform.bias is not None,

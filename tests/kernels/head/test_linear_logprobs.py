@@ -159,6 +159,20 @@ def test_layouts_and_odd_vocabularies(impl):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", CHUNKED)
+@pytest.mark.parametrize("view", [lambda bias: bias[:, 0], lambda bias: bias[:1, 0].expand(67)], ids=["column", "one"])
+def test_a_bias_of_any_stride(impl, view):
+    states = random_hidden_states(12, 67, 4, DEVICE)
+    whole, labels = torch.randn(67, 2, device=DEVICE, requires_grad=True), torch.arange(12, device=DEVICE)
+    found = []
+    for how in ("eager", impl):
+        head = Head(states.weight, bias=view(whole))
+        outputs = linear_logprobs(states.hidden, head, labels, outputs=("entropy",), impl=how)
+        (gradient,) = torch.autograd.grad((outputs.logprobs + outputs.entropy).sum(), whole)
+        found.append([outputs.logprobs, outputs.entropy, gradient])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
 def test_no_rows(impl):
     states = random_hidden_states(0, 20, 4, DEVICE).leaves()
