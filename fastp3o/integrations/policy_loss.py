@@ -34,15 +34,13 @@ def p3o_policy_loss(
     if settings.kl_coef:
         raise ValueError(f"the KL is in the advantages here: kl_coef must be 0, got {settings.kl_coef}")
     B, K = len(logprobs), responses_per_prompt
-    if K < 2 or B % K:
-        raise ValueError(
-            f"the microbatch has {B} responses, which is no multiple of the {K} to each prompt (2 or more)"
-        )
+    check_whole_groups(B, K)
     mask = mask.bool()
     rewards = of_responses(advantages, mask).view(-1, K)
-    old = (old_logprobs * mask).sum(dim=1).view(-1, K)
     cu_seqlens = pad(mask.sum(dim=1).cumsum(0), (1, 0))
-    groups = Groups(logprobs[mask], cu_seqlens, K, {"rewards": rewards.detach(), "old_logprobs": old.detach()})
+    # Added up as the policy's own are, so that equal log-probs have a ratio of 1 in any dtype.
+    old = Groups(old_logprobs.detach()[mask], cu_seqlens, K, {}).logprobs
+    groups = Groups(logprobs[mask], cu_seqlens, K, {"rewards": rewards.detach(), "old_logprobs": old})
     loss, sums = p3o_of_pairs(settings)(groups)
     pairs = (B // K if averaged_prompts is None else averaged_prompts) * K * (K - 1) / 2
     counted = sums["pairs"].clamp(min=1)
@@ -55,11 +53,21 @@ def of_responses(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.any(dim=1), values.gather(1, first).squeeze(1), 0.0)
 
 
+def check_whole_groups(responses: int, responses_per_prompt: int, remedy: str = "") -> None:
+    if responses_per_prompt < 2 or responses % responses_per_prompt:
+        raise ValueError(
+            f"the microbatch has {responses} responses, which is no multiple of the {responses_per_prompt} to each "
+            f"prompt (2 or more). {remedy}".rstrip()
+        )
+
+
 def check_siblings(advantages: Tensor, mask: Tensor, responses_per_prompt: int, remedy: str) -> None:
     """Advantages less their group's mean add up to 0 over siblings.
 
-    Raises ValueError where they do not: these are responses to different prompts.
+    Raises ValueError where they do not: these are responses to different prompts; and where a part of a prompt's is
+    missing.
     """
+    check_whole_groups(len(mask), responses_per_prompt, remedy)
     mask = mask.bool()
     complete = mask.any(dim=1).view(-1, responses_per_prompt).all(dim=1)
     groups = of_responses(advantages, mask).view(-1, responses_per_prompt)[complete].float()

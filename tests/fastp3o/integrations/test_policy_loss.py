@@ -48,6 +48,20 @@ def test_microbatches_add_up_to_the_whole(K):
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equal_logprobs_of_any_dtype_have_a_ratio_of_one(dtype):
+    """The microbatch is 200 tokens long, and what lies beyond the ends of responses is not a number."""
+    lengths = torch.tensor([200, 150, 90, 199])
+    mask = torch.arange(200) < lengths[:, None]
+    logprobs = -4 * torch.rand(4, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logprobs.masked_fill_(~mask, float("nan"))
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(4, 200)
+    loss, metrics = p3o_policy_loss(logprobs.requires_grad_(), logprobs, advantages, mask, 2, SETTINGS)
+    assert metrics["p3o/ratio_mean"] == 1
+    assert metrics["p3o/kl"] == 0
+    assert loss.isfinite()
+
+
 def test_strangers_for_siblings_are_refused():
     _, _, advantages = problem(2)
     check_siblings(advantages, MASK, 2, "")
@@ -56,6 +70,9 @@ def test_strangers_for_siblings_are_refused():
         check_siblings(advantages[order], MASK, 2, "Do this")
     with pytest.raises(ValueError, match="no multiple of the 4"):
         p3o_policy_loss(*problem(2), MASK, 4, SETTINGS)
+    for responses, K in ((5, 2), (4, 1)):
+        with pytest.raises(ValueError, match=rf"has {responses} responses, .* no multiple of the {K} .* Do this"):
+            check_siblings(advantages[:responses], MASK[:responses], K, "Do this")
     with pytest.raises(ValueError, match="kl_coef must be 0"):
         p3o_policy_loss(*problem(2), MASK, 2, P3OSettings())
 
