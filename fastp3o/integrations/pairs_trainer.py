@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from fastp3o.integrations.padded_pairs import PaddedBatch, padded_logprobs, padded_p3o_loss
 from fastp3o_kernels import P3OSettings
@@ -69,19 +69,28 @@ def padded_batch(inputs: Mapping[str, Tensor]) -> PaddedBatch:
 
 
 def with_logprobs(
-    dataset: Dataset, model: PreTrainedModel, collator: PairsCollator, name: str, batch_size: int = 8
+    dataset: Dataset,
+    model: PreTrainedModel,
+    collator: PairsCollator,
+    name: str,
+    args: TrainingArguments,
+    batch_size: int = 8,
 ) -> Dataset:
     """The data set with a column of log-probs [K] of each record's responses: of the policy that sampled as
     "old_logprobs", of the reference as "ref_logprobs".
 
     model: after `expose_head`, before it is in a trainer. Dropout is off meanwhile.
+    args: the trainer's, of which bf16 and fp16 count here: in another precision than the policy's, rounding alone would
+        give ratios other than 1.
     """
+    dtype = torch.float16 if args.fp16 else torch.bfloat16
     was_training = model.training
     model.eval()
 
     def of(records: list[dict]) -> list[list[float]]:
         batch = {key: values.to(model.device) for key, values in collator(records).items()}
-        return padded_logprobs(model, padded_batch(batch)).tolist()
+        with torch.autocast(model.device.type, dtype, enabled=args.bf16 or args.fp16):
+            return padded_logprobs(model, padded_batch(batch)).tolist()
 
     records = dataset.to_list()
     logprobs = [row for first in range(0, len(records), batch_size) for row in of(records[first : first + batch_size])]
@@ -94,7 +103,7 @@ class PairsTrainer(Trainer):
     all processes, however uneven.
 
         trainer = PairsTrainer(expose_head(model), args, settings=P3OSettings(), data_collator=PairsCollator(pad),
-                               train_dataset=with_logprobs(dataset, model, collator, "ref_logprobs"))
+                               train_dataset=with_logprobs(dataset, model, collator, "ref_logprobs", args))
 
     settings: clipping is "joint", "separate" or "none".
     """

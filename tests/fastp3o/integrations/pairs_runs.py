@@ -49,10 +49,6 @@ def pairs(
     """Five records in microbatches of two: the last one of an epoch is alone."""
     model = expose_head(AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32))
     collator = PairsCollator(pad_token_id=1)
-    dataset = Dataset.from_list(RECORDS)
-    for name in ("old_logprobs", "ref_logprobs"):
-        dataset = with_logprobs(dataset, model, collator, name, batch_size=2)
-    model = change(model)
     settings = {
         "output_dir": folder,
         "report_to": "none",
@@ -64,9 +60,14 @@ def pairs(
         "gradient_accumulation_steps": 3,
         "num_train_epochs": 2,
     }
+    args = TrainingArguments(**(settings | options))
+    dataset = Dataset.from_list(RECORDS)
+    for name in ("old_logprobs", "ref_logprobs"):
+        dataset = with_logprobs(dataset, model, collator, name, args, batch_size=2)
+    model = change(model)
     trainer = trainer_class(
         model,
-        TrainingArguments(**(settings | options)),
+        args,
         settings=P3OSettings(),
         data_collator=collator,
         train_dataset=dataset,

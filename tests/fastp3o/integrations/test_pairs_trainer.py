@@ -47,6 +47,21 @@ def test_bf16_trains_in_bf16(tmp_path, tiny_model, monkeypatch):
     assert seen == [True] * 3
 
 
+def test_the_first_ratio_is_one_in_bf16_too(tmp_path, tiny_model, monkeypatch):
+    found = []
+
+    def looking(*arguments, **options):
+        output = loss_of(*arguments, **options)
+        found.append((output.metrics["ratio_mean"], output.metrics["kl"]))
+        return output
+
+    loss_of = pairs_trainer.padded_p3o_loss
+    monkeypatch.setattr(pairs_trainer, "padded_p3o_loss", looking)
+    for options in ({}, {"bf16": True}):
+        pairs(str(tmp_path), tiny_model, max_steps=1, num_train_epochs=1, **options)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor([[1.0, 0.0]] * 6), rtol=0, atol=1e-5)
+
+
 def test_evaluation_is_the_loss_of_the_start(tmp_path, tiny_model):
     trainer = pairs(str(tmp_path), tiny_model, max_steps=1)
     trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(tiny_model).state_dict())
