@@ -97,18 +97,32 @@ def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], tokens: int, *, respo
             f"{responses_per_prompt} responses to each prompt their number must be a multiple of it"
         )
     if may_look_at_values(cu_seqlens):
-        offsets = cu_seqlens.tolist()
-        if offsets[0] != 0:
-            raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
-        for i, (begin, end) in enumerate(pairwise(offsets)):
-            if end < begin:
-                raise ValueError(
-                    f"cu_seqlens[{i + 1}] = {end} must not be below cu_seqlens[{i}] = {begin}: sequence {i} is of "
-                    "negative length"
-                )
-        if offsets[-1] != tokens:
-            raise ValueError(f"cu_seqlens[{len(offsets) - 1}] = {offsets[-1]} must be the number of tokens, {tokens}")
+        check_offsets(cu_seqlens.tolist(), tokens)
     return cu_seqlens
+
+
+def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int) -> list[int]:
+    """Where prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU's; so they are checked
+    there, too: tokens that no chunk covers would be left as memory was.
+    """
+    bounds = cu_seqlens[::responses_per_prompt].tolist()
+    check_offsets(bounds, tokens, responses_per_prompt)
+    return bounds
+
+
+def check_offsets(offsets: list[int], tokens: int, step: int = 1) -> None:
+    """step: they are every so many entries of cu_seqlens."""
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
+    for i, (begin, end) in enumerate(pairwise(offsets)):
+        if end < begin:
+            raise ValueError(
+                f"cu_seqlens[{(i + 1) * step}] = {end} must not be below cu_seqlens[{i * step}] = {begin}: no sequence "
+                "is of negative length"
+            )
+    if offsets[-1] != tokens:
+        last = (len(offsets) - 1) * step
+        raise ValueError(f"cu_seqlens[{last}] = {offsets[-1]} must be the number of tokens, {tokens}")
 
 
 def check_divisor(divisor: float | Tensor) -> None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HeadDtypes(NamedTuple):
-    """Operands in half precision (an autocast's too) are multiplied as they are with CUDA, with fp32 results: logits are
-    never rounded to half precision. Other devices have no such product, and their operands are widened first.
+    """Operands in half precision (an autocast's too) are multiplied as they are by CUDA, with fp32 results: logits are
+    never rounded to half precision. Other devices have no such product: operands are widened first.
     """
 
     rounded: torch.dtype  # what hidden states and weight are rounded to: autocast's dtype, or their own

@@ -37,9 +37,9 @@ class ChunkedHead:
         on_device: dict[str, Any] = {"dtype": plan.dtypes.logits, "device": labels.device}
         self.logits_buffer = torch.empty(plan.logits_rows, plan.row_elements, **on_device)
         self.resident: slice | None = None
-        self.logprobs, self.row_max, self.log_sum = torch.empty(3, len(labels), **on_device)
+        self.logprobs, self.row_max, self.log_sum = (torch.empty(len(labels), **on_device) for _ in range(3))
         if statistics:
-            self.entropy, self.mean_logit = torch.empty(2, len(labels), **on_device)
+            self.entropy, self.mean_logit = (torch.empty(len(labels), **on_device) for _ in range(2))
             self.is_top = torch.empty(len(labels), dtype=torch.bool, device=labels.device)
 
     @contextmanager

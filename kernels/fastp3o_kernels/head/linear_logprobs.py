@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import checked_cu_seqlens
+from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
 from fastp3o_kernels.dispatch import use_triton
 from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.head import eager
@@ -152,7 +152,8 @@ def linear_logprobs(
         return asked_for(outputs, *eager.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded))
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    bounds = [0, len(hidden)] if cu_seqlens is None else cu_seqlens[::responses_per_prompt].tolist()
+    N = len(hidden)
+    bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
     given = hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan, triton
     logprobs, *values = LinearLogprobs.apply(*given, outputs is not None)

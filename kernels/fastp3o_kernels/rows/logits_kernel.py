@@ -223,7 +223,8 @@ def launch_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, row maxima and log-sums, [N] fp32 each; one launch."""
     N, V = logits.shape
-    logprobs, row_max, log_sum = torch.empty(3, N, dtype=torch.float32, device=logits.device)
+    # Each a tensor of its own: autograd lets nobody change a view of several that come together.
+    logprobs, row_max, log_sum = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
     with torch.cuda.device_of(logits):
         logprobs_kernel[(N,)](
             logits,

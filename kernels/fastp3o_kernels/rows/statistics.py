@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastp3o_kernels.copies import copyable
 from fastp3o_kernels.rows.eager import at_least_fp32
-from fastp3o_kernels.rows.labels import gather_indices
+from fastp3o_kernels.rows.labels import NO_LABEL, gather_indices
 
 NAMES = ("entropy", "mean_logit", "is_top")
 
@@ -44,6 +44,9 @@ def of_logits(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor
     """Entropies, mean logits and is_top of rows [n, V]; differentiable where the logits are."""
     ignored, indices = gather_indices(labels, ignore_index)
     logits = at_least_fp32(logits)
+    if ignore_index != NO_LABEL:
+        # The gradient of a row of -inf would be 0 times NaN.
+        logits = logits.masked_fill(ignored.unsqueeze(1), 0.0)
     logprobs = logits.log_softmax(1)
     # 0 log 0 is 0, also for the gradient.
     terms = logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)

@@ -108,7 +108,7 @@ def launch_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Entropies and mean logits [N] fp32, and is_top [N] bool; one launch."""
     N, V = logits.shape
-    entropy, mean_logit = torch.empty(2, N, dtype=torch.float32, device=logits.device)
+    entropy, mean_logit = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(2))
     is_top = torch.empty(N, dtype=torch.bool, device=logits.device)
     with torch.cuda.device_of(logits):
         statistics_kernel[(N,)](

@@ -32,7 +32,8 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         logprobs, row_max, log_sum = launch_logprobs(logits, labels, transform, ignore_index)
         values = launch_statistics(logits, labels, row_max, log_sum, transform, ignore_index) if statistics else ()
-        ctx.save_for_backward(logits, labels, row_max, log_sum, *values[:1])
+        # The entropy that is given back may be changed in place.
+        ctx.save_for_backward(logits, labels, row_max, log_sum, *(entropy.clone() for entropy in values[:1]))
         ctx.mark_non_differentiable(*values[1:])
         ctx.transform, ctx.ignore_index = transform, ignore_index
         ctx.memory = DlogitsMemory(inplace=inplace_backward)

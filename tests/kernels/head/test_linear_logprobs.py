@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o_kernels import Head, linear_logprobs, sequence_logprobs
+from fastp3o_kernels import Head, checks, linear_logprobs, sequence_logprobs
 from fastp3o_kernels.rows.in_torch import ROWS_AT_ONCE
 from tests.kernels.problems import (
     CHUNKED,
@@ -256,6 +256,21 @@ def test_what_is_wrong_is_named(change, message):
     head = {name: given.pop(name) for name in ("weight", "bias", "softcap", "temperature") if name in given}
     with pytest.raises(ValueError, match=message):
         linear_logprobs(head=Head(**head), **given)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 1, 2], r"cu_seqlens\[2\] = 2 must be the number of tokens, 3"),
+        ([1, 1, 3], r"cu_seqlens\[0\] must be 0, got 1"),
+        ([0, 1, 4, 4, 3], r"cu_seqlens\[4\] = 3 must not be below cu_seqlens\[2\] = 4"),
+    ],
+)
+def test_prompts_that_do_not_cover_the_tokens_are_refused_on_a_gpu_too(offsets, message, monkeypatch):
+    monkeypatch.setattr(checks, "may_look_at_values", lambda tensor: False)
+    hidden, labels = torch.zeros(3, 4, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(hidden, torch.zeros(9, 4, device=DEVICE), labels, cu_seqlens=torch.tensor(offsets))
 
 
 def test_a_bare_weight_is_a_head():

@@ -106,6 +106,41 @@ def test_tokens_of_probability_zero_and_far_apart_logits(impl):
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("value", [-float("inf"), float("nan")])
+def test_ignored_rows_give_nothing(impl, value):
+    logits = torch.randn(3, 20, device=DEVICE)
+    logits[1] = value
+    logits.requires_grad_()
+    got = token_logprobs(logits, torch.tensor([4, -100, 5], device=DEVICE), outputs=ALL, impl=impl)
+    (got.logprobs.sum() + got.entropy.sum()).backward()
+    assert [values[1].item() for values in got] == [0, 0, 0, False]
+    assert logits.grad.any(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("of_head", [False, True])
+def test_results_may_be_changed_in_place(impl, of_head):
+    states = random_hidden_states(6, 20, 4, DEVICE)
+    labels, mask = torch.arange(6, device=DEVICE), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE)
+    found = []
+    for in_place in (False, True):
+        leaves = states.leaves()
+        if of_head:
+            got = linear_logprobs(leaves.hidden, leaves.head, labels, outputs=ALL, impl=impl)
+        else:
+            got = token_logprobs(leaves.logits(), labels, outputs=ALL, impl=impl)
+        values = got[:3]
+        if in_place:
+            for value in values:
+                value *= mask
+        else:
+            values = [value * mask for value in values]
+        sum(value.sum() for value in values).backward()
+        found.append([*(value.detach() for value in values), leaves.hidden.grad])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_an_entropy_bonus_in_linear_loss(impl):
     lengths = [3, 5, 2, 4]
