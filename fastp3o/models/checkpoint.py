@@ -22,12 +22,16 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 NAMED = 3  # weights or tokens in an error
+# How settings end that make passes in training mode random: dropout, and the noise of mixtures of experts' routers.
+NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
 
 
 def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model without dropout, and what transformers says of weights that are missing, unexpected or mismatched."""
+    """A model without dropout or noise of routers, and what transformers says of weights that are missing, unexpected
+    or mismatched.
+    """
     with errors_naming(name), without_load_report():
-        off = dropout_off(load_config(name, options["trust_remote_code"]))
+        off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers passes over one that it cannot read
         for each in {name, base_of(name)}:
@@ -42,7 +46,7 @@ def without_weights(
 ) -> Any:
     """The same model on the meta device."""
     with errors_naming(name):
-        off = dropout_off(load_config(name, trust_remote_code))
+        off = noise_off(load_config(name, trust_remote_code).to_dict())
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
         with torch.device("meta"):
             return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -156,10 +160,17 @@ def is_no_load_report(record: logging.LogRecord) -> bool:
     return "LOAD REPORT" not in record.getMessage()
 
 
-def dropout_off(config: PretrainedConfig) -> dict[str, float]:
-    """Zero for every dropout probability that the model's configuration has."""
-    return {
-        key: 0.0
-        for key, value in config.to_dict().items()
-        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop", "drop"))
-    }
+def noise_off(config: dict[str, Any]) -> dict[str, Any]:
+    """Zero for every probability of dropout and every noise of routing that a model's configuration has, also in parts
+    of it, which are given whole.
+    """
+    off: dict[str, Any] = {}
+    for key, value in config.items():
+        # PhiMoE's routers take it for a threshold in evaluation, too, so without it this would be another model.
+        if (config.get("model_type"), key) == ("phimoe", "router_jitter_noise"):
+            continue
+        if isinstance(value, float) and key.endswith(NOISE):
+            off[key] = 0.0
+        elif isinstance(value, dict) and (inside := noise_off(value)):
+            off[key] = value | inside
+    return off

@@ -88,9 +88,11 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PackedModel:
-    """A causal LM without dropout: a policy's log-probabilities must not be random. LoRA adapters are merged into it.
+    """A causal LM without dropout or noise of its routers: a policy's log-probabilities must not be random. LoRA
+    adapters are merged into it.
 
-    Raises ValueError where the checkpoint is not whole, or the model cannot be run on packed rows.
+    Raises ValueError where the checkpoint is not whole, where the model cannot be run on packed rows, and where its
+    training mode gives other log-probabilities all the same.
     """
     base = base_of(name)
     if not is_main_process():

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
@@ -5,15 +7,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packable import TOLERANCE, packed_and_alone, require_packable, within_vocabulary
-from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.packable import TOLERANCE, require_packable, trial_of, within_vocabulary
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
-from tests.fastp3o.models.model_families import FAMILIES, GROUPED, UNGROUPED, VOCABULARY, enlarge, random_model
+from tests.fastp3o.models.model_families import FAMILIES, GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
 
 CARRIES_STATE = "are not plain or sliding attention"
 NOT_THROUGH_INTERFACE = "its attention does not go through transformers' AttentionInterface"
 OTHER_RESULTS = "they get other results than alone"
 OLD_SIZES = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+SHARED_EXPERT = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 REFUSED = {
     "bloom": (
         lambda: hf.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2),
@@ -60,6 +64,12 @@ REFUSED = {
         ),
         OTHER_RESULTS,  # its attention has sinks
     ),
+    "qwen2_moe": (
+        lambda: hf.Qwen2MoeConfig(
+            **GROUPED, **SHARED_EXPERT, num_experts=2, num_experts_per_tok=1, use_sliding_window=True, sliding_window=16
+        ),
+        "transformers does not hand its sliding window on",
+    ),
     "nemotron": (lambda: hf.NemotronConfig(**GROUPED), ""),  # it does not hand the segments on
 }
 
@@ -81,22 +91,22 @@ def test_models_that_keep_them_apart_are_accepted_and_left_as_they_were(family):
     assert model.model.training
     assert model.model.config._attn_implementation == attention.NAME
     assert all(parameter.grad is None for parameter in model.parameters())
-    packed, alone = packed_and_alone(model)
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
+    trial = trial_of(model)
+    torch.testing.assert_close(trial.packed, trial.alone, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_reward_models_are_tried_by_their_scores(family):
     model = PackedModel(random_model(family, AutoModelForSequenceClassification, num_labels=1))
-    packed, alone = packed_and_alone(require_packable(model, family))
-    assert packed.shape == (4,)
-    torch.testing.assert_close(packed, alone, atol=2e-5, rtol=1e-5)
+    trial = trial_of(require_packable(model, family))
+    assert trial.packed.shape == (4,)
+    torch.testing.assert_close(trial.packed, trial.alone, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_no_leak(dtype):
-    packed, alone = packed_and_alone(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
-    assert 0 < (packed - alone).abs().mean() < TOLERANCE[dtype]
+    trial = trial_of(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
+    assert 0 < (trial.packed - trial.alone).abs().mean() < TOLERANCE[dtype]
 
 
 def one_segment(query, key, value, segments, *options):
@@ -164,6 +174,64 @@ def test_a_small_vocabulary_and_its_padding_are_respected():
     model = LlamaForCausalLM(config)
     assert within_vocabulary(model, [2, 3, 11]) == [2, 4, 4]
     require_packable(PackedModel(model), "small")
+
+
+def moe_with_noise(config: hf.PretrainedConfig, folder: Path) -> str:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    enlarge(model)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: hf.MixtralConfig(**GROUPED, **EXPERTS, router_jitter_noise=0.5, attention_dropout=0.5),
+        lambda: hf.DbrxConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            n_heads=2,
+            n_layers=2,
+            max_seq_len=64,
+            attn_config={"kv_n_heads": 1, "attn_pdrop": 0.5, "clip_qkv": 4.0, "rope_theta": 1e4},
+            ffn_config={
+                "ffn_hidden_size": 48,
+                "hidden_size": 32,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "moe_jitter_eps": 0.5,
+            },
+        ),
+    ],
+    ids=["mixtral", "dbrx"],
+)
+def test_noise_that_a_configuration_names_is_off(tmp_path, config):
+    policy = load_policy(moe_with_noise(config(), tmp_path)).train()
+    rows = [scored_logprobs(policy, PAIRS.row()) for _ in range(2)]
+    assert torch.equal(*rows)
+    assert torch.equal(rows[0], scored_logprobs(policy.eval(), PAIRS.row()))
+
+
+def test_a_training_mode_that_is_random_all_the_same_is_refused(tmp_path):
+    config = hf.PhimoeConfig(**GROUPED, **EXPERTS, router_jitter_noise=0.1, input_jitter_noise=0.1)
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path} \(PhimoeForCausalLM\) cannot be trained: its training mode gives"
+    ):
+        load_policy(moe_with_noise(config, tmp_path))
+
+
+def test_a_trial_leaves_the_generator_as_it_was():
+    model = PackedModel(random_model("opt"))  # which draws a number for each layer in training mode
+    before = torch.get_rng_state()
+    require_packable(model, "opt")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_window_that_is_longer_than_the_trial_is_seen():
+    for family in ("mistral", "gemma2"):
+        model = PackedModel(random_model(family, sliding_window=32))
+        assert trial_of(require_packable(model, family)).windows == {32}
 
 
 def test_a_checkpoint_is_refused_by_name(tmp_path):
