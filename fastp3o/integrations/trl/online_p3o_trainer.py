@@ -6,7 +6,9 @@ P prompts of a microbatch; C completion positions.
 from contextlib import nullcontext
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from transformers.training_args import OptimizerNames
 from trl.data_utils import is_conversational
 from trl.experimental.online_dpo import OnlineDPOTrainer
 
@@ -71,7 +73,12 @@ class OnlineP3OTrainer(OnlineDPOTrainer):
             loss, metrics = padded_p3o_loss(model, batch, of_responses, self.settings, temperature=temperature)
         self.record({"objective/scores": rewards.mean()} | {f"p3o/{name}": metrics[name] for name in METRICS})
         loss = loss / self.current_gradient_accumulation_steps
-        self.accelerator.backward(loss)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        # LOMO's optimizers take their step within the backward pass.
+        lomo = self.args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
+        self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if lomo else {}))
         return loss.detach()
 
     def rewards_of(self, inputs: dict, completion_ids: Tensor) -> Tensor:

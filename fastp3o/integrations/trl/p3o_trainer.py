@@ -16,6 +16,7 @@ from fastp3o_kernels import P3OSettings, expose_head
 
 # What GRPO's losses read and P3O's does not.
 OF_GRPO_ALONE = (
+    "cast_lm_head_to_fp32",
     "delta",
     "entropy_coef",
     "epsilon_high",

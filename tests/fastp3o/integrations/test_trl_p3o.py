@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from tests.fastp3o.integrations.own_trainer import (
+    LEARNING_RATE,
     assert_own_update,
     left_by_two,
     minibatches_of,
@@ -70,6 +72,40 @@ def test_two_processes_train_one_model_and_it_is_fastp3os_own(tmp_path, tiny_mod
     assert_own_update(weights, tiny_model, rounds, 2)
     weights, microbatches = left_by_two(tmp_path, "online")
     assert_own_update(weights, tiny_model, [[groups] for groups in microbatches])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_one_model_goes_through_several_trainers(tmp_path, tiny_model, bf16):
+    args = P3OConfig(**(arguments(str(tmp_path)) | {"max_completion_length": 6, "max_steps": 1, "bf16": bf16}))
+    given = trl_runs.parts(tiny_model)
+    head = given["model"].get_output_embeddings().weight
+    for _ in range(2):
+        before = head.detach().clone()
+        P3OTrainer(reward_funcs=trl_runs.varied, args=args, **given).train()
+        assert not torch.equal(head, before)
+
+
+def test_the_cache_is_emptied_online_as_often_as_asked(tmp_path, tiny_model, monkeypatch):
+    steps = []
+    monkeypatch.setattr(online_p3o_trainer, "clear_device_cache", lambda: steps.append(1))
+    online(str(tmp_path), tiny_model, max_steps=3)
+    assert not steps
+    online(str(tmp_path), tiny_model, max_steps=3, torch_empty_cache_steps=2)
+    assert len(steps) == 2  # before the first step and the third
+
+
+def test_lomo_gets_the_learning_rate_online(tmp_path, tiny_model, monkeypatch):
+    seen = []
+
+    def looking(accelerator, loss, **options):
+        seen.append(options)
+        backward(accelerator, loss)
+
+    backward = Accelerator.backward
+    monkeypatch.setattr(Accelerator, "backward", looking)
+    for optim in ("adamw_torch", "lomo"):
+        online(str(tmp_path), tiny_model, max_steps=1, optim=optim)
+    assert seen == [{}, {"learning_rate": LEARNING_RATE}]
 
 
 def test_bf16_trains_in_bf16(tmp_path, tiny_model, monkeypatch):
@@ -145,6 +181,7 @@ def test_siblings_stay_together():
     [
         ({"scale_rewards": "group"}, "same difference of rewards"),
         ({"loss_type": "dr_grpo"}, "loss_type belongs to GRPO"),
+        ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32 belongs to GRPO"),
         ({"top_entropy_quantile": 0.5}, "top_entropy_quantile belongs"),
         ({"vllm_importance_sampling_correction": True}, "set it to False"),
         ({"clipping": "token"}, "averages over tokens"),
