@@ -44,6 +44,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     sync(path.parent)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it that are missing: what is synced in one may be gone with the folder itself."""
+    for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
 def move_into_place(unfinished: Path, folder: Path) -> None:
     """Renames a folder that is written, in place of the one that is there."""
     for path in unfinished.rglob("*"):

@@ -16,6 +16,8 @@ from fastp3o.precision import Precision
 from fastp3o.training.finite import NotFiniteError, require_finite
 from fastp3o.training.masters import Masters
 
+KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # of a parameter's tensors: itself, and what AdamW has of it
+
 
 class Optimizer:
     """A model that trains, its optimizer, the schedule of the learning rate, and what the precision needs besides.
@@ -121,7 +123,7 @@ class Optimizer:
         for name in names:
             kind, _, parameter_name = name.partition(".")
             parameter = self.parameters.get(parameter_name)
-            if parameter is None:
+            if parameter is None or kind not in KINDS:
                 raise ValueError(f"the state has {name}, which is nothing that this model trains")
             if kind != "weights":
                 like = torch.zeros((), device=parameter.device) if kind == "step" else torch.zeros_like(parameter)

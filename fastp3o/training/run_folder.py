@@ -15,7 +15,7 @@ import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import RunConfig
-from fastp3o.training.durable import LEFTOVER, clear_leftovers, write_file
+from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, write_file
 from fastp3o.training.log_files import EVALUATIONS, METRICS
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.states.fingerprints import MODELS, names_in
@@ -76,7 +76,7 @@ def claim(accelerator: Accelerator, config: RunConfig) -> Path:
 
     def make_and_lock() -> None:
         require_usable(config)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock(folder)
         try:
             require_usable(config)

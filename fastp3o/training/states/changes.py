@@ -19,7 +19,8 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
     same_content = {name for name, value in fingerprints.items() if manifest.fingerprints.get(name) == value}
     now, before = plain(config), manifest.config
     changed = {name for name in now.keys() & before.keys() if now[name] != before[name]} - same_content
-    refused = sorted(changed - config.changeable())
+    fixed = {"precision"} if getattr(config, "reference_decay", 0.0) else set()  # half precision has a mean of its own
+    refused = sorted(changed - (config.changeable() - fixed))
     if refused:
         flags = ", ".join(f"--{name} ({before[name]} before, {now[name]} now)" for name in refused)
         raise ResumeError(f"--resume: this would be another run: {flags}. Give what was before, or a new --output_dir")

@@ -13,7 +13,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from fastp3o.training.durable import LEFTOVER, beside, clear_leftovers, move_into_place, remove, sync, write_file
+from fastp3o.training.durable import (
+    LEFTOVER,
+    beside,
+    clear_leftovers,
+    make_folder,
+    move_into_place,
+    remove,
+    sync,
+    write_file,
+)
 from fastp3o.training.finite import require_all_finite
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import on_every_process, on_main_process
@@ -114,7 +123,8 @@ class States:
 
     def begin(self, place: Path) -> Path:
         unfinished = beside(place)
-        unfinished.mkdir(parents=True)
+        make_folder(self.folder)
+        unfinished.mkdir()
         return unfinished
 
     def write_numbers(self, folder: Path, progress: Progress) -> None:
@@ -196,14 +206,22 @@ class States:
         return f"{changed[0]} has another checksum than when it was written" if changed else None
 
     def load(self, manifest: Manifest) -> Progress:
-        """Restores the state that was found. Puts corrupt ones aside, so that their steps can be saved again."""
+        """Restores the state that was found. Puts corrupt ones aside, so that their steps can be saved again.
+
+        Raises ValueError, with nothing changed, where it lacks what this run has beside the optimizer.
+        """
         assert self.newest is not None
+        newest, others = self.newest, self.other_tensors()
+        names = on_every_process(self.accelerator, lambda: saved_names(newest))
+        if others.keys() - names:
+            raise ValueError(
+                f"--resume: {newest} lacks {min(others.keys() - names)}, which this run has: was its --precision "
+                "another? Give what was before, or a new --output_dir"
+            )
         leftover = LEFTOVER.fullmatch(self.newest.name)
         folder = self.folder / leftover["name"] if leftover else self.newest
         on_main_process(self.accelerator, lambda: self.put_in_order(folder))
         self.good[-1] = folder
-        names = on_every_process(self.accelerator, lambda: saved_names(folder))
-        others = self.other_tensors()
         self.optimizer.fill(names - others.keys(), partial(load_tensors, folder))
         if others:
             load_tensors(folder, others)

@@ -187,8 +187,10 @@ def test_the_learning_rate_is_that_of_the_step():
 
 def test_a_state_of_another_model_is_refused_by_name():
     optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
-    with pytest.raises(ValueError, match=r"the state has exp_avg\.other, which is nothing that this model trains"):
-        optimizer.fill(["exp_avg.other"], lambda tensors: None)
+    for name in ("exp_avg.other", "reference_mean.weight"):
+        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
+            optimizer.fill([name], lambda tensors: None)
+    assert optimizer.tensors().keys() == {"weights.weight"}
 
 
 def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():

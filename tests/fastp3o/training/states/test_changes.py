@@ -14,9 +14,9 @@ BEFORE = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r:f"}
 HASHES = {"model": "1", "prompts": "2", "reward function": "3"}
 
 
-def resume(*, hashes=HASHES, processes=1, **changes) -> list[str]:
-    manifest = Manifest(4, True, 1, plain(P3OConfig(**BEFORE)), HASHES, {})
-    return require_same_run(manifest, P3OConfig(**(BEFORE | {"resume": True} | changes)), hashes, processes)
+def resume(*, before=BEFORE, hashes=HASHES, processes=1, **changes) -> list[str]:
+    manifest = Manifest(4, True, 1, plain(P3OConfig(**before)), HASHES, {})
+    return require_same_run(manifest, P3OConfig(**(before | {"resume": True} | changes)), hashes, processes)
 
 
 @pytest.mark.parametrize("config", [P3OConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardModelConfig])
@@ -52,6 +52,13 @@ def test_what_would_be_another_run_is_refused_by_name(changes):
     with pytest.raises(ResumeError, match=r"--resume: this would be another run: .*or a new --output_dir") as refused:
         resume(**changes)
     assert all(f"--{name}" in str(refused.value) for name in changes)
+
+
+def test_a_reference_that_is_a_mean_keeps_its_precision():
+    changed = ["resuming with another precision: fp32 before, fp16 now"]
+    assert resume(before=BEFORE | {"precision": "fp32"}, precision="fp16") == changed
+    with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Give what was before"):
+        resume(before=BEFORE | {"precision": "fp32", "reference_decay": 0.9}, precision="fp16")
 
 
 def test_other_contents_under_the_same_name_are_refused_by_name():

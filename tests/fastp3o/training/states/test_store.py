@@ -184,6 +184,26 @@ def test_a_whole_state_is_taken_under_any_name(tmp_path, name):
     assert (tmp_path / name).exists() == (name == "my copy")
 
 
+def test_a_state_that_lacks_what_the_run_has_is_refused_and_stays(tmp_path):
+    Trainer(tmp_path).train(1, 2)
+    (tmp_path / "step-000002").rename(tmp_path / "my copy")
+    resumed = Trainer(tmp_path)
+    resumed.states.other_tensors = lambda: {"reference_mean.a": torch.zeros(2)}
+    with pytest.raises(
+        ValueError, match=r"my copy lacks reference_mean\.a, which this run has: was its --precision ano"
+    ):
+        resumed.resume()
+    assert sorted(os.listdir(tmp_path)) == ["my copy", "step-000001"]
+
+
+def test_the_folders_of_the_first_state_are_on_the_disk_too(tmp_path, monkeypatch):
+    synced = set()
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino) or sync(descriptor))
+    Trainer(tmp_path / "run" / "state").train(1, 1)
+    assert {(tmp_path / name).stat().st_ino for name in ("", "run", "run/state")} <= synced
+
+
 def test_weights_that_are_not_finite_replace_no_state(tmp_path):
     trainer = Trainer(tmp_path).train(1, 2)
     with torch.no_grad():
