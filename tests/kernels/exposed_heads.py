@@ -57,6 +57,7 @@ FAMILIES = {
     "minicpm3": {"dim_model_base": 8},
     "falcon_h1": {"lm_head_multiplier": 0.3, **MAMBA},
     "recurrent_gemma": {"logits_soft_cap": 2.0, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]},
+    "xlstm": {"output_logit_soft_cap": 2.0, "hidden_size": 64, "num_heads": 2, "qk_dim_factor": 1.0},
     "gemma4": {"text_config": OF_TEXT},
     "muse_glimmer": {
         "text_config": OF_TEXT | {"output_multiplier": 30.0},
