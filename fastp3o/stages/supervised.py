@@ -1,5 +1,6 @@
 """The loop of supervised training: shuffled passes over a fixed data set, packed rows, one loss."""
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
@@ -51,8 +52,10 @@ class SupervisedTask(ABC, Generic[Row]):
         """
         self.data = data
 
-    def complete(self) -> dict[str, Dataset]:
-        """The data with what is computed of all examples once, before the first step."""
+    def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
+        """The data with what is computed of all examples once, before the first step; a run that is asked to stop does
+        so in `stop_or_save`, which is for calling every now and then.
+        """
         return self.data
 
     @abstractmethod
@@ -107,7 +110,7 @@ def train_supervised(task: SupervisedTask) -> None:
 
     steps = -(-config.epochs * len(examples) // config.batch_size)
     optimizer = Optimizer(accelerator, model, precision, config, steps, mesh=mesh)
-    complete = cache(task.complete)
+    complete = cache(lambda: task.complete(this_run.stop_or_save))
 
     def evaluation() -> dict[str, float]:
         held_out = complete().get("eval_data")
@@ -125,6 +128,8 @@ def train_supervised(task: SupervisedTask) -> None:
         evaluate=evaluation if eval_examples is not None or task.samples else None,
         data={**data, "eval_prompts": task.samples and task.samples.prompts},
     )
+    # The run holds the evaluation, which completes the data: held by that in turn, it would stay, and with it the model.
+    this_run = weakref.proxy(run)
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)
         with run.saved_if_not_finite(step):

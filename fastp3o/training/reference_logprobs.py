@@ -7,7 +7,7 @@ Packing and device, which the name leaves out, change their rounding alone.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -81,11 +81,16 @@ class ReferenceLogprobs:
             self.accelerator.print(f"{name}: log-probabilities of the reference: {line}")
         return logprobs
 
-    def compute(self, reference: Reference) -> None:
-        """Computes what is not known, and writes it to its file. Raises NotFiniteError."""
+    def compute(self, reference: Reference, after_chunk: Callable[[], None]) -> None:
+        """Computes what is not known, and writes it to its file. Raises NotFiniteError.
+
+        after_chunk: called after so many examples, on every process; what it raises loses those of the data set.
+        """
         for name, path in self.paths.items():
             if path not in self.known:
-                logprobs = compute_logprobs(self.accelerator, reference, self.data[name], self.columns, self.packing)
+                logprobs = compute_logprobs(
+                    self.accelerator, reference, self.data[name], self.columns, self.packing, after_chunk
+                )
                 on_main_process(self.accelerator, partial(write_logprobs, path, logprobs))
                 self.known[path] = logprobs
 
@@ -135,6 +140,7 @@ def compute_logprobs(
     examples: Dataset,
     columns: Sequence[Sequence[str]],
     packing: Packing,
+    after_chunk: Callable[[], None],
 ) -> Tensor:
     """log π_ref of the responses in R columns, [n, R] fp32 on the CPU of every process.
 
@@ -145,6 +151,7 @@ def compute_logprobs(
         chunk = examples[first : first + CHUNK]
         of_tuples = [of_chunk(accelerator, reference, chunk, together, packing) for together in columns]
         chunks.append(torch.cat(of_tuples, dim=1))
+        after_chunk()
     logprobs = torch.cat(chunks)
     require_finite(accelerator, "a log-probability of the reference", logprobs)
     return logprobs

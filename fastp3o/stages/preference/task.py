@@ -1,6 +1,7 @@
 """What learning from pairs and from single responses have in common: the reference, the loss, sampled evaluations."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,12 +84,12 @@ class Preferences(SupervisedTask[PreferenceRow]):
             )
             self.reference = None if self.ref_logprobs.complete else load()
 
-    def complete(self) -> dict[str, Dataset]:
+    def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
         """The data with log-probs of the reference, [n, 2], which is dropped."""
         if not self.config.needs_reference:
             return self.data
         if self.reference is not None:
-            self.ref_logprobs.compute(self.reference)
+            self.ref_logprobs.compute(self.reference, stop_or_save)
             self.reference = None
             # A model that is spread over processes refers to itself.
             gc.collect()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_divisor, checked_cu_seqlens
+from fastp3o_kernels.checks import bounds_of_prompts, check_divisor, checked_cu_seqlens
 from fastp3o_kernels.copies import copyable
 from fastp3o_kernels.dispatch import use_triton
 from fastp3o_kernels.first_derivatives import first_derivatives_only
@@ -207,7 +207,7 @@ def linear_loss(
     check_outputs(outputs)
     K = responses_per_group
     cu_seqlens = checked_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=K)
-    bounds = cu_seqlens[::K].tolist()
+    bounds = bounds_of_prompts(cu_seqlens, len(hidden), K)
     P = len(bounds) - 1
     tensors = GroupTensors.checked(len(hidden), P, K, of_tokens, of_responses, of_groups, hidden=hidden)
     on_device = cu_seqlens.to(hidden.device, torch.int64, non_blocking=True)

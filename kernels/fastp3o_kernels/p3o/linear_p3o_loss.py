@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import offsets_tensor
+from fastp3o_kernels.checks import bounds_of_prompts, offsets_tensor
 from fastp3o_kernels.dispatch import use_triton
 from fastp3o_kernels.first_derivatives import first_derivatives_only
 from fastp3o_kernels.head import eager as eager_head
@@ -188,7 +188,7 @@ def linear_p3o_loss(
         return eager.token_loss(logprobs, pairs, settings, on_policy=on_policy)
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
-    bounds = cu_seqlens[:: pairs.responses_per_prompt].tolist()
+    bounds = bounds_of_prompts(cu_seqlens, len(hidden), pairs.responses_per_prompt)
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
     function = OnPolicyLinearP3OLoss if on_policy else LinearP3OLoss
     tensors = hidden, head.weight, head.bias, labels.contiguous()

@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -22,6 +24,7 @@ from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
 from fastp3o.stages import models, supervised
 from fastp3o.stages.preference import train
 from fastp3o.stages.preference.unpaired import with_other_prompts
+from fastp3o.training import reference_logprobs
 from fastp3o.training.states.changes import ResumeError
 from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start
 
@@ -323,6 +326,28 @@ def test_rewards_of_samples_may_be_several_and_ask_for_columns(workplace, tiny_m
         answered, vowels = (line[f"reward/{REWARDS}:{name}"] for name in ("answered", "vowels"))
         assert line["reward"] == pytest.approx(answered - 2 * vowels)
         assert answered == pytest.approx(line["gold"] + 4.5)
+
+
+@pytest.mark.parametrize("changes", [{"eval_data": "preferences.jsonl"}, {"lora_rank": 2}])
+def test_a_stop_does_not_wait_for_the_references_logprobs(workplace, tiny_model, monkeypatch, capsys, changes):
+    """Which are asked for by the evaluation before the first step, or by that step."""
+    run("dpo", "whole", tiny_model, **changes)
+    monkeypatch.setattr(reference_logprobs, "CHUNK", 2)
+    of_chunk, chunks = reference_logprobs.of_chunk, []
+
+    def stopped_in_the_first(*arguments) -> Tensor:
+        chunks.append(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return of_chunk(*arguments)
+
+    monkeypatch.setattr(reference_logprobs, "of_chunk", stopped_in_the_first)
+    with pytest.raises(SystemExit) as stopped:
+        run("dpo", "resumed", tiny_model, **changes)
+    assert (stopped.value.code, len(chunks)) == (128 + signal.SIGTERM, 1)
+    assert "SIGTERM: stopped after step 0; --resume goes on from there\n" in capsys.readouterr().out
+    monkeypatch.setattr(reference_logprobs, "of_chunk", of_chunk)
+    run("dpo", "resumed", tiny_model, resume=True, **changes)
+    assert_equal(weights("whole"), weights("resumed"))
 
 
 @pytest.mark.parametrize(("objective", "changes"), [("dpo", {}), ("kto", {"lora_rank": 2}), ("simpo", {})])

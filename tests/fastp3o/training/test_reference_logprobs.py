@@ -37,7 +37,7 @@ def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, ch
     monkeypatch.setattr(reference_logprobs, "CHUNK", chunk)
     policy = load_policy(tiny_model)
     reference = SecondModel(policy, torch.device("cpu"), offload=False)
-    logprobs = compute_logprobs(Accelerator(cpu=True), reference, examples, columns, Packing(20))
+    logprobs = compute_logprobs(Accelerator(cpu=True), reference, examples, columns, Packing(20), list)
     with torch.no_grad(), policy.with_own_attention() as alone:
         expected = [
             [logprobs_alone(alone, e["prompt_ids"], e[name]).sum() for name in ("first_ids", "second_ids")]
@@ -52,7 +52,7 @@ def test_what_is_not_finite_is_not_kept(tiny_model, examples, tmp_path):
         policy.model.model.norm.weight.fill_(torch.nan)
     kept = ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {"data": examples}, TOGETHER, Packing(20), ["m"])
     with pytest.raises(NotFiniteError, match="a log-probability of the reference is NaN or infinite \\(14 values\\)"):
-        kept.compute(SecondModel(policy, torch.device("cpu"), offload=False))
+        kept.compute(SecondModel(policy, torch.device("cpu"), offload=False), list)
     assert not list(tmp_path.iterdir())
 
 

@@ -6,7 +6,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
-from fastp3o_kernels import Groups, P3OSettings, linear_logprobs, linear_loss, linear_p3o_loss
+from fastp3o_kernels import Groups, P3OSettings, checks, linear_logprobs, linear_loss, linear_p3o_loss
 from tests.kernels.problems import (
     CHUNKED,
     DEVICE,
@@ -152,6 +152,16 @@ def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(mult
     (2.0**16 * output.loss).backward()
     for got, target in zip(states.gradients(), exact, strict=True):
         assert (got.double() / 2.0**15 - target).norm() <= 2e-3 * target.norm()
+
+
+def test_groups_that_do_not_cover_the_tokens_are_refused_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(checks, "may_look_at_values", lambda tensor: False)
+    states, labels = random_hidden_states(4, 20, 8, DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=r"cu_seqlens\[2\] = 3 must be the number of tokens, 4"):
+        linear_loss(states.hidden, states.head, labels, torch.tensor([0, 1, 3]), lambda groups: groups.logprobs.sum())
+    nothing = torch.zeros(1, 2, device=DEVICE)
+    with pytest.raises(ValueError, match=r"cu_seqlens\[2\] = 3 must be the number of tokens, 4"):
+        linear_p3o_loss(states.hidden, states.head, labels, torch.tensor([0, 1, 3]), nothing, nothing, nothing)
 
 
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
