@@ -128,7 +128,7 @@ def train_supervised(task: SupervisedTask) -> None:
         evaluate=evaluation if eval_examples is not None or task.samples else None,
         data={**data, "eval_prompts": task.samples and task.samples.prompts},
     )
-    # The run holds the evaluation, which completes the data: held by that in turn, it would stay, and with it the model.
+    # The run holds the evaluation, which completes the data: held by that in turn, it would stay, with its model.
     this_run = weakref.proxy(run)
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)
