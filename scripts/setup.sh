@@ -27,7 +27,8 @@ $(cat pyproject.toml scripts/constraints.txt)"
         # What an attempt without python3-venv, or one that was interrupted, has left has no pip.
         if ! "$PYTHON" -m pip --version > /dev/null 2>&1; then
             require_python python3
-            python3 -m venv --clear .venv
+            # An environment whose Python is gone is made anew; any other only gets what it lacks.
+            if "$PYTHON" -c '' 2> /dev/null; then python3 -m venv .venv; else python3 -m venv --clear .venv; fi
         fi
         echo "== Installing fastp3o and what it needs into .venv (a few minutes, once)"
         if ! "$PYTHON" -m pip install --disable-pip-version-check --constraint scripts/constraints.txt \

@@ -30,7 +30,8 @@ FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".z
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 WHOLE = "train"  # the split that files and folders without one have
-SHARD = r"([-_]?\d+(-of-\d+)?(-[0-9a-f]{16})?)?"  # what may follow the name of a split: train-00000-of-00002
+HASH = r"(-[0-9a-f]{16})?"
+SHARD = rf"([-_]?\d+(-of-\d+)?{HASH})?"  # what may follow the name of a split: train-00000-of-00002
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
@@ -122,7 +123,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
         raise DataError(f"{folder}: some files are named after a split and {other.name} is not; name a file or a glob")
     if not chosen:
         chosen = [file for file in files if split in words[file]]
-        longer = {re.sub(rf"{SHARD}\..*", "", file.name) for file in chosen}
+        longer = {split + longer_name(file.name, split) for file in chosen}
         if len(longer) > 1:
             raise DataError(f"{folder}: which split '{split}' is cannot be told: there are {', '.join(sorted(longer))}")
     if not chosen:
@@ -130,6 +131,13 @@ def split_files(folder: Path, split: str) -> list[Path]:
             f"{folder}: no file is named after the split '{split}'; found {', '.join(f.name for f in files)}"
         )
     return chosen
+
+
+def longer_name(file: str, split: str) -> str:
+    """What makes a file's split another than `split`, such as _sft: words behind the name, but for numbers of parts."""
+    behind = file.lower().partition(".")[0].partition(split.lower())[2]
+    words = re.split(r"[^a-z0-9]+|(?<=\d)of(?=\d)", re.sub(rf"{HASH}$", "", behind))
+    return "".join(f"_{word}" for word in words if word not in ("", "of") and not word.isdecimal())
 
 
 # --- their records --------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which models may run on packed rows: those that give every response what it gets alone. Others are refused."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from fastp3o.models import attention
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, scored_logprobs, scores
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.packed_row import PackedRow
 
 SLIDING = "sliding_attention"
 ISOLATING_LAYERS = {"full_attention", SLIDING}
@@ -25,12 +26,10 @@ NOTING = "fastp3o_segments_on_trial"
 def require_packable(model: PackedModel, name: str) -> PackedModel:
     """Returns the model after a look at its kind and a trial on a few tokens.
 
-    Raises ValueError where a packed row gives other results than its responses alone, with the reason if known, and
-    where it gives other ones in training mode.
+    Raises ValueError where a packed row gives other results than its responses alone, with the reason if known.
     """
     inner = model.model
-    named = f"{name} ({type(inner).__name__})"
-    refused = f"{named} cannot be run on packed sequences: "
+    refused = f"{name} ({type(inner).__name__}) cannot be run on packed sequences: "
     config = inner.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
     stateful = sorted(layers - ISOLATING_LAYERS)
@@ -55,46 +54,66 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
             f"{refused}they get other results than alone (off by {difference:.2g} on average), so something in it "
             "looks beyond the segments of the attention, or changes logits behind the head"
         )
-    # The trial's sequences are shorter than any window.
-    slides = SLIDING in layers if layers else getattr(config, "sliding_window", None)
-    if slides and not trial.windows:
+    # The trial's sequences are shorter than any window; one that no sequence leaves hides nothing.
+    window = getattr(config, "sliding_window", None)
+    slides = SLIDING in layers if layers else window
+    reached = window is None or model.longest_sequence is None or window < model.longest_sequence
+    if slides and reached and not trial.windows:
         raise ValueError(f"{refused}transformers does not hand its sliding window on to the AttentionInterface")
-    noise = (trial.training - trial.packed).abs().mean().item()
-    if not noise <= TOLERANCE[inner.dtype]:
+    return model
+
+
+def require_trainable(model: PackedModel, name: str) -> PackedModel:
+    """Returns the model after a trial in training mode. Raises ValueError where that gives other results."""
+    with on_trial(model) as (run, row):
+        noise = (run(model.train(), row) - run(model.eval(), row)).abs().mean().item()
+    if not noise <= TOLERANCE[model.model.dtype]:
         raise ValueError(
-            f"{named} cannot be trained: its training mode gives other results (off by {noise:.2g} on average), as "
-            "where experts are chosen at random, and ratios would be those of two different policies"
+            f"{name} ({type(model.model).__name__}) cannot be trained: its training mode gives other results (off by "
+            f"{noise:.2g} on average), as where experts are chosen at random, and ratios would be those of two "
+            "different policies"
         )
     return model
 
 
 class Trial(NamedTuple):
-    """Log-probabilities, or a reward model's scores, of a few responses: in one row, in one row in training mode, and
-    from transformers alone. windows: that attention was called with.
+    """Log-probabilities, or a reward model's scores, of a few responses: in one row, and from transformers alone.
+    windows: that attention was called with.
     """
 
     packed: Tensor
-    training: Tensor
     alone: Tensor
     windows: set[int]
 
 
-@torch.no_grad()
 def trial_of(model: PackedModel) -> Trial:
-    """Leaves the model and the random generators as they were."""
     inner = model.model
-    run_packed, run_alone = (scores, score_alone) if hasattr(inner, "score") else (scored_logprobs, logprobs_alone)
-    prompts = [within_vocabulary(inner, ids) for ids in PROMPTS]
-    responses = [[within_vocabulary(inner, ids) for ids in group] for group in RESPONSES]
-    (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
-    row = row.to(inner.device)
-    with evaluation_mode(model), torch.random.fork_rng([inner.device] if inner.device.type == "cuda" else []):
+    run_alone = score_alone if hasattr(inner, "score") else logprobs_alone
+    with on_trial(model) as (run, row):
         with noting_windows(inner) as windows:
-            packed = run_packed(model, row)
+            packed = run(model, row)
+        prompts, responses = trial_texts(inner)
         with model.with_own_attention():
             alone = [run_alone(inner, prompts[g], response) for g in row.groups for response in responses[g]]
-        training = run_packed(model.train(), row)
-    return Trial(packed, training, torch.cat(alone), windows)
+    return Trial(packed, torch.cat(alone), windows)
+
+
+@contextmanager
+def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, PackedRow], Tensor], PackedRow]]:
+    """What gives a model's values of a row, and a row. In the block no gradients are kept; behind it model and random
+    generators are as they were.
+    """
+    inner = model.model
+    (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
+    generators = [inner.device] if inner.device.type == "cuda" else []
+    with torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(generators):
+        yield scores if hasattr(inner, "score") else scored_logprobs, row.to(inner.device)
+
+
+def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Prompts, and responses to each."""
+    responses = [[within_vocabulary(model, ids) for ids in group] for group in RESPONSES]
+    return [within_vocabulary(model, ids) for ids in PROMPTS], responses
 
 
 @contextmanager

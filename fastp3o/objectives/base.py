@@ -28,7 +28,7 @@ class Microbatch:
     ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
     metrics_weight: float = field(default=1.0, kw_only=True)  # of its metrics, see LossAndMetrics
-    response_share: float = field(default=1.0, kw_only=True)  # its share of those that count
+    response_share: float = field(default=1.0, kw_only=True)  # its share of what `Objective.units` counts
     counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, what takes part in the loss; None: all
 
     def counted_tokens(self) -> int:
@@ -84,6 +84,12 @@ class Objective(ABC):
         none.
         """
         return None
+
+    def units(self, counted: Tensor) -> int:
+        """What metrics are means over, where the loss does not average tokens: of how many of the responses that count,
+        [P, K] bool, or of what they make together.
+        """
+        return int(counted.sum())
 
     def add_to(self, policy: PackedModel) -> None:  # noqa: B027 - most add nothing
         """Adds what trains beside the policy, such as a critic."""

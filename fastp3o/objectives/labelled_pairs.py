@@ -44,6 +44,10 @@ class LabelledPairs(Objective):
             units=pairs(microbatch.counted_responses()).all(-1).sum().clamp(min=1),
         )
 
+    def units(self, counted: Tensor) -> int:
+        """Pairs."""
+        return int(pairs(counted).all(-1).sum())
+
     def sums(self, groups: Groups) -> LossAndMetrics:
         """Of some prompts: the loss, how many of the pairs that count the policy orders as the rewards do (a half where
         either is undecided), how many have equal rewards, and by how much log-ratios differ.

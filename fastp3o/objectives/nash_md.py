@@ -55,6 +55,10 @@ class NashMD(Objective):
         units = counted.sum().clamp(min=1)
         return groupwise_loss(policy, microbatch, self.sums, divisor=len(microbatch.rewards), units=units)
 
+    def units(self, counted: Tensor) -> int:
+        """The policy's own responses."""
+        return int(counted[:, : self.config.from_mixture].sum())
+
     def sums(self, groups: Groups) -> LossAndMetrics:
         own = slice(self.config.from_mixture)
         counted = groups["counted"][:, own]

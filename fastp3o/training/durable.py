@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -48,7 +48,8 @@ def make_folder(folder: Path) -> None:
     """Makes a folder, and those above it that are missing: what is synced in one may be gone with the folder itself."""
     for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         path.mkdir(exist_ok=True)
-        sync(path.parent)
+        with suppress(PermissionError):  # of a folder that may be written to and not read
+            sync(path.parent)
 
 
 def move_into_place(unfinished: Path, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import in_step, passes
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, counted_tokens
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rollouts.rollouts import Rollouts
@@ -79,20 +79,24 @@ def with_logprobs(
     reference: Reference,
     minibatches: list[list[PackedRow]],
     rewards: Tensor,
-    counted: Tensor | None = None,
-    *,
-    averages_tokens: bool,
+    counted: Tensor | None,
+    objective: Objective,
 ) -> list[list[Microbatch]]:
     """Minibatches as the loss takes them; `rewards` [P, K] of all prompts, in the order they were sampled, and which of
-    the responses count, [P, K] bool.
+    the responses count, [P, K] bool, None for all. objective: says what rows are weighed by.
 
     The old log-probs come from the policy on the very rows that it is trained on: before the first step every ratio is
     exactly 1, which neither the sampler's log-probs nor another packing would give.
     """
     minibatches = [[row.to(accelerator.device) for row in rows] for rows in minibatches]
     rows = [row for minibatch in minibatches for row in minibatch]
-    tokens, responses = (partial(size, counted=counted) for size in (tokens_of, responses_of))
-    sizes = (tokens if averages_tokens else prompts_of, tokens if averages_tokens else responses, responses)
+    every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
+    tokens = partial(tokens_of, counted=counted)
+
+    def units_of(row: PackedRow) -> int:
+        return objective.units(every[list(row.groups)])
+
+    sizes = (tokens, tokens, units_of) if objective.averages_tokens else (prompts_of, units_of, units_of)
     shares = [list(chain.from_iterable(shares_of_minibatches(accelerator, minibatches, size))) for size in sizes]
     old_token_logprobs = passes(rows, partial(scored_logprobs, policy))
     microbatches = iter(
@@ -136,11 +140,6 @@ def prompts_of(row: PackedRow) -> int:
 def tokens_of(row: PackedRow, counted: Tensor | None) -> int:
     """Response tokens that count; counted: [P, K] bool of all prompts."""
     return counted_tokens(row, None if counted is None else counted[list(row.groups)])
-
-
-def responses_of(row: PackedRow, counted: Tensor | None) -> int:
-    """Responses that count; counted: [P, K] bool of all prompts."""
-    return len(row.scored_lengths) if counted is None else int(counted[list(row.groups)].sum())
 
 
 def finished(rollouts: Rollouts) -> Tensor:

@@ -53,9 +53,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
                 counted = finished(rollouts) if config.mask_truncated else None
-                minibatches = with_logprobs(
-                    accelerator, policy, reference, rows, scaled, counted, averages_tokens=objective.averages_tokens
-                )
+                minibatches = with_logprobs(accelerator, policy, reference, rows, scaled, counted, objective)
                 minibatches = objective.prepare(policy, minibatches, partial(accelerator.reduce, reduction="sum"))
                 noise = ratio_noise(policy, rollouts, first_microbatch(minibatches))
             with run.phase("update"):

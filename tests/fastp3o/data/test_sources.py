@@ -179,6 +179,8 @@ def test_a_folder_with_split_names_gives_the_split(tmp_path: Path):
             ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
         ),
         *(["train_sft.jsonl"], ["train_sft-00000.jsonl", "train_sft-00001.jsonl"], ["TRAIN.jsonl"]),
+        *(["train_1_of_2.jsonl", "train_2_of_2.jsonl"], ["train_1of2.jsonl", "train_2of2.jsonl"]),
+        *(["001_train_shard.jsonl", "002_train_shard.jsonl"], ["train-2024-01-01.jsonl", "train-2024-02-01.jsonl"]),
     ],
 )
 def test_every_file_of_a_split_is_read(tmp_path: Path, names: list[str]):

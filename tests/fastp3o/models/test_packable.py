@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packable import TOLERANCE, require_packable, trial_of, within_vocabulary
+from fastp3o.models.packable import TOLERANCE, require_packable, require_trainable, trial_of, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import FAMILIES, GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
@@ -218,13 +218,13 @@ def test_a_training_mode_that_is_random_all_the_same_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=rf"{tmp_path} \(PhimoeForCausalLM\) cannot be trained: its training mode gives"
     ):
-        load_policy(moe_with_noise(config, tmp_path))
+        require_trainable(load_policy(moe_with_noise(config, tmp_path)), str(tmp_path))
 
 
 def test_a_trial_leaves_the_generator_as_it_was():
     model = PackedModel(random_model("opt"))  # which draws a number for each layer in training mode
     before = torch.get_rng_state()
-    require_packable(model, "opt")
+    require_trainable(require_packable(model, "opt"), "opt")
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -232,6 +232,17 @@ def test_a_window_that_is_longer_than_the_trial_is_seen():
     for family in ("mistral", "gemma2"):
         model = PackedModel(random_model(family, sliding_window=32))
         assert trial_of(require_packable(model, family)).windows == {32}
+
+
+def test_a_window_that_no_sequence_leaves_need_not_be_seen(tmp_path):
+    for reach, refused in ((128, False), (256, True)):
+        config = hf.PhimoeConfig(**(GROUPED | EXPERTS | {"max_position_embeddings": reach, "sliding_window": 128}))
+        model = PackedModel(AutoModelForCausalLM.from_config(config))
+        if refused:
+            with pytest.raises(ValueError, match="does not hand its sliding window on"):
+                require_packable(model, "phimoe")
+        else:
+            require_packable(model, "phimoe")
 
 
 def test_a_checkpoint_is_refused_by_name(tmp_path):

@@ -1,4 +1,5 @@
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
         SecondModel(reference, accelerator.device, offload=False),
         pack_minibatches(accelerator, rollouts, 2, Packing(30)),
         rewards,
-        averages_tokens=averages_tokens,
+        None,
+        SimpleNamespace(averages_tokens=averages_tokens, units=lambda counted: int(counted.sum())),
     )
     for minibatch in minibatches:
         assert sum(microbatch.weight for microbatch in minibatch) == pytest.approx(1)
