@@ -19,7 +19,7 @@ from benchmarks.frontier.report.study import OUTCOMES, Study
 from benchmarks.frontier.runs.plan import EVERYONE, SEEDS
 from benchmarks.frontier.runs.questions import EQUAL_TOKENS
 from benchmarks.frontier.runs.records import by_task
-from benchmarks.frontier.runs.tuning import ENVELOPE_KLS, QUESTIONS_KL
+from benchmarks.frontier.runs.tuning import ENVELOPE_KLS
 from benchmarks.frontier.tasks.groups import LONG_PROMPTS, RETUNED
 from fastp3o.evaluation.matched_kl import interval
 
@@ -68,7 +68,7 @@ def draw_seeds(axes: Axes, place: int, values: Series, name: str) -> None:
 
 
 def of_questions(study: Study, path: Path) -> bool:
-    """The gain at the middle KL over what each question varies."""
+    """The gain at the KL of each question over what it varies."""
     asked = [(question, drawn_points(study, question)) for question in questions.questions(study)]
     asked = [(question, points) for question, points in asked if points]
     if not asked:
@@ -77,11 +77,10 @@ def of_questions(study: Study, path: Path) -> bool:
     panels = figure.subplots(1, len(asked), squeeze=False)[0]
     for axes, (question, points) in zip(panels, asked, strict=True):
         draw_points(axes, points)
-        axes.set(title=question.title, xlabel=question.varied, xscale="log")
+        axes.set(title=question.title, xlabel=question.varied, xscale="log", ylabel=f"gain at KL {question.kl:g}")
         values = sorted({value for _, _, value, _ in points})
         axes.set_xticks(values, [f"{value:,.7g}" for value in values])
         axes.minorticks_off()
-    panels[0].set_ylabel(f"gain at KL {QUESTIONS_KL:g}")
     finish(figure, panels, "One setting at a time; solid: proxy, dashed: gold utility", path)
     return True
 
@@ -99,7 +98,7 @@ def drawn_points(study: Study, question: questions.Question) -> list[Drawn]:
         for point in points.values()
         if point.arm is not None
         for outcome in OUTCOMES[RETUNED]
-        if (gains := study.gains(point.group, point.arm, QUESTIONS_KL, outcome).dropna()).count() >= len(SEEDS) / 2
+        if (gains := study.gains(point.group, point.arm, question.kl, outcome).dropna()).count() >= len(SEEDS) / 2
     ]
     several = {name for name, *_ in found if len({value for other, _, value, _ in found if other == name}) > 1}
     return [one for one in found if one[0] in several]

@@ -27,10 +27,13 @@ Pairs = dict[str, tuple[Point, Point]]
 
 
 class Question(NamedTuple):
+    """kl: what is drawn is the gain there."""
+
     title: str
     varied: str
     points: list[Point]
     pairs: Pairs
+    kl: float = QUESTIONS_KL
 
 
 def questions(study: Study) -> list[Question]:
@@ -40,7 +43,10 @@ def questions(study: Study) -> list[Question]:
         Question("clip range", "ε", clips, with_default(clips, DEFAULT_CLIP_RANGE) | joint_with_any_rival(clips)),
         Question("rewards multiplied", "rewards times", factors, with_default(factors, 1.0)),
         Question("wrong labels of the reward model", "wrong labels", labels, joint_with_rivals(labels, "wrong labels")),
-        Question("size of the policy", "parameters", parameters, joint_with_rivals(parameters, "parameters")),
+        # At the lowest rate not all runs of the largest get to the KL of the others.
+        Question(
+            "size of the policy", "parameters", parameters, joint_with_rivals(parameters, "parameters"), ENVELOPE_KLS[0]
+        ),
     ]
 
 
