@@ -119,16 +119,15 @@ def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, he
         assert (got - target).norm() <= 2 * (by_eager - target).norm() + 1e-5 * target.norm() + floor + rounding
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU multiplies fp16 itself")
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("coefficients", ["small", "rising", "first none"])
 def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(multiply_fp16, coefficients, impl):
     """Nearly even probabilities of 4,000 tokens."""
     lengths, V, D = [2, 3, 1, 4, 2, 2], 4000, 8
     states = random_hidden_states(sum(lengths), V, D, DEVICE, torch.float16, scale=0.01)
-    labels = torch.randint(V, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(V, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     weights = {"small": [1.0, 1.0, 1.0], "rising": [1e-4, 1e-2, 1.0], "first none": [0.0, 0.0, 1.0]}[coefficients]
-    tensors = {"of_groups": {"weights": torch.tensor(weights)}}
+    tensors = {"of_groups": {"weights": torch.tensor(weights, device=DEVICE)}}
 
     def mean_of_many_long_responses(groups: Groups):
         return (groups["weights"] * groups.logprobs.sum(1)).sum() / (16 * 4096)

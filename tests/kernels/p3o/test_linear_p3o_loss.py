@@ -298,7 +298,6 @@ def test_gradients_of_fp16_products_survive_a_loss_scale():
             assert relative_error(got, target) < 2e-3
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU multiplies fp16 itself")
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("sampled_by_it", [False, True])
 @pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
