@@ -55,7 +55,7 @@ def own_update(
             )
             rewards = torch.tensor([group.rewards for group in groups])
             rows = pack_minibatches(accelerator, rollouts, 1, Packing(100))
-            prepared += with_logprobs(accelerator, policy, reference, rows, rewards, averages_tokens=False)
+            prepared += with_logprobs(accelerator, policy, reference, rows, rewards, None, objective)
         for _ in range(inner_epochs):
             for microbatches in prepared:
                 for microbatch in microbatches:
