@@ -27,7 +27,7 @@ from fastp3o.models.checkpoint import (
     with_adapters,
     without_weights,
 )
-from fastp3o.models.packable import require_packable
+from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import is_main_process
 
@@ -87,12 +87,13 @@ def load_policy(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    trains: bool = False,
 ) -> PackedModel:
     """A causal LM without dropout or noise of its routers: a policy's log-probabilities must not be random. LoRA
     adapters are merged into it.
 
-    Raises ValueError where the checkpoint is not whole, where the model cannot be run on packed rows, and where its
-    training mode gives other log-probabilities all the same.
+    Raises ValueError where the checkpoint is not whole, where the model cannot be run on packed rows, and where the
+    training mode of one that trains gives other log-probabilities all the same.
     """
     base = base_of(name)
     if not is_main_process():
@@ -104,7 +105,8 @@ def load_policy(
     require_whole(base, loading)
     if base != name:
         model = with_adapters(model, name).merge_and_unload()
-    return require_packable(PackedModel(model).to(device), name)
+    policy = require_packable(PackedModel(model).to(device), name)
+    return require_trainable(policy, name) if trains else policy
 
 
 def load_reward_model(

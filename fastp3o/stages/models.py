@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.loading import load_policy
 from fastp3o.models.moving_reference import MovingReference
-from fastp3o.models.packable import require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import loading_device
@@ -52,8 +51,7 @@ def whole_copy(
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
-    model = load_policy(config.model, trust_remote_code=config.trust_remote_code)
-    model = require_trainable(model, config.model).train()
+    model = load_policy(config.model, trust_remote_code=config.trust_remote_code, trains=True).train()
     model.check_reach(config.longest_sequence)
     choose_trainable(model, config)
     if config.gradient_checkpointing:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, require_same_vocabulary
-from fastp3o.models.packable import require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.trainable import choose_trainable
@@ -58,8 +57,8 @@ class Preferences(SupervisedTask[PreferenceRow]):
         self.reference: Reference | None = None
 
     def load_model(self) -> PackedModel:
-        model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code)
-        choose_trainable(require_trainable(model, self.config.model), self.config)
+        model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code, trains=True)
+        choose_trainable(model, self.config)
         return model
 
     def set_up(self, setting: Setting, data: dict[str, Dataset]) -> None:
