@@ -207,7 +207,10 @@ def moe_with_noise(config: hf.PretrainedConfig, folder: Path) -> str:
     ids=["mixtral", "dbrx"],
 )
 def test_noise_that_a_configuration_names_is_off(tmp_path, config):
-    policy = load_policy(moe_with_noise(config(), tmp_path)).train()
+    made = config()
+    if made.model_type == "dbrx" and tuple(map(int, hf.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("parts of DBRX's configuration cannot be set when it is loaded with this transformers")
+    policy = load_policy(moe_with_noise(made, tmp_path)).train()
     rows = [scored_logprobs(policy, PAIRS.row()) for _ in range(2)]
     assert torch.equal(*rows)
     assert torch.equal(rows[0], scored_logprobs(policy.eval(), PAIRS.row()))
