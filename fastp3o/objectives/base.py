@@ -85,11 +85,11 @@ class Objective(ABC):
         """
         return None
 
-    def units(self, counted: Tensor) -> int:
-        """What metrics are means over, where the loss does not average tokens: of how many of the responses that count,
+    def units(self, counted: Tensor) -> Tensor:
+        """Over how many metrics are means where the loss does not average tokens, 0-d: of the responses that count,
         [P, K] bool, or of what they make together.
         """
-        return int(counted.sum())
+        return counted.sum()
 
     def add_to(self, policy: PackedModel) -> None:  # noqa: B027 - most add nothing
         """Adds what trains beside the policy, such as a critic."""

@@ -41,12 +41,12 @@ class LabelledPairs(Objective):
             microbatch,
             self.sums,
             divisor=len(microbatch.rewards),
-            units=pairs(microbatch.counted_responses()).all(-1).sum().clamp(min=1),
+            units=self.units(microbatch.counted_responses()).clamp(min=1),
         )
 
-    def units(self, counted: Tensor) -> int:
+    def units(self, counted: Tensor) -> Tensor:
         """Pairs."""
-        return int(pairs(counted).all(-1).sum())
+        return pairs(counted).all(-1).sum()
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         """Of some prompts: the loss, how many of the pairs that count the policy orders as the rewards do (a half where

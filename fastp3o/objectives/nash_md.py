@@ -51,13 +51,12 @@ class NashMD(Objective):
         self.scaler = AbsoluteScaler(0.0, scale=False)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        counted = microbatch.counted_responses()[:, : self.config.from_mixture]
-        units = counted.sum().clamp(min=1)
+        units = self.units(microbatch.counted_responses()).clamp(min=1)
         return groupwise_loss(policy, microbatch, self.sums, divisor=len(microbatch.rewards), units=units)
 
-    def units(self, counted: Tensor) -> int:
+    def units(self, counted: Tensor) -> Tensor:
         """The policy's own responses."""
-        return int(counted[:, : self.config.from_mixture].sum())
+        return counted[:, : self.config.from_mixture].sum()
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         own = slice(self.config.from_mixture)

@@ -52,9 +52,9 @@ class P3O(Objective):
     def clip_range(self, length: float) -> float | None:
         return self.config.clip_range if self.config.clipping in ("joint", "separate") else None
 
-    def units(self, counted: Tensor) -> int:
+    def units(self, counted: Tensor) -> Tensor:
         """Responses that have another one to be compared with."""
-        return int((counted & (counted.sum(1, keepdim=True) > 1)).sum())
+        return (counted & (counted.sum(1, keepdim=True) > 1)).sum()
 
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses

@@ -117,7 +117,7 @@ class PolicyGradient(Objective):
             of_responses={"advantages": cast(AdvantageMicrobatch, microbatch).advantages},
             outputs=("entropy",) if self.config.entropy_coef else (),
             divisor=tokens or len(microbatch.rewards),
-            units=tokens or microbatch.counted_responses().sum().clamp(min=1),
+            units=tokens or self.units(microbatch.counted_responses()).clamp(min=1),
         )
 
     def sums(self, groups: Groups) -> LossAndMetrics:

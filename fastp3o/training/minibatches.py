@@ -94,7 +94,7 @@ def with_logprobs(
     tokens = partial(tokens_of, counted=counted)
 
     def units_of(row: PackedRow) -> int:
-        return objective.units(every[list(row.groups)])
+        return int(objective.units(every[list(row.groups)]))
 
     sizes = (tokens, tokens, units_of) if objective.averages_tokens else (prompts_of, units_of, units_of)
     shares = [list(chain.from_iterable(shares_of_minibatches(accelerator, minibatches, size))) for size in sizes]
