@@ -28,15 +28,15 @@ def script() -> ModuleType:
     return module
 
 
-def run(folder: Path, *arguments: str) -> str:
-    command = [sys.executable, SCRIPT, "--output_dir", folder, "--stdlib_only", "--max_pairs", "150", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+def run_arguments(folder: Path, *further: str) -> list[str]:
+    return ["--output_dir", str(folder), "--stdlib_only", "--max_pairs", "150", *further]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docstrings")
-    run(folder)
+    command = [sys.executable, SCRIPT, *run_arguments(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     return folder
 
 
@@ -51,13 +51,16 @@ def modules(folder: Path, split: str) -> set[str]:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_writes_the_same_bytes(folder: Path, tmp_path: Path):
-    report = run(tmp_path, "--workers", "1")
+def test_the_same_seed_writes_the_same_bytes(
+    script: ModuleType, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    script.main(run_arguments(tmp_path, "--workers", "1"))
+    report = capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in folder.iterdir())
     assert all(path.read_bytes() == (folder / path.name).read_bytes() for path in tmp_path.iterdir())
     assert "standard library" in report
     assert all(str(path) in report for path in tmp_path.iterdir())
-    run(tmp_path, "--seed", "1")
+    script.main(run_arguments(tmp_path, "--workers", "1", "--seed", "1"))
     assert modules(tmp_path, "eval") != modules(folder, "eval")
 
 

@@ -4,15 +4,12 @@ settings, the optimum that no policy can pass, and win rates.
 
 import json
 import multiprocessing
-import os
 from collections.abc import Iterable
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from benchmarks.frontier.runs import records as recorded
@@ -21,6 +18,7 @@ from benchmarks.frontier.runs.duels import EQUAL_KL, as_they_ended, at_equal_kl,
 from benchmarks.frontier.runs.one_run import train_and_record
 from benchmarks.frontier.runs.parts import parts_of
 from benchmarks.frontier.runs.plan import Run, algorithms
+from benchmarks.frontier.runs.worker import begin_worker
 from benchmarks.frontier.tasks.groups import SIZES, WRONG_LABELS, base_of, group_of
 from benchmarks.frontier.tasks.optimum import optimum
 from benchmarks.frontier.tasks.task import Task, make
@@ -58,20 +56,6 @@ def execute(
                     CHOICES[name](group, recorded.load(records))
                 if name == "algorithms":
                     compare_finished(pool, group, results, folder)
-
-
-def begin_worker() -> None:
-    """One thread for torch. And an end with the command, however that ends: a worker would go on with what it has been
-    given, beside the runs of the next command, and a trainer takes a signal as a wish to save.
-    """
-    torch.set_num_threads(1)
-    command = multiprocessing.parent_process()
-
-    def end_with_command() -> None:
-        command.join()
-        os._exit(1)
-
-    Thread(target=end_with_command, daemon=True).start()
 
 
 def waiting(runs: list[Run], records: Path) -> list[Run]:

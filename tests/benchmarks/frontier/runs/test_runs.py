@@ -284,7 +284,7 @@ def test_settings_are_chosen_for_each_kl_among_trials_on_the_same_seeds(tmp_path
 COMMAND = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from benchmarks.frontier.runs.execute import begin_worker
+from benchmarks.frontier.runs.worker import begin_worker
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
