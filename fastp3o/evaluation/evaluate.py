@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
-from fastp3o.models.sharding import passes
+from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rewards.reward import Reward
 from fastp3o.rewards.scoring import scored
@@ -76,7 +76,7 @@ class Evaluation:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
         rows = pack(rollouts.prompt_ids, rollouts.response_ids, self.packing)
         rows = [row.to(self.accelerator.device) for row in rows]
-        logprobs = passes(rows, partial(scored_logprobs, self.policy))
+        logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, self.policy))
         log_ratios = [
             sequence_logprobs(policy_logprobs - ref_logprobs, row.cu_seqlens)
             for row, policy_logprobs, ref_logprobs in zip(rows, logprobs, self.reference(rows), strict=True)

@@ -1,30 +1,30 @@
-"""The policy that the KL is measured against: a second model, or a LoRA policy without its adapters."""
+"""The policy that the KL is measured against: a second model, which may follow the policy, or a LoRA policy's base."""
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
-from fastp3o.models.sharding import passes
-from fastp3o.models.trainable import adapters_off
+from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
 from fastp3o.packing.packed_row import PackedRow
 
 
 class Reference(ABC):
-    """Log-probabilities of a frozen policy; some move between updates."""
+    """Log-probabilities of a frozen policy; some references move between updates."""
 
     @abstractmethod
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        """Of the scored tokens of each row, [N] fp32."""
+        """Log-probabilities of each row's labelled tokens, [N] fp32."""
 
-    def follow(self, policy: PackedModel, update: int) -> None:  # noqa: B027 - most stay where they are
-        """Goes after the policy, once an update of it is made."""
+    def follow(self, policy: PackedModel, update: int) -> None:  # noqa: B027 - most stay the same
+        """Moves after the policy's update of this number."""
 
 
 class SecondModel(Reference):
@@ -34,7 +34,7 @@ class SecondModel(Reference):
         self.model, self.frozen = model, FrozenModel(model, device, mesh, offload=offload)
 
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        return self.frozen.passes(rows, scored_logprobs)
+        return self.frozen.map_rows(rows, scored_logprobs)
 
 
 class WithoutAdapters(Reference):
@@ -46,7 +46,17 @@ class WithoutAdapters(Reference):
     @torch.no_grad()
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         with adapters_off(self.policy):
-            return passes(rows, partial(scored_logprobs, self.policy))
+            return map_rows_in_lockstep(rows, partial(scored_logprobs, self.policy))
+
+
+@contextmanager
+def adapters_off(model: PackedModel) -> Iterator[None]:
+    """The policy without its LoRA adapters: the model that it started from."""
+    model.model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.model.enable_adapters()
 
 
 class LoadedForEachUse(Reference):
@@ -61,3 +71,44 @@ class LoadedForEachUse(Reference):
         finally:
             # A model that is spread over processes refers to itself.
             gc.collect()
+
+
+class MovingReference(Reference):
+    """A second model whose weights are set after updates of the policy.
+
+    every: to the policy's after each this many updates; 0 never. decay: to the mean w_ref <- decay w_ref +
+    (1 - decay) w after each update; 0 for none.
+    """
+
+    def __init__(self, reference: SecondModel, *, every: int, decay: float):
+        self.reference, self.every, self.decay = reference, every, decay
+        self.weights: dict[str, nn.Parameter] = dict(reference.model.named_parameters())
+        # Steps of 1 - decay would be lost in half precision.
+        half = {name: weight for name, weight in self.weights.items() if weight.dtype != torch.float32}
+        self.means = {name: weight.detach().float() for name, weight in half.items()} if decay else {}
+
+    def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
+        return self.reference(rows)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that a state must hold, to be filled in place."""
+        weights = {f"reference.{name}": weight.detach() for name, weight in self.weights.items()}
+        return weights | {f"reference_mean.{name}": mean for name, mean in self.means.items()}
+
+    @torch.no_grad()
+    def follow(self, policy: PackedModel, update: int) -> None:
+        """The policy's layers are spread over the processes as the reference's are."""
+        if self.every and update % self.every:
+            return
+        own = dict(policy.named_parameters())
+        for name, weight in self.weights.items():
+            now = part(own[name])
+            if self.decay:
+                mean = part(self.means.get(name, weight))
+                now = mean.lerp_(now.to(mean.device, mean.dtype), 1 - self.decay)
+            part(weight).copy_(now)
+
+
+def part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,14 +1,15 @@
 """Weights, gradients and AdamW's moments spread over processes with torch's FSDP2: each holds a part of every layer.
 
-A layer is whole, in the precision of the passes, while it computes. What stays are parts, which the optimizer moves:
-the fp32 masters of half-precision weights are the parameters themselves. Gradients of each packed row are added up over
-the processes in fp32, so every process must make equally many passes: `in_step`.
+While a layer computes, each process has all of it, in the precision of the passes. The optimizer moves the parts, which
+are fp32 masters where passes are in half precision. Gradients of each packed row are added up over the processes in
+fp32, so every process must make equally many passes: `pad_to_longest_rank`.
 
 A single process has no mesh and keeps its model whole. A mesh of one gives the same bits, and took 9 to 160% longer on
 a CPU where layers were thin or rows short.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,9 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.packed_row import PackedRow
 
 Row = TypeVar("Row")
 Result = TypeVar("Result")
+
+# --- processes ------------------------------------------------------------------------------------------------------
 
 
 def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None:
@@ -30,7 +34,7 @@ def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None
 
     shard_size: processes that hold one model together; 0 for all.
 
-    Raises ValueError where the processes do not divide evenly into such groups.
+    Raises ValueError if the processes do not divide evenly into such groups.
     """
     processes = number_of_processes()
     if processes == 1:
@@ -44,7 +48,7 @@ def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None
 
 
 def is_main_process() -> bool:
-    """Whether this process is the one that loads weights."""
+    """Whether this process is rank 0, which loads weights."""
     return number_of_processes() == 1 or dist.get_rank() == 0
 
 
@@ -52,8 +56,29 @@ def number_of_processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool]]:
+    """The rows, then `spare` until there are as many as the process with most rows has; and whether each counts.
+
+    Processes gather weights in every pass, so one that made fewer passes would leave the others waiting for ever.
+    """
+    longest = len(rows)
+    if number_of_processes() > 1:
+        lengths: list[int] = [0] * number_of_processes()
+        dist.all_gather_object(lengths, len(rows))
+        longest = max(lengths)
+    return [(row, True) for row in rows] + [(spare, False)] * (longest - len(rows))
+
+
+def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) -> list[Result]:
+    """`compute` of each row, of which there is at least one, in equally many passes on every process."""
+    return [compute(row) for row, _ in pad_to_longest_rank(rows, rows[0])][: len(rows)]
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
 def loading_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
-    """Where the main process loads a model: not on a device that need not hold the whole of it."""
+    """Where the main process loads a model: on the CPU, if the device need not hold the whole of it."""
     return device if mesh is None else torch.device("cpu")
 
 
@@ -65,11 +90,11 @@ def shard(
     dtype: torch.dtype | None = None,
     offload: bool = False,
 ) -> None:
-    """Spreads a model over the mesh, in place, and brings this process's part to the device; a whole model without one.
+    """Spreads a model over the mesh, in place, and moves this process's part to the device; all of it without a mesh.
 
-    The main process's weights are everyone's: elsewhere the model may be on the meta device.
+    All processes get the main process's weights: elsewhere the model may be on the meta device.
 
-    dtype: of the passes, to which what is frozen is rounded for good; None for that of the weights. offload: the parts
+    dtype: of the passes, to which frozen weights are rounded for good; None for that of the weights. offload: the parts
     are on the CPU between uses.
     """
     if mesh is None:
@@ -77,39 +102,39 @@ def shard(
         return
     for parameter in model.parameters():
         if dtype is not None and not parameter.requires_grad:
-            # Buffers stay as they are: rounded rotary frequencies would move every position.
+            # Buffers keep their dtype: rounded rotary frequencies would move every position.
             parameter.data = parameter.data.to(dtype)
-    given = Given(model)
+    weights = RankZeroWeights(model)
     options: dict[str, Any] = {
         "mesh": mesh,
         # Inputs are positions and tokens, and results of the head stay in fp32.
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }
-    for unit in units(model):
-        fully_shard(unit, **options)
+    for module in fsdp_modules(model):
+        fully_shard(module, **options)
     # Embeddings, head and last norm belong to the root: the head is whole within its forward call, over all chunks. It
-    # stays so for the backward pass, where there is one.
+    # stays whole for the backward pass, if there is one.
     trains = any(parameter.requires_grad for parameter in model.parameters())
     fully_shard(model, reshard_after_forward=None if trains else True, **options)
-    given.put_into(model, device, offload=offload)
+    weights.put_into(model, device, offload=offload)
 
 
-def units(model: PackedModel) -> Iterator[nn.Module]:
-    """What is whole at one time: layers, and what an objective has added to the model. The rest is one more."""
+def fsdp_modules(model: PackedModel) -> Iterator[nn.Module]:
+    """The modules that are whole one at a time: layers, and what an objective has added. The root has the rest."""
     for module in model.modules():
         if isinstance(module, PackedModel):
             yield from module.layers()
     yield from (child for child in model.children() if child is not model.model)
 
 
-class Given:
-    """The weights of the main process, of which the model is left empty."""
+class RankZeroWeights:
+    """The weights of the main process. Taking them leaves the model empty."""
 
     def __init__(self, model: nn.Module):
         is_main = is_main_process()
         self.weights = dict(model.state_dict()) if is_main else {}
-        # Some are not in a state dict, such as the frequencies of rotary positions.
+        # Some buffers are not in a state dict, such as the frequencies of rotary positions.
         buffers = model.named_buffers(remove_duplicate=False)
         self.buffers = [{name: buffer.cpu() for name, buffer in buffers} if is_main else None]
         empty(model)
@@ -128,7 +153,7 @@ class Given:
 
 
 def empty(model: nn.Module) -> None:
-    """Moves a model to the meta device. Weights that are tied stay so, which `Module.to` would part."""
+    """Moves a model to the meta device. Tied weights stay tied, which `Module.to` would part."""
     moved: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -139,28 +164,31 @@ def empty(model: nn.Module) -> None:
             module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="meta")
 
 
-def in_step(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool]]:
-    """As many rows as the process with most of them has: `spare`, where there are fewer. And whether each counts.
-
-    Processes gather weights in every pass, so one that made fewer would leave the others waiting for ever.
-    """
-    missing = largest_over_processes(len(rows)) - len(rows)
-    return [(row, True) for row in rows] + [(spare, False)] * missing
-
-
-def largest_over_processes(number: int) -> int:
-    if number_of_processes() == 1:
-        return number
-    numbers: list[int] = [0] * number_of_processes()
-    dist.all_gather_object(numbers, number)
-    return max(numbers)
-
-
-def passes(rows: Sequence[Row], of_row: Callable[[Row], Result]) -> list[Result]:
-    """What `of_row` gives for each row, one at least, with equally many passes on every process."""
-    return [of_row(row) for row, _ in in_step(rows, rows[0])][: len(rows)]
-
-
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor that is spread over the processes, on each of them."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class FrozenModel:
+    """A model that does not train, whole or spread over a mesh. With `offload`, its weights are on the CPU between
+    uses.
+    """
+
+    def __init__(self, model: PackedModel, device: torch.device, mesh: DeviceMesh | None, *, offload: bool):
+        self.model, self.device = model.eval().requires_grad_(False), device
+        self.moves = offload and mesh is None
+        if self.moves:
+            model.to("cpu")
+        else:
+            shard(model, device, mesh, offload=offload)
+
+    @torch.no_grad()
+    def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Tensor]) -> list[Tensor]:
+        """`compute` of the model and each row, on the device."""
+        try:
+            if self.moves:
+                self.model.to(self.device)
+            return map_rows_in_lockstep(rows, partial(compute, self.model))
+        finally:
+            if self.moves:
+                self.model.to("cpu")

@@ -1,8 +1,7 @@
 """Which parameters of a policy train: all, the top layers, or LoRA adapters."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -76,16 +75,6 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     except ValueError as error:
         raise ValueError(f"--lora_targets {targets}: {error}") from error
     model.head()
-
-
-@contextmanager
-def adapters_off(model: PackedModel) -> Iterator[None]:
-    """The policy without its LoRA adapters: what it started from."""
-    model.model.disable_adapters()
-    try:
-        yield
-    finally:
-        model.model.enable_adapters()
 
 
 def as_it_is(weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.config import objective_name, option
 from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs
-from fastp3o.models.sharding import passes
+from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
 from fastp3o.objectives.critic import Critic
@@ -112,7 +112,7 @@ class PPO(Objective):
         """Adds values, advantages and returns to every microbatch."""
         self.kl.adapt(minibatches, sum_over_processes)
         microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
-        values = passes([microbatch.row for microbatch in microbatches], policy.get_submodule("critic"))
+        values = map_rows_in_lockstep([microbatch.row for microbatch in microbatches], policy.get_submodule("critic"))
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
         whitened = whiten(advantages, sum_over_processes)
         prepared = iter(

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rewards.translation import Translation
 from fastp3o.rollouts.rollouts import Rollouts
@@ -42,4 +42,4 @@ class ModelReward:
             prompt_ids, response_ids = self.translate(rollouts)
         rows = pack(prompt_ids, response_ids, self.packing)
         rows = [row.to(self.device) for row in rows]
-        return by_group(rows, self.model.passes(rows, scores))
+        return by_group(rows, self.model.map_rows(rows, scores))

@@ -1,53 +1,49 @@
-"""Policy, reference and rewards, as the configuration of the online loop or of another stage names them."""
+"""Policy, reference and rewards, as a stage's configuration names them."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedTokenizerBase
 
+from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
-from fastp3o.models.moving_reference import MovingReference
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.reference import Reference, SecondModel, WithoutAdapters
+from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.offline.config import PreferenceConfig
-from fastp3o.precision import Precision
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rewards.reward_model import ModelReward
 from fastp3o.rollouts.room import available_memory
-from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.samplers import SampledModel
 from fastp3o.training.processes import on_main_process
 
-# Bytes for each parameter: masters and moments of what trains, reference and reward model.
+if TYPE_CHECKING:  # a run imports its own stage only
+    from fastp3o.objectives.offline.config import PreferenceConfig
+    from fastp3o.stages.generate.config import GenerateConfig
+
+# Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
 WHILE_TRAINING = 16
 
 
-def whole_copy(
-    policy: PackedModel,
-    accelerator: Accelerator,
-    precision: Precision,
-    mesh: DeviceMesh,
-    bytes_per_parameter: int = WHILE_TRAINING,
-) -> WholeCopy:
-    """What a sharded policy samples from: whole, where every process has the memory.
+def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
+    """The policy, which is not spread over the processes yet, and what is sampled in its place once it is.
 
-    bytes_per_parameter: of all that is spread over the processes.
+    The copy is whole if every process has the memory for it. bytes_per_parameter: of everything that is spread.
     """
+    accelerator, precision, _, mesh = context
+    if mesh is None:
+        return SampledModel(policy, None)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     parts = bytes_per_parameter * parameters // mesh.size(-1)
-    fits = parts + parameters * precision.weights.itemsize < available_memory(accelerator.device)
+    fits = parts + parameters * precision.weights.itemsize < available_memory(context.device)
     by_layer = not all(gather_object([fits]))
     if by_layer:
         accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
-    return WholeCopy(policy, accelerator.device, precision.weights, by_layer=by_layer)
+    return SampledModel(policy, WholeCopy(policy, context.device, precision.weights, by_layer=by_layer))
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
@@ -60,28 +56,22 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 
 
 def load_named_reward(
-    config: OnlineConfig | PreferenceConfig | GenerateConfig,
-    accelerator: Accelerator,
-    precision: Precision,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: DeviceMesh | None,
-    name: str,
-    examples: Dataset,
+    context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
 ) -> Reward:
-    """examples: of which an endpoint is asked for a first one, before anything begins."""
+    """The reward of this name. An endpoint is asked about the first example, before anything begins."""
     reward = load_reward(
         name,
-        tokenizer,
-        device=accelerator.device,
-        dtype=precision.weights,
+        context.tokenizer,
+        device=context.device,
+        dtype=context.precision.weights,
         packing=config.packing,
-        mesh=mesh,
+        mesh=context.mesh,
         offload=config.offload,
         trust_remote_code=config.trust_remote_code,
         remote=config,
     )
     if isinstance(reward, RemoteReward):
-        on_main_process(accelerator, partial(reward.check, examples[:1]))
+        on_main_process(context.accelerator, partial(reward.check, examples[:1]))
     # In another vocabulary, lengths are known with the texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         reward.model.model.check_reach(config.longest_sequence)
@@ -89,47 +79,32 @@ def load_named_reward(
 
 
 def load_reference(
-    config: OnlineConfig,
-    accelerator: Accelerator,
-    precision: Precision,
-    policy: PackedModel,
-    mesh: DeviceMesh | None,
+    context: Context, config: OnlineConfig, policy: PackedModel
 ) -> tuple[Reference, SampledModel | None]:
-    """The loop's reference, which may move, and what is sampled of it where a mixture with it is."""
+    """The loop's reference, which may move; and the same model to sample from, if a mixture with it is sampled."""
     if not config.from_mixture and not config.reference_moves:
-        return load_fixed_reference(config, accelerator, precision, policy, mesh), None
-    frozen = load_frozen_policy(config, accelerator, precision, mesh)
-    sampled = None
-    if config.from_mixture:
-        sampled = SampledModel(frozen, None if mesh is None else whole_copy(frozen, accelerator, precision, mesh))
-    second = SecondModel(frozen, accelerator.device, mesh, offload=config.offload)
+        return load_fixed_reference(context, config, policy), None
+    frozen = load_frozen_policy(context, config)
+    sampled = with_copy(frozen, context) if config.from_mixture else None
+    second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)
     if config.reference_moves:
         return MovingReference(second, every=config.reference_every, decay=config.reference_decay), sampled
     return second, sampled
 
 
-def load_fixed_reference(
-    config: OnlineConfig | PreferenceConfig,
-    accelerator: Accelerator,
-    precision: Precision,
-    policy: PackedModel,
-    mesh: DeviceMesh | None,
-) -> Reference:
-    """What stays as it was when training began: a second model, or a LoRA policy without its adapters."""
+def load_fixed_reference(context: Context, config: "OnlineConfig | PreferenceConfig", policy: PackedModel) -> Reference:
+    """The policy as it was when training began: a second model, or a LoRA policy without its adapters."""
     if config.lora_rank and not config.reference:
         return WithoutAdapters(policy)
-    frozen = load_frozen_policy(config, accelerator, precision, mesh)
-    return SecondModel(frozen, accelerator.device, mesh, offload=config.offload)
+    return SecondModel(load_frozen_policy(context, config), context.device, context.mesh, offload=config.offload)
 
 
-def load_frozen_policy(
-    config: OnlineConfig | PreferenceConfig, accelerator: Accelerator, precision: Precision, mesh: DeviceMesh | None
-) -> PackedModel:
-    """What the policy's KL is measured against, before it is spread over the processes."""
+def load_frozen_policy(context: Context, config: "OnlineConfig | PreferenceConfig") -> PackedModel:
+    """The model that the policy's KL is measured against, before it is spread over the processes."""
     frozen = load_policy(
         config.reference or config.model,
-        device=loading_device(accelerator.device, mesh),
-        dtype=precision.weights,
+        device=loading_device(context.device, context.mesh),
+        dtype=context.precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
     frozen.check_reach(config.longest_sequence)

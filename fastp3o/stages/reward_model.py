@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
@@ -17,11 +16,11 @@ from fastp3o.data import load_rankings
 from fastp3o.evaluation.calibration import judged
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
-from fastp3o.models.sharding import passes
+from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.stages.supervised import SupervisedTask, means_of, train_supervised
+from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples, process_share
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import CALIBRATION
@@ -44,26 +43,26 @@ class RewardModelConfig(TrainableConfig, SupervisedConfig):
 
 
 def train(config: RewardModelConfig) -> None:
-    """Trains a reward model on rankings, of which a preference is one of two; `accuracy` is the share of pairs with the
-    better response ahead, in the mean of the prompts.
+    """Trains a reward model on rankings; a preference is a ranking of two. `accuracy` is the share of pairs whose
+    better response has the higher score, a mean over prompts.
     """
     train_supervised(RewardModelling(config))
 
 
 @dataclass(frozen=True)
 class RankedRow(PackedRow):
-    """A packed row of responses that stand in their groups from best to worst, and its n pairs."""
+    """A packed row whose groups hold responses from best to worst, and its n pairs."""
 
-    better: Tensor  # [n] int64, responses of the row
+    better: Tensor  # [n] int64, numbers of responses in the row
     worse: Tensor  # [n] int64
-    margins: Tensor  # [n] fp32, by how much the better one is better, as the data have it
-    weights: Tensor  # [n] fp32, shares of a pair in its group
+    margins: Tensor  # [n] fp32, how much better the better one is, as the data have it
+    weights: Tensor  # [n] fp32, one over the pairs of the group
     group_of_pair: Tensor  # [n] int64, numbers of groups
 
 
 class RewardModelling(SupervisedTask[RankedRow]):
-    """Bradley and Terry's model of comparisons. Its units are prompts: a ranking of K counts with the mean of its
-    K (K − 1) / 2 pairs, as in InstructGPT (arXiv 2203.02155, equation 1).
+    """Bradley and Terry's model of comparisons. It counts prompts: a ranking of K has the mean of its K (K − 1) / 2
+    pairs, as in InstructGPT (arXiv 2203.02155, equation 1).
     """
 
     config: RewardModelConfig
@@ -95,15 +94,16 @@ class RewardModelling(SupervisedTask[RankedRow]):
         return len(examples["ranked_ids"])
 
     @torch.no_grad()
-    def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
-        """Means of the losses, and what `judged` says of the pairs, with its plot in the folder of the run."""
+    def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
+        """Means of the losses, and the calibration of the pairs (`judged`), whose plot goes to the run's folder."""
+        accelerator = self.context.accelerator
         numbers = process_share(list(range(len(data))), accelerator)
         examples = data[numbers]
         rows = [row.to(accelerator.device) for row in self.pack(examples)]
         with accelerator.autocast():
-            row_scores = passes(rows, lambda row: scores(model, row))
+            row_scores = map_rows_in_lockstep(rows, lambda row: scores(model, row))
             sums = [self.sums(values, row) for values, row in zip(row_scores, rows, strict=True)]
-        means = means_of(accelerator, sums, self.count(examples))
+        means = self.means(sums, self.count(examples))
         differences = [
             (numbers[group], difference)
             for values, row in zip(row_scores, rows, strict=True)
@@ -111,13 +111,13 @@ class RewardModelling(SupervisedTask[RankedRow]):
                 row.group_of_pair.tolist(), (values[row.better] - values[row.worse]).tolist(), strict=True
             )
         ]
-        of_all = list(chain.from_iterable(gather_object([differences])))
+        all_differences = list(chain.from_iterable(gather_object([differences])))
         path = Path(self.config.output_dir) / CALIBRATION
-        return means | on_main_process(accelerator, lambda: judged(of_all, path, self.config.seed))
+        return means | on_main_process(accelerator, lambda: judged(all_differences, path, self.config.seed))
 
 
 def with_pairs(row: PackedRow, examples: Examples) -> RankedRow:
-    """All pairs of each group of the row; responses are scored once, however many pairs they are in."""
+    """The row with all pairs of its groups. A response is scored once, however many pairs it is in."""
     better, worse, margins, weights, group_of_pair = [], [], [], [], []
     first = 0
     for group in row.groups:
@@ -147,11 +147,11 @@ def bradley_terry(
     margins: Tensor | float = 0.0,
     centring: float = 0.0,
 ) -> dict[str, Tensor]:
-    """Sums over n pairs, each with its weight, of the loss, of correct decisions (a tie counts a half) and of the
-    margin; scores [n] fp32.
+    """Weighted sums over n pairs of the loss, of correct decisions (a tie counts a half) and of the margin. better,
+    worse: scores [n] fp32.
 
     loss: -log σ(r_w − r_l − m) + c (r_w + r_l)², with the margins m of Llama 2 (arXiv 2307.09288, equation 2) and the
-    coefficient c of centring (arXiv 2312.09244); `centre`, where that is not 0, is the mean of the two scores.
+    coefficient c of centring (arXiv 2312.09244). If c is not 0, `centre` is the mean of the two scores.
     """
     margin = better - worse
     sums = {

@@ -1,6 +1,6 @@
 """What the online loop samples from: the policy, or for some of the responses its mixture with the reference."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -8,13 +8,15 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.mixture import MixtureConfig
-from fastp3o.objectives.offline.config import PreferenceConfig
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.mixture import MixtureSampler, PartlyFromMixture
 from fastp3o.rollouts.named_sampler import named_sampler
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
-from fastp3o.stages.generate.config import GenerateConfig
+
+if TYPE_CHECKING:  # a run imports its own stage only
+    from fastp3o.objectives.offline.config import PreferenceConfig
+    from fastp3o.stages.generate.config import GenerateConfig
 
 
 class SampledModel(NamedTuple):
@@ -33,7 +35,7 @@ class SampledModel(NamedTuple):
 
 
 def policy_sampler(
-    config: OnlineConfig | PreferenceConfig | GenerateConfig,
+    config: "OnlineConfig | PreferenceConfig | GenerateConfig",
     policy: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,

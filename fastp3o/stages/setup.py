@@ -1,49 +1,53 @@
-"""What every stage does before its loop: accelerator, seed, data."""
+"""What every stage does before its loop: processes, seed, data."""
 
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
 from datasets import Dataset
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import StageConfig
+from fastp3o.context import Context
 from fastp3o.data import DataReport
-from fastp3o.models.packed_model import PackedModel
-from fastp3o.precision import Precision
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.sharding import process_mesh
+from fastp3o.precision import Precision, precision_of
+from fastp3o.training.run_folder import check_output_dir
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
 
-# One process loads, saves or asks a judge while the others wait, far beyond NCCL's ten minutes.
+# One process loads, saves or asks a judge while the others wait, far longer than NCCL's ten minutes.
 LONGEST_WAIT = timedelta(hours=12)
 
 
-class Setting(NamedTuple):
-    """What a stage works with beside its data. model: the one that learns. mesh: None for a single process."""
+def make_context(config: StageConfig, automatic: str, **divisible: int) -> Context:
+    """Joins the processes, seeds all libraries, checks the run's folder and loads the tokenizer.
 
-    accelerator: Accelerator
-    precision: Precision
-    tokenizer: PreTrainedTokenizerBase
-    model: PackedModel
-    mesh: DeviceMesh | None
+    automatic: the precision that "auto" stands for on a GPU. divisible: flags that must be multiples of the number of
+    processes.
 
-
-def make_accelerator(config: StageConfig, precision: Precision) -> Accelerator:
-    """An Accelerator with the stage's precision and trackers; the seed of all libraries is set. Raises ValueError as
-    `new_accelerator`.
+    Raises ValueError if one is not, and as `make_accelerator`, `check_output_dir` and `load_tokenizer` do.
     """
-    return new_accelerator(config.seed, precision, log_with=trackers(config.report_to), project_dir=config.output_dir)
+    precision = precision_of(config.precision, automatic)
+    trackers = tracker_names(config.report_to)
+    accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
+    for flag, total in divisible.items():
+        check_divisible(accelerator, total, flag)
+    check_output_dir(accelerator, config)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size))
 
 
-def new_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
-    """trackers: accelerate's own arguments. Raises ValueError where its configuration would spread the model over the
-    processes itself.
+def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
+    """An Accelerator with this precision; the seed of all libraries is set.
+
+    trackers: accelerate's own arguments. Raises ValueError if accelerate's configuration would spread the model over
+    the processes itself.
     """
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
@@ -60,11 +64,11 @@ def new_accelerator(seed: int, precision: Precision, **trackers: Any) -> Acceler
     )
 
 
-def trackers(names: str) -> list[str] | None:
-    """accelerate's trackers. Raises ValueError for one that is not there: accelerate would leave it out."""
-    if names == "none":
+def tracker_names(report_to: str) -> list[str] | None:
+    """Names of accelerate's trackers. Raises ValueError for one that is missing: accelerate would leave it out."""
+    if report_to == "none":
         return None
-    chosen = [name.strip() for name in names.split(",")]
+    chosen = [name.strip() for name in report_to.split(",")]
     available = [tracker.value for tracker in get_available_trackers()]
     if missing := [name for name in chosen if name not in available]:
         raise ValueError(
@@ -75,8 +79,8 @@ def trackers(names: str) -> list[str] | None:
 
 
 def quiet_libraries() -> None:
-    """Leaves out what would break up the run's own lines: progress bars of loading and saving, and a note on each saved
-    state that tied weights are in it once, as they should be: loading ties them again.
+    """Silences what would break up the run's own lines: progress bars of loading and saving, and accelerate's note on
+    tied weights, which are saved once and tied again by loading.
     """
     disable_progress_bar()
     logging.getLogger("accelerate.utils.other").addFilter(not_on_tied_weights)
@@ -86,59 +90,32 @@ def not_on_tied_weights(record: logging.LogRecord) -> bool:
     return "Removed shared tensor" not in record.getMessage()
 
 
-def check_divisible(accelerator: Accelerator, total: int, name: str) -> None:
-    """Raises ValueError where `total` does not divide evenly among the processes."""
+def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
+    """Raises ValueError if `total` does not divide evenly among the processes."""
     processes = accelerator.num_processes
     if total % processes:
-        raise ValueError(f"--{name} ({total}) must be a multiple of the number of processes ({processes})")
-
-
-def load_data(
-    accelerator: Accelerator,
-    loader: Loader,
-    train_source: str,
-    eval_source: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    config: StageConfig,
-    eval_loader: Loader | None = None,
-    **lengths: int,
-) -> tuple[Dataset, Dataset | None]:
-    """Training and evaluation data, the same on every process. eval_loader: of the latter, where it is another.
-
-    Raises ValueError where there are fewer evaluation examples than processes.
-    """
-
-    def load(loader: Loader, source: str, split: str, limit: int | None) -> Dataset:
-        return load_examples(accelerator, loader, source, split, limit, tokenizer, config, **lengths)
-
-    train = load(loader, train_source, config.split, config.limit)
-    if not eval_source:
-        return train, None
-    return train, load(eval_loader or loader, eval_source, config.eval_split, config.eval_limit)
+        raise ValueError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
 
 
 def load_examples(
-    accelerator: Accelerator,
-    loader: Loader,
-    source: str,
-    split: str,
-    limit: int | None,
-    tokenizer: PreTrainedTokenizerBase,
-    config: StageConfig,
-    **lengths: int,
+    context: Context, config: StageConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
-    """A data set, the same on every process. Raises ValueError where it has fewer examples than there are processes."""
+    """A data set, the same on every process. Raises ValueError if it has fewer examples than there are processes."""
     examples, report = loader(
         source,
-        tokenizer,
+        context.tokenizer,
         split=split,
         limit=limit,
         max_prompt_tokens=config.max_prompt_tokens,
         max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
-        **lengths,
     )
-    accelerator.print(f"{source}: {report}")
-    if len(examples) < accelerator.num_processes:
+    context.accelerator.print(f"{source}: {report}")
+    if len(examples) < context.accelerator.num_processes:
         raise ValueError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
     return examples
+
+
+def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
+    """Evaluation data, None without a source."""
+    return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None

@@ -29,12 +29,12 @@ class SFTConfig(TrainableConfig, SupervisedConfig):
 
 
 def train(config: SFTConfig) -> None:
-    """Fine-tunes a causal LM on demonstrations; `loss` is in nats per scored token."""
+    """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""
     train_supervised(SFT(config))
 
 
 class SFT(SupervisedTask[PackedRow]):
-    """Maximum likelihood."""
+    """Maximum likelihood; counts labelled tokens."""
 
     config: SFTConfig
     name = "SFT"
@@ -57,7 +57,6 @@ class SFT(SupervisedTask[PackedRow]):
         return {"loss": -scored_logprobs(model, row).sum()}
 
     def count(self, examples: Examples) -> int:
-        """Scored tokens."""
         tokens = sum(map(len, examples["response_ids"]))
         if self.config.train_on_prompt:
             tokens += sum(len(ids) - 1 for ids in examples["prompt_ids"])

@@ -3,28 +3,25 @@
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Generic, TypeVar
 
 import torch
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.config import SupervisedConfig
+from fastp3o.context import Context
 from fastp3o.data import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.sharding import in_step, passes, process_mesh
+from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.precision import precision_of
-from fastp3o.stages.setup import Setting, check_divisible, load_data, make_accelerator
+from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
 from fastp3o.training.run import Run
-from fastp3o.training.run_folder import check_output_dir
 
 Row = TypeVar("Row", bound=PackedRow)
 
@@ -32,29 +29,30 @@ Row = TypeVar("Row", bound=PackedRow)
 class SupervisedTask(ABC, Generic[Row]):
     """What is learned from a data set.
 
-    name: of the stage. load_examples: a loader of `fastp3o.data`. samples: an evaluation beside that of held-out data,
-    for a task that has one. Losses are sums over the units that `count` counts (tokens, pairs), so that a batch's mean
-    does not depend on how it is packed.
+    name: of the stage. load_examples: a loader of `fastp3o.data`. samples: an evaluation next to that of held-out data,
+    if the task has one. Losses are sums over what `count` counts (tokens, prompts, pairs), so that a batch's mean does
+    not depend on how it is packed.
     """
 
     name: str
     config: SupervisedConfig
     load_examples: Callable[..., tuple[Dataset, DataReport]]
+    context: Context
     samples: Evaluation | None = None
 
     @abstractmethod
     def load_model(self) -> PackedModel:
         """The model that learns."""
 
-    def set_up(self, setting: Setting, data: dict[str, Dataset]) -> None:
-        """Checks and loads what the task has beside the model and the data, which are given by the option that names
-        them; the model is not spread over processes yet.
+    def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
+        """Checks and loads what else the task needs. data: by the flag that names them. The model is not spread over
+        processes yet.
         """
-        self.data = data
+        self.context, self.data = context, data
 
     def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
-        """The data with what is computed of all examples once, before the first step; a run that is asked to stop does
-        so in `stop_or_save`, which is for calling every now and then.
+        """The data with columns that are computed once, before the first step. While it computes, it calls
+        `stop_or_save` now and then, where a run that is asked to stop does so.
         """
         return self.data
 
@@ -62,21 +60,41 @@ class SupervisedTask(ABC, Generic[Row]):
     def pack(self, examples: Examples) -> list[Row]:
         """Packed rows of a batch."""
 
-    def prepare(self, accelerator: Accelerator, model: nn.Module, rows: list[Row], examples: Examples) -> list[Row]:
-        """Rows with what losses take of the whole batch, over all processes."""
+    def prepare(self, model: nn.Module, rows: list[Row], examples: Examples) -> list[Row]:
+        """The rows with values that losses need of the whole batch, over all processes."""
         return rows
 
     @abstractmethod
     def losses(self, model: nn.Module, row: Row) -> dict[str, Tensor]:
-        """Sums over a row's units of the `loss`, and of what is reported beside it, 0-d."""
+        """Sums over a row of the `loss` and of other metrics, 0-d."""
 
     @abstractmethod
     def count(self, examples: Examples) -> int:
-        """The units of a batch."""
+        """How many tokens, prompts or pairs a batch has, which its losses are averaged over."""
 
-    def evaluate(self, accelerator: Accelerator, model: nn.Module, data: Dataset) -> dict[str, float]:
-        """Metrics of held-out data: means of the losses, and what a task has to say beside them."""
-        return held_out_means(accelerator, model, data, self)
+    def prepared_rows(self, model: nn.Module, examples: Examples) -> list[Row]:
+        with self.context.accelerator.autocast():
+            return self.prepare(model, self.pack(examples), examples)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
+        """Metrics of held-out data: means of the losses."""
+        batch = data[process_share(list(range(len(data))), self.context.accelerator)]
+        rows = self.prepared_rows(model, batch)
+        with self.context.accelerator.autocast():
+            sums = map_rows_in_lockstep(rows, lambda row: self.losses(model, row.to(self.context.device)))
+        return self.means(sums, self.count(batch))
+
+    def means(self, sums: list[dict[str, Tensor]], count: int) -> dict[str, float]:
+        """Means over all processes. sums, count: of this process's rows."""
+        totals: dict[str, Tensor] = {}
+        for row in sums:
+            for name, value in row.items():
+                totals[name] = totals.get(name, 0.0) + value
+        totals["count"] = torch.tensor(float(count), device=self.context.device)
+        totals = {name: self.context.accelerator.reduce(value, "sum") for name, value in totals.items()}
+        total_count = totals.pop("count")
+        return {name: (value / total_count).item() for name, value in totals.items()}
 
 
 def train_supervised(task: SupervisedTask) -> None:
@@ -86,106 +104,76 @@ def train_supervised(task: SupervisedTask) -> None:
     Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
     """
     config = task.config
-    precision = precision_of(config.precision, automatic="bf16-autocast")
-    accelerator = make_accelerator(config, precision)
-    check_divisible(accelerator, config.batch_size, "batch_size")
-    check_output_dir(accelerator, config)
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    examples, eval_examples = load_data(
-        accelerator,
-        task.load_examples,
-        config.train_data,
-        config.eval_data,
-        tokenizer,
-        config,
-        max_response_tokens=config.max_response_tokens,
-    )
-    data = {"train_data": examples} | ({} if eval_examples is None else {"eval_data": eval_examples})
+    context = make_context(config, "bf16-autocast", batch_size=config.batch_size)
+    load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
+    data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
+    eval_examples = load_eval_examples(context, config, load, config.eval_data)
+    if eval_examples is not None:
+        data["eval_data"] = eval_examples
     model = task.load_model().train()
     model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     if config.gradient_checkpointing:
         model.recompute_activations()
-    mesh = process_mesh(accelerator.device, config.shard_size)
-    task.set_up(Setting(accelerator, precision, tokenizer, model, mesh), data)
+    task.set_up(context, model, data)
 
-    steps = -(-config.epochs * len(examples) // config.batch_size)
-    optimizer = Optimizer(accelerator, model, precision, config, steps, mesh=mesh)
+    total = len(data["train_data"])
+    steps = -(-config.epochs * total // config.batch_size)
+    optimizer = Optimizer(context.accelerator, model, context.precision, config, steps, mesh=context.mesh)
+    run, complete = make_run(task, optimizer, data, steps)
+    for step in run:
+        chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=total, seed=config.seed)
+        with run.saved_if_not_finite(step):
+            batch = own_part(context.accelerator, complete()["train_data"][chosen])
+            with run.phase("update"):
+                rows = task.prepared_rows(optimizer.model, batch)
+                metrics, shown = optimizer_step(task, optimizer, rows, task.count(batch))
+        values = {name: value.item() for name, value in metrics.items()}
+        values["epoch"] = step * config.batch_size / total
+        values["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
+        run.report(
+            step, values, tokens=sum(row.tokens for row in rows) * context.accelerator.num_processes, shown=shown
+        )
+
+
+def make_run(
+    task: SupervisedTask, optimizer: Optimizer, data: dict[str, Dataset], steps: int
+) -> tuple[Run, Callable[[], dict[str, Dataset]]]:
+    """The run, and a function for the completed data."""
     complete = cache(lambda: task.complete(this_run.stop_or_save))
 
     def evaluation() -> dict[str, float]:
         held_out = complete().get("eval_data")
-        metrics = {} if held_out is None else task.evaluate(accelerator, optimizer.model, held_out)
+        metrics = {} if held_out is None else task.evaluate(optimizer.model, held_out)
         return metrics | (task.samples() if task.samples else {})
 
     run = Run(
-        accelerator,
-        config,
+        task.context.accelerator,
+        task.config,
         optimizer,
-        tokenizer,
+        task.context.tokenizer,
         stage=task.name,
         step_name="step",
         steps=steps,
-        evaluate=evaluation if eval_examples is not None or task.samples else None,
+        evaluate=evaluation if "eval_data" in data or task.samples else None,
         data={**data, "eval_prompts": task.samples and task.samples.prompts},
     )
-    # The run holds the evaluation, which completes the data: held by that in turn, it would stay, with its model.
+    # The run holds the evaluation, which completes the data: if that held the run, it would stay, with its model.
     this_run = weakref.proxy(run)
-    for step in run:
-        chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=len(examples), seed=config.seed)
-        with run.saved_if_not_finite(step):
-            batch = own_part(accelerator, complete()["train_data"][chosen])
-            with run.phase("update"):
-                rows = prepared_rows(accelerator, optimizer.model, task, batch)
-                metrics, shown = optimizer_step(accelerator, optimizer, task, rows, task.count(batch))
-        values = {name: value.item() for name, value in metrics.items()}
-        values |= {
-            "epoch": step * config.batch_size / len(examples),
-            "packing_efficiency": efficiency(rows, config.tokens_per_row),
-        }
-        tokens = sum(row.tokens for row in rows) * accelerator.num_processes
-        run.report(step, values, tokens=tokens, shown=shown)
-
-
-def prepared_rows(
-    accelerator: Accelerator, model: nn.Module, task: SupervisedTask[Row], examples: Examples
-) -> list[Row]:
-    with accelerator.autocast():
-        return task.prepare(accelerator, model, task.pack(examples), examples)
+    return run, complete
 
 
 def optimizer_step(
-    accelerator: Accelerator, optimizer: Optimizer, task: SupervisedTask[Row], rows: list[Row], count: int
+    task: SupervisedTask[Row], optimizer: Optimizer, rows: list[Row], count: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """One step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
-    mean_count = accelerator.reduce(torch.tensor(float(count), device=accelerator.device), "mean")
+    accelerator, device = task.context.accelerator, task.context.device
+    mean_count = accelerator.reduce(torch.tensor(float(count), device=device), "mean")
     metrics: dict[str, Tensor] = {}
-    for row, counts in in_step(rows, rows[0]):
+    for row, counts in pad_to_longest_rank(rows, rows[0]):
         with accelerator.autocast():
-            losses = task.losses(optimizer.model, row.to(accelerator.device))
+            losses = task.losses(optimizer.model, row.to(device))
             optimizer.backward(losses["loss"] * counts / mean_count)
         for name, value in losses.items():
             metrics[name] = metrics.get(name, 0.0) + value.detach() * counts / mean_count
     metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
     return metrics | optimizer.step(metrics["loss"]), tuple(metrics)
-
-
-@torch.no_grad()
-def held_out_means(accelerator: Accelerator, model: nn.Module, data: Dataset, task: SupervisedTask) -> dict[str, float]:
-    """Means over held-out data of what the task's losses are sums of."""
-    batch = data[process_share(list(range(len(data))), accelerator)]
-    rows = prepared_rows(accelerator, model, task, batch)
-    with accelerator.autocast():
-        sums = passes(rows, lambda row: task.losses(model, row.to(accelerator.device)))
-    return means_of(accelerator, sums, task.count(batch))
-
-
-def means_of(accelerator: Accelerator, sums: list[dict[str, Tensor]], count: int) -> dict[str, float]:
-    """sums: of the rows of this process, over its `count` units."""
-    totals: dict[str, Tensor] = {}
-    for row in sums:
-        for name, value in row.items():
-            totals[name] = totals.get(name, 0.0) + value
-    totals["count"] = torch.tensor(float(count), device=accelerator.device)
-    totals = {name: accelerator.reduce(value, "sum") for name, value in totals.items()}
-    units = totals.pop("count")
-    return {name: (value / units).item() for name, value in totals.items()}

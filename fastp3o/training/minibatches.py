@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
-from fastp3o.models.sharding import in_step, passes
+from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
@@ -98,7 +98,7 @@ def with_logprobs(
 
     sizes = (tokens, tokens, units_of) if objective.averages_tokens else (prompts_of, units_of, units_of)
     shares = [list(chain.from_iterable(shares_of_minibatches(accelerator, minibatches, size))) for size in sizes]
-    old_token_logprobs = passes(rows, partial(scored_logprobs, policy))
+    old_token_logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, policy))
     microbatches = iter(
         Microbatch(
             row=row,
@@ -162,7 +162,7 @@ def optimizer_step(
     Raises NotFiniteError before the step when the loss or the gradient is not finite.
     """
     metrics: dict[str, Tensor] = {}
-    for microbatch, counts in in_step(minibatches[index], spare=first_microbatch(minibatches)):
+    for microbatch, counts in pad_to_longest_rank(minibatches[index], spare=first_microbatch(minibatches)):
         weight, metrics_weight = (microbatch.weight, microbatch.metrics_weight) if counts else (0.0, 0.0)
         with optimizer.accelerator.autocast():
             value, row_metrics = loss(optimizer.model, microbatch)

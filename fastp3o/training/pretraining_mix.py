@@ -7,7 +7,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.models.packed_model import scored_logprobs
-from fastp3o.models.sharding import in_step
+from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.training.optimizer import Optimizer
@@ -38,7 +38,7 @@ class PretrainingMix:
         tokens = torch.tensor(float(sum(len(row.labels) for row in rows)), device=accelerator.device)
         mean_tokens = accelerator.reduce(tokens, "mean")
         loss = torch.zeros((), device=accelerator.device)
-        for row, counts in in_step(rows, rows[0]):
+        for row, counts in pad_to_longest_rank(rows, rows[0]):
             with accelerator.autocast():
                 row_loss = -scored_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
                 optimizer.backward(self.coef * row_loss)

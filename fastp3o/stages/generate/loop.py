@@ -5,13 +5,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm import tqdm
 
+from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import precision_of
 from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rewards.reward_model import ModelReward
@@ -21,7 +22,7 @@ from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, told, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, samples_of
 from fastp3o.stages.generate.setup import begin, begun, load_models
-from fastp3o.stages.setup import new_accelerator
+from fastp3o.stages.setup import make_accelerator
 from fastp3o.training.finite import require_finite
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.reporting import Phases
@@ -43,9 +44,10 @@ def generate(config: GenerateConfig) -> Generated:
     function fails, EndpointError where an endpoint refuses or fails after all retries.
     """
     precision = precision_of(config.precision, automatic="fp16")
-    accelerator = new_accelerator(config.seed, precision)
+    accelerator = make_accelerator(config.seed, precision)
     check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
@@ -59,17 +61,17 @@ def generate(config: GenerateConfig) -> Generated:
     )
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
-    manifest, done = on_main_process(accelerator, lambda: begun(accelerator, config, prompts, samples))
+    manifest, done = on_main_process(accelerator, lambda: begun(context, config, prompts, samples))
     models = None
     if done < len(prompts):
-        models = load_models(config, accelerator, precision, tokenizer, prompts)
+        models = load_models(context, config, prompts)
 
     folder = claim(accelerator, config)
     try:
         on_main_process(accelerator, lambda: begin(config, folder, manifest, samples, done))
         speed = 0.0
         if models is not None:
-            speed = sample_rest(config, accelerator, prompts, *models, samples, done)
+            speed = sample_rest(context, config, prompts, *models, samples, done)
         generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
         generated = generated._replace(tokens_per_second=speed)
     finally:
@@ -81,8 +83,8 @@ def generate(config: GenerateConfig) -> Generated:
 
 
 def sample_rest(
+    context: Context,
     config: GenerateConfig,
-    accelerator: Accelerator,
     prompts: Dataset,
     sampler: Sampler,
     reward: Reward,
@@ -90,6 +92,7 @@ def sample_rest(
     done: int,
 ) -> float:
     """Samples the responses to all prompts but the first `done`. Returns tokens per second, over all processes."""
+    accelerator = context.accelerator
     size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
     disable = None if accelerator.is_main_process else True
     with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:

@@ -2,62 +2,49 @@
 
 from pathlib import Path
 
-from accelerate import Accelerator
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
 
-from fastp3o.models.frozen import FrozenModel
+from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
-from fastp3o.models.sharding import loading_device, process_mesh
-from fastp3o.precision import Precision
+from fastp3o.models.sharding import FrozenModel, loading_device
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.samples import SamplesFile
-from fastp3o.stages.models import load_named_reward, whole_copy
-from fastp3o.stages.samplers import SampledModel, policy_sampler
+from fastp3o.stages.models import load_named_reward, with_copy
+from fastp3o.stages.samplers import policy_sampler
 from fastp3o.training.run_folder import clear_away, write_config
 from fastp3o.training.states.changes import plain, require_same_run
 from fastp3o.training.states.fingerprints import fingerprints_of
 from fastp3o.training.states.manifest import CorruptStateError, Manifest, read_manifest
 
 
-def load_models(
-    config: GenerateConfig,
-    accelerator: Accelerator,
-    precision: Precision,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Dataset,
-) -> tuple[Sampler, Reward]:
-    """A sampler of the policy and the reward; of several processes each has a part of the models.
+def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward]:
+    """A sampler of the policy, and the reward. Each process has a part of the models.
 
-    prompts: of which an endpoint is asked for the first one, before anything begins.
+    prompts: an endpoint is asked about the first one, before anything begins.
     """
-    device, mesh = accelerator.device, process_mesh(accelerator.device)
-    reward = load_named_reward(config, accelerator, precision, tokenizer, mesh, config.reward, prompts)
+    _, precision, tokenizer, mesh = context
+    reward = load_named_reward(context, config, config.reward, prompts)
     policy = load_policy(
         config.model,
-        device=loading_device(device, mesh),
+        device=loading_device(context.device, mesh),
         dtype=precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
     policy.check_reach(config.longest_sequence)
-    copy = None
-    if mesh is not None:
-        # Its own part and one of a reward model of its size.
-        copy = whole_copy(policy, accelerator, precision, mesh, 2 * precision.weights.itemsize)
-    FrozenModel(policy, device, mesh, offload=False)
-    sampled, settings = SampledModel(policy, copy), config.sampling_settings()
-    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, settings), reward
+    # What is spread: its own weights, and those of a reward model of its size.
+    sampled = with_copy(policy, context, 2 * precision.weights.itemsize)
+    FrozenModel(policy, context.device, mesh, offload=False)
+    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, config.sampling_settings()), reward
 
 
-def begun(
-    accelerator: Accelerator, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
-) -> tuple[Manifest, int]:
+def begun(context: Context, config: GenerateConfig, prompts: Dataset, samples: SamplesFile) -> tuple[Manifest, int]:
     """What this run's samples are of, and how many prompts have theirs. Changes nothing.
 
     Raises ResumeError where those in the folder are of something else, and CorruptStateError where nothing says.
     """
+    accelerator = context.accelerator
     fingerprints = fingerprints_of(config, {"prompts": prompts})
     manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))

@@ -33,9 +33,8 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     Raises, after saving model and state, NotFiniteError when a reward, a loss or a gradient is not finite, and
     EndpointError when a remote reward has failed, FunctionError when a function has.
     """
-    accelerator, prompts, sampler, score, resample, objective, policy, reference, step, run = set_up(
-        config, reward, gold
-    )
+    prompts, sampler, score, resample, objective, policy, reference, step, run = set_up(config, reward, gold)
+    accelerator = run.accelerator
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):

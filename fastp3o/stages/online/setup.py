@@ -4,21 +4,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 
+from fastp3o.context import Context
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import load_tokenizer, require_same_vocabulary
-from fastp3o.models.moving_reference import MovingReference
+from fastp3o.models.loading import require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.reference import Reference, SecondModel
-from fastp3o.models.sharding import process_mesh
+from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.mixture import MixtureConfig
-from fastp3o.precision import precision_of
 from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rewards.scoring import scores_of, weighted
 from fastp3o.rollouts.rollouts import Rollouts
@@ -28,45 +25,34 @@ from fastp3o.stages.models import (
     load_named_reward,
     load_reference,
     load_trainable_policy,
-    whole_copy,
+    with_copy,
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
 from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
-from fastp3o.stages.setup import check_divisible, load_data, load_examples, make_accelerator
+from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
 from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import optimizer_step
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share, seed_of
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.run import Run
-from fastp3o.training.run_folder import check_output_dir
 
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
 
 
-class PromptsOfUpdate:
-    """The prompts of an update that fall to this process: their examples, and their numbers in the update."""
+class Data(NamedTuple):
+    """prompts, eval_prompts: with the columns that rewards ask for. texts: of the pretraining mix."""
 
-    def __init__(self, accelerator: Accelerator, examples: Dataset, config: OnlineConfig):
-        self.accelerator, self.examples = accelerator, examples
-        self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
-
-    def __call__(self, update: int, numbers: list[int] | None = None) -> tuple[dict[str, list], list[int]]:
-        """numbers: of other prompts of the update than this process's."""
-        chosen = examples_of_step(
-            update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
-        )
-        if numbers is None:
-            numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
-        return self.examples[[chosen[number] for number in numbers]], numbers
+    prompts: Dataset
+    eval_prompts: Dataset | None
+    texts: Dataset | None
 
 
 class Online(NamedTuple):
     """The parts of the loop, in the order in which an update uses them."""
 
-    accelerator: Accelerator
-    prompts: PromptsOfUpdate
+    prompts: "PromptsOfUpdate"
     sampler: Sampler
     score: Callable[[Rollouts], dict[str, Tensor]]
     resample: DynamicSampling
@@ -78,107 +64,153 @@ class Online(NamedTuple):
 
 
 def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> Online:
-    """Loads data and models, restores the state of a run that is resumed, and checks what can be checked before."""
-    precision = precision_of(config.precision, automatic="fp16")
-    accelerator = make_accelerator(config, precision)
-    check_divisible(accelerator, config.prompts_per_update, "prompts_per_update")
-    check_output_dir(accelerator, config)
-
-    idle = accelerator.num_processes - config.prompts_per_minibatch
-    if idle > 0:
-        accelerator.print(
-            f"--prompts_per_minibatch is {config.prompts_per_minibatch}, so {idle} of {accelerator.num_processes} "
-            "processes have nothing to train on in each step: a multiple of their number uses them all"
-        )
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
+    context = make_context(config, "fp16", prompts_per_update=config.prompts_per_update)
+    note_idle_processes(context, config)
     if config.reference:
-        require_same_vocabulary(config.reference, config.model, tokenizer, trust_remote_code=config.trust_remote_code)
-    asked = columns_of(config.rewards if reward is None else [], config)
-    asked_of_eval = asked | columns_of([config.gold_reward] if gold is None and config.gold_reward else [], config)
-    examples, eval_examples = load_data(
-        accelerator,
-        partial(load_prompts, columns=asked),
-        config.prompts,
-        config.eval_prompts,
-        tokenizer,
-        config,
-        eval_loader=partial(load_prompts, columns=asked_of_eval),
-    )
-    objective = config.build()
-    mesh = process_mesh(accelerator.device, config.shard_size)
-    policy = load_trainable_policy(config)
-    copy = None if mesh is None else whole_copy(policy, accelerator, precision, mesh)
-    objective.add_to(policy)
-    load = partial(load_named_reward, config, accelerator, precision, tokenizer, mesh)
-    reward = reward or weighted({name: load(name, examples) for name in config.rewards}, config.weights)
-    if gold is None and config.gold_reward:
-        gold = load(config.gold_reward, eval_examples)
-
-    steps = config.updates * config.inner_epochs * config.minibatches_per_update
-    optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
-    reference, sampled_reference = load_reference(config, accelerator, precision, policy, mesh)
-    # Evaluations measure how far the policy has come from where the reference began.
-    start = reference
-    if config.reference_moves:
-        frozen = load_frozen_policy(config, accelerator, precision, mesh)
-        start = SecondModel(frozen, accelerator.device, mesh, offload=True)
-    sampled = SampledModel(policy, copy)
-    evaluation = None
-    if eval_examples is not None:
-        evaluation = Evaluation(
-            accelerator,
-            policy,
-            start,
-            policy_sampler(config, sampled, tokenizer, config.eval_batch_size),
-            {"reward": reward} if gold is None else {"reward": reward, "gold": gold},
-            eval_examples,
-            config.packing,
-            config.eval_responses_per_prompt,
-            config.seed,
+        require_same_vocabulary(
+            config.reference, config.model, context.tokenizer, trust_remote_code=config.trust_remote_code
         )
-    texts, pretraining = None, None
-    if config.ptx_data:
-        check_divisible(accelerator, config.ptx_batch_size, "ptx_batch_size")
-        load_texts = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
-        texts = load_examples(accelerator, load_texts, config.ptx_data, config.split, None, tokenizer, config)
-        mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
-        pretraining = PretrainingMix(optimizer, texts, *mix)
+    data = load_data(context, config, own_reward=reward is not None, own_gold=gold is not None)
+    objective = config.build()
+    policy = load_trainable_policy(config)
+    sampled = with_copy(policy, context)
+    objective.add_to(policy)
+    rewards = load_rewards(context, config, data, reward, gold)
+    optimizer = make_optimizer(context, config, policy, objective)
+    reference, sampled_reference = load_reference(context, config, policy)
     run = Run(
-        accelerator,
+        context.accelerator,
         config,
         optimizer,
-        tokenizer,
+        context.tokenizer,
         stage=type(objective).__name__,
         step_name="update",
         steps=config.updates,
-        evaluate=evaluation,
-        data={"prompts": examples, "eval_prompts": eval_examples, "ptx_data": texts},
+        evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
+        data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
         parts=objective.parts,
         tensors=reference.tensors if isinstance(reference, MovingReference) else dict,
     )
-    prompts = PromptsOfUpdate(accelerator, examples, config)
-    sampler = policy_sampler(config, sampled, tokenizer, config.rollout_batch_size)
+    sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
-        sampler = with_mixture(sampler, config, sampled, sampled_reference, tokenizer)
+        sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
+    prompts = PromptsOfUpdate(context, config, data.prompts)
+    score = partial(finite_scores, context, config, rewards["reward"])
+    resample = make_resampling(context, config, prompts, sampler, score)
+    step = partial(optimizer_step, optimizer, beside=make_pretraining_mix(config, optimizer, data.texts))
+    return Online(prompts, sampler, score, resample, objective, policy, reference, step, run)
 
+
+def note_idle_processes(context: Context, config: OnlineConfig) -> None:
+    processes = context.accelerator.num_processes
+    idle = processes - config.prompts_per_minibatch
+    if idle > 0:
+        context.accelerator.print(
+            f"--prompts_per_minibatch is {config.prompts_per_minibatch}, so {idle} of {processes} "
+            "processes have nothing to train on in each step: a multiple of their number uses them all"
+        )
+
+
+def load_data(context: Context, config: OnlineConfig, *, own_reward: bool, own_gold: bool) -> Data:
+    """own_reward, own_gold: whether the caller has given them, so that no name asks for columns."""
+    columns = columns_of([] if own_reward else config.rewards, config)
+    gold = [config.gold_reward] if config.gold_reward and not own_gold else []
+    load = partial(load_prompts, columns=columns)
+    prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
+    load = partial(load_prompts, columns=columns | columns_of(gold, config))
+    eval_prompts = load_eval_examples(context, config, load, config.eval_prompts)
+    if not config.ptx_data:
+        return Data(prompts, eval_prompts, None)
+    check_divisible(context.accelerator, config.ptx_batch_size, "ptx_batch_size")
+    load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
+    return Data(prompts, eval_prompts, load_examples(context, config, load, config.ptx_data, config.split, None))
+
+
+def load_rewards(
+    context: Context, config: OnlineConfig, data: Data, reward: Reward | None, gold: Reward | None
+) -> dict[str, Reward]:
+    """`reward`, and `gold` if there is one: those given, or else those that the configuration names."""
+    if reward is None:
+        named = {name: load_named_reward(context, config, name, data.prompts) for name in config.rewards}
+        reward = weighted(named, config.weights)
+    if gold is None and config.gold_reward:
+        assert data.eval_prompts is not None
+        gold = load_named_reward(context, config, config.gold_reward, data.eval_prompts)
+    return {"reward": reward} if gold is None else {"reward": reward, "gold": gold}
+
+
+def make_optimizer(context: Context, config: OnlineConfig, policy: PackedModel, objective: Objective) -> Optimizer:
+    steps = config.updates * config.inner_epochs * config.minibatches_per_update
+    accelerator, precision, _, mesh = context
+    return Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
+
+
+def make_evaluation(
+    context: Context,
+    config: OnlineConfig,
+    sampled: SampledModel,
+    reference: Reference,
+    rewards: dict[str, Reward],
+    eval_prompts: Dataset | None,
+) -> Evaluation | None:
+    """Measures how far the policy has come from where the reference began."""
+    if eval_prompts is None:
+        return None
+    if config.reference_moves:
+        frozen = load_frozen_policy(context, config)
+        reference = SecondModel(frozen, context.device, context.mesh, offload=True)
+    return Evaluation(
+        context.accelerator,
+        sampled.model,
+        reference,
+        policy_sampler(config, sampled, context.tokenizer, config.eval_batch_size),
+        rewards,
+        eval_prompts,
+        config.packing,
+        config.eval_responses_per_prompt,
+        config.seed,
+    )
+
+
+def make_pretraining_mix(config: OnlineConfig, optimizer: Optimizer, texts: Dataset | None) -> PretrainingMix | None:
+    if texts is None:
+        return None
+    return PretrainingMix(optimizer, texts, config.ptx_coef, config.ptx_batch_size, config.packing, config.seed)
+
+
+def make_resampling(
+    context: Context,
+    config: OnlineConfig,
+    prompts: "PromptsOfUpdate",
+    sampler: Sampler,
+    score: Callable[[Rollouts], dict[str, Tensor]],
+) -> DynamicSampling:
     def sample_again(update: int, numbers: list[int], attempt: int) -> Rollouts:
         seed = seed_of(config.seed, update, AGAIN, attempt)
         return sample(sampler, *prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
 
-    def score(rollouts: Rollouts) -> dict[str, Tensor]:
-        scores = scores_of(accelerator, reward, rollouts, config, config.max_response_tokens)
-        require_finite(accelerator, "a reward", scores["reward"])
-        return scores
+    return DynamicSampling(context.accelerator, sample_again, score, config.dynamic_sampling)
 
-    return Online(
-        accelerator,
-        prompts,
-        sampler,
-        score,
-        DynamicSampling(accelerator, sample_again, score, config.dynamic_sampling),
-        objective,
-        policy,
-        reference,
-        partial(optimizer_step, optimizer, beside=pretraining),
-        run,
-    )
+
+def finite_scores(context: Context, config: OnlineConfig, reward: Reward, rollouts: Rollouts) -> dict[str, Tensor]:
+    scores = scores_of(context.accelerator, reward, rollouts, config, config.max_response_tokens)
+    require_finite(context.accelerator, "a reward", scores["reward"])
+    return scores
+
+
+class PromptsOfUpdate:
+    """The prompts of an update that fall to this process: their examples, and their numbers in the update."""
+
+    def __init__(self, context: Context, config: OnlineConfig, examples: Dataset):
+        self.accelerator, self.examples = context.accelerator, examples
+        self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
+
+    def __call__(self, update: int, numbers: list[int] | None = None) -> tuple[dict[str, list], list[int]]:
+        """numbers: other prompts of the update than this process's."""
+        chosen = examples_of_step(
+            update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
+        )
+        if numbers is None:
+            numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
+        return self.examples[[chosen[number] for number in numbers]], numbers

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fastp3o.config import StageConfig
-from fastp3o.models.frozen import FrozenModel
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.reference import LoadedForEachUse, SecondModel
-from fastp3o.models.sharding import empty, is_main_process, process_mesh, shard, whole
+from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.critic import Critic
@@ -139,7 +138,7 @@ def offloaded() -> bool:
     expected = scored_logprobs(tied(), ROWS[0]).detach()
     frozen = FrozenModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=True)
     rows = [ROWS[0]] * (1 + dist.get_rank())  # one more on one process
-    got = frozen.passes(rows, scored_logprobs)
+    got = frozen.map_rows(rows, scored_logprobs)
     return len(got) == len(rows) and all(torch.equal(logprobs, expected) for logprobs in got)
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from torch import Tensor
 
-from fastp3o.models.frozen import on_device
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.reference import SecondModel, WithoutAdapters
+from fastp3o.packing.packed_row import PackedRow
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
 from tests.fastp3o.models.test_trainable import with_adapters
 
@@ -62,8 +63,12 @@ def test_offloading_moves_the_model_for_the_time_of_a_call():
     reference = SecondModel(model, there, offload=True)
     reference([PAIRS.row(), FOURS.row()])
     assert model.moves == ["cpu", "cuda:0", "called", "called", "cpu"]
-    with pytest.raises(RuntimeError, match="inside"), on_device(model, there):
+
+    def fails(model: PackedModel, row: PackedRow) -> Tensor:
         raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        reference.frozen.map_rows([PAIRS.row()], fails)
     assert model.moves[5:] == ["cuda:0", "cpu"]
 
 

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.reference import adapters_off
 from fastp3o.models.trainable import (
-    adapters_off,
     add_lora,
     as_it_is,
     choose_trainable,

@@ -22,8 +22,7 @@ from fastp3o.data import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
 from fastp3o.stages import models, supervised
-from fastp3o.stages.preference import train
-from fastp3o.stages.preference.unpaired import with_other_prompts
+from fastp3o.stages.preference import train, with_other_prompts
 from fastp3o.training import reference_logprobs
 from fastp3o.training.states.changes import ResumeError
 from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start

@@ -1,0 +1,237 @@
+"""Learning from fixed preferences, without sampling: DPO, KTO and their kin (`fastp3o.objectives.offline`)."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from fastp3o.context import Context
+from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
+from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.loading import load_policy, require_same_vocabulary
+from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.reference import LoadedForEachUse, Reference
+from fastp3o.models.sharding import map_rows_in_lockstep
+from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.offline.config import PreferenceConfig
+from fastp3o.objectives.offline.kto import KTOConfig
+from fastp3o.packing.pack import by_group, pack
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.rewards.reward import Reward, columns_of
+from fastp3o.rewards.scoring import weighted
+from fastp3o.stages.models import load_fixed_reference, load_named_reward, with_copy
+from fastp3o.stages.samplers import policy_sampler
+from fastp3o.stages.setup import load_examples
+from fastp3o.stages.supervised import SupervisedTask, train_supervised
+from fastp3o.training.order import Examples
+from fastp3o.training.processes import on_main_process
+from fastp3o.training.reference_logprobs import ReferenceLogprobs
+from fastp3o.training.states.fingerprints import of_model
+from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequence_logprobs
+from fastp3o_kernels.losses import kto_reference_point
+
+
+def train(config: PreferenceConfig) -> None:
+    """Trains a policy on preferences with the objective of its configuration; `loss` is a mean over pairs, or over
+    single responses.
+    """
+    train_supervised(UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config))
+
+
+@dataclass(frozen=True)
+class PreferenceRow(PackedRow):
+    """A packed row of P groups of K responses, and what its loss takes of them besides the policy."""
+
+    of_responses: dict[str, Tensor]  # [P, K] each
+
+
+class Preferences(SupervisedTask[PreferenceRow]):
+    """What pairs and single responses have in common: the reference, the loss, sampled evaluations.
+
+    Before the first step the reference's log-probs are computed, or found in their file; then the reference is dropped.
+
+    columns: of the responses whose log-probs they are; those of one tuple share their prompt in a row.
+    """
+
+    config: PreferenceConfig
+    columns: tuple[tuple[str, ...], ...]
+
+    def __init__(self, config: PreferenceConfig):
+        self.config, self.name = config, config.objective
+        self.reference: Reference | None = None
+
+    def load_model(self) -> PackedModel:
+        model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code, trains=True)
+        choose_trainable(model, self.config)
+        return model
+
+    def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
+        """Loads the reference, unless its log-probs of all data are found."""
+        super().set_up(context, model, data)
+        config = self.config
+        if config.reference:
+            require_same_vocabulary(
+                config.reference, config.model, context.tokenizer, trust_remote_code=config.trust_remote_code
+            )
+        load = partial(load_fixed_reference, context, config, model)
+        if config.eval_prompts:
+            self.samples = sampled_evaluation(context, config, config.eval_prompts, model, LoadedForEachUse(load))
+        if config.needs_reference:
+            weights = on_main_process(context.accelerator, lambda: of_model(config.reference or config.model))
+            self.ref_logprobs = ReferenceLogprobs(
+                context.accelerator,
+                Path(config.reference_logprobs or config.output_dir),
+                data,
+                self.columns,
+                config.packing,
+                depends_on=(weights, context.precision.name),
+            )
+            self.reference = None if self.ref_logprobs.complete else load()
+
+    def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
+        """The data with log-probs of the reference, [n, 2], which is dropped."""
+        if not self.config.needs_reference:
+            return self.data
+        if self.reference is not None:
+            self.ref_logprobs.compute(self.reference, stop_or_save)
+            self.reference = None
+            # A model that is spread over processes refers to itself.
+            gc.collect()
+        return self.ref_logprobs.added_to_data()
+
+    def rows(
+        self, examples: Examples, responses: Sequence[Sequence[list[int]]], of_responses: dict[str, Tensor]
+    ) -> list[PreferenceRow]:
+        """Packed rows. of_responses: [P, K] each, of the whole batch."""
+        rows = pack(examples["prompt_ids"], responses, self.config.packing)
+        own = ({name: values[list(row.groups)] for name, values in of_responses.items()} for row in rows)
+        return [PreferenceRow(**vars(row), of_responses=tensors) for row, tensors in zip(rows, own, strict=True)]
+
+    def losses(self, model: nn.Module, row: PreferenceRow) -> dict[str, Tensor]:
+        def sums(groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
+            return self.config.losses(groups).sum(), self.config.metrics(groups)
+
+        def loss(hidden: Tensor, head: Head) -> LinearLossOutput:
+            return linear_loss(
+                hidden,
+                head,
+                row.labels,
+                row.cu_seqlens_on_host,
+                sums,
+                responses_per_group=row.responses_per_prompt or 1,
+                of_responses=row.of_responses,
+                divisor=1,
+            )
+
+        output = model(row, row.scored_at, loss)
+        return {"loss": output.loss, **output.metrics}
+
+    def count(self, examples: Examples) -> int:
+        """Pairs, or single responses."""
+        return len(examples["prompt_ids"])
+
+
+class PreferencePairs(Preferences):
+    """A chosen and a rejected response to each prompt, which they share in the row."""
+
+    load_examples = staticmethod(load_preferences)
+    columns = (("chosen_ids", "rejected_ids"),)
+
+    def pack(self, examples: Examples) -> list[PreferenceRow]:
+        responses = list(zip(examples["chosen_ids"], examples["rejected_ids"], strict=True))
+        reference = {"reference": torch.tensor(examples["reference"])} if self.config.needs_reference else {}
+        return self.rows(examples, responses, reference)
+
+
+class UnpairedPreferences(Preferences):
+    """KTO's single responses, each desirable or not. Its reference point z0 is the mean of log π/π_ref over a batch's
+    prompts with a response to another prompt, always the same one, so that the reference is asked once.
+    """
+
+    load_examples = staticmethod(load_unpaired_preferences)
+    columns = (("response_ids",), ("mismatched_ids",))
+
+    def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
+        super().set_up(context, model, {name: with_mismatched(examples, name) for name, examples in data.items()})
+
+    def pack(self, examples: Examples) -> list[PreferenceRow]:
+        of_responses = {
+            "reference": torch.tensor(examples["reference"])[:, :1],
+            "desirable": torch.tensor(examples["desirable"])[:, None],
+        }
+        return self.rows(examples, [[ids] for ids in examples["response_ids"]], of_responses)
+
+    @torch.no_grad()
+    def prepare(self, model: nn.Module, rows: list[PreferenceRow], examples: Examples) -> list[PreferenceRow]:
+        """Rows with z0 and the share of their kind of responses, both of the whole batch: [P, 1]."""
+        device = self.context.device
+        mismatched = pack(examples["prompt_ids"], [[ids] for ids in examples["mismatched_ids"]], self.config.packing)
+        mismatched = [row.to(device) for row in mismatched]
+        token_logprobs = map_rows_in_lockstep(mismatched, partial(scored_logprobs, model))
+        logprobs = [
+            sequence_logprobs(values, row.cu_seqlens) for row, values in zip(mismatched, token_logprobs, strict=True)
+        ]
+        log_ratios = by_group(mismatched, logprobs).cpu() - torch.tensor(examples["reference"])[:, 1:]
+        desirable = torch.tensor(examples["desirable"])
+        sums = torch.stack([log_ratios.sum(), desirable.sum(), torch.tensor(len(desirable))])
+        sums = self.context.accelerator.reduce(sums.to(device), "sum").cpu()
+        log_ratio, share = sums[:2] / sums[2]
+        reference_point = kto_reference_point(log_ratio, torch.zeros(()))
+        return [with_batch_values(row, reference_point, share) for row in rows]
+
+
+def with_batch_values(row: PreferenceRow, reference_point: Tensor, share: Tensor) -> PreferenceRow:
+    """share: of desirable responses."""
+    desirable = row.of_responses["desirable"]
+    values = {
+        "reference_point": reference_point.expand(desirable.shape),
+        "share": torch.where(desirable, share, 1 - share),
+    }
+    return replace(row, of_responses=row.of_responses | values)
+
+
+def with_mismatched(examples: Dataset, flag: str) -> Dataset:
+    """The examples with a column of responses to other prompts. Raises ValueError if all prompts are the same."""
+    others = with_other_prompts(examples["prompt_ids"])
+    if others is None:
+        raise ValueError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
+    responses = examples.data.column("response_ids").take(pa.array(others))
+    return examples.add_column("mismatched_ids", responses, new_fingerprint=examples._fingerprint)
+
+
+def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
+    """For each example the number of the last one before it, around the end, that has another prompt."""
+    last = next((n for n in reversed(range(len(prompts))) if prompts[n] != prompts[0]), None)
+    if last is None:
+        return None
+    others, before = [], prompts[0]
+    for number, prompt in enumerate(prompts):
+        if prompt != before:
+            last = number - 1
+        others.append(last)
+        before = prompt
+    return others
+
+
+def sampled_evaluation(
+    context: Context, config: PreferenceConfig, prompts: str, model: PackedModel, reference: Reference
+) -> Evaluation:
+    """Rewards and KL of responses sampled to prompts, as in the online loop. model: not spread over processes yet."""
+    gold = [config.gold_reward] if config.gold_reward else []
+    load_with_columns = partial(load_prompts, columns=columns_of([*config.rewards, *gold], config))
+    examples = load_examples(context, config, load_with_columns, prompts, config.eval_split, config.eval_limit)
+    rewards: dict[str, Reward] = {}
+    if config.rewards:
+        named = {name: load_named_reward(context, config, name, examples) for name in config.rewards}
+        rewards["reward"] = weighted(named, config.weights)
+    if config.gold_reward:
+        rewards["gold"] = load_named_reward(context, config, config.gold_reward, examples)
+    sampled = with_copy(model, context)
+    sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
+    return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)
