@@ -6,10 +6,10 @@ forms, of which a reward may take one.
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from fastp3o.config import Flags, parse
+from fastp3o.config import Flags, option, parse, required
 from fastp3o.script import run_script
 from fastp3o.training.durable import write_file
 
@@ -18,13 +18,9 @@ from fastp3o.training.durable import write_file
 class ArithmeticConfig(Flags):
     """Sums of two numbers, each with demonstrations of two forms and its answer."""
 
-    output: str = field(metadata={"help": "JSON Lines file to write."})
-    largest: int = field(default=9, metadata={"help": "Largest number that is added."})
-    seed: int = field(default=0, metadata={"help": "Seed of the order."})
-
-    def __post_init__(self) -> None:
-        self.check_at_least(1, "largest")
-        self.check_at_least(0, "seed")
+    output: str = required("JSON Lines file to write.")
+    largest: int = option(9, "Largest number that is added.", at_least=1)
+    seed: int = option(0, "Seed of the order.", at_least=0)
 
 
 def main(config: ArithmeticConfig) -> None:

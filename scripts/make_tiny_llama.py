@@ -1,7 +1,7 @@
 """Trains a byte-level BPE tokenizer and writes it with an untrained Llama: a model to start from without the hub."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from fastp3o.config import Flags, parse
+from fastp3o.config import Flags, option, parse, required
 from fastp3o.data.errors import RecordError
 from fastp3o.data.sources import read_records
 from fastp3o.script import run_script
@@ -22,22 +22,20 @@ END, PAD = "<|end|>", "<|pad|>"
 class TinyLlamaConfig(Flags):
     """Sizes of the model; the defaults give 1.5 M parameters."""
 
-    text: str = field(metadata={"help": "JSONL file; the tokenizer is trained on all its string fields."})
-    output_dir: str = field(metadata={"help": "Folder for model and tokenizer."})
-    vocab_size: int = field(default=4096, metadata={"help": "Tokens of the vocabulary."})
-    hidden_size: int = field(default=128, metadata={"help": "Width of the hidden states."})
-    intermediate_size: int = field(default=384, metadata={"help": "Width of the feed-forward layers."})
-    layers: int = field(default=4, metadata={"help": "Transformer layers."})
-    heads: int = field(default=4, metadata={"help": "Attention heads."})
-    max_tokens: int = field(default=512, metadata={"help": "Longest sequence."})
-    seed: int = field(default=0, metadata={"help": "Seed of the weights."})
+    text: str = required("JSONL file; the tokenizer is trained on all its string fields.")
+    output_dir: str = required("Folder for model and tokenizer.")
+    vocab_size: int = option(4096, "Tokens of the vocabulary.", at_least=len(ByteLevel.alphabet()) + len((END, PAD)))
+    hidden_size: int = option(128, "Width of the hidden states.", at_least=1)
+    intermediate_size: int = option(384, "Width of the feed-forward layers.", at_least=1)
+    layers: int = option(4, "Transformer layers.", at_least=1)
+    heads: int = option(4, "Attention heads.", at_least=1)
+    max_tokens: int = option(512, "Longest sequence, in tokens.", at_least=1)
+    seed: int = option(0, "Seed of the weights.", at_least=0)
 
     def __post_init__(self) -> None:
-        self.check_at_least(1, "hidden_size", "intermediate_size", "layers", "heads", "max_tokens")
-        self.check_at_least(0, "seed")
-        self.check_at_least(len(ByteLevel.alphabet()) + len((END, PAD)), "vocab_size")
-        # Rotary positions turn pairs.
-        self.check(self.hidden_size % (2 * self.heads) == 0, "hidden_size", "an even multiple of --heads")
+        super().__post_init__()
+        if self.hidden_size % (2 * self.heads):  # rotary positions turn pairs
+            raise ValueError(f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}")
 
 
 def main(config: TinyLlamaConfig) -> None:

@@ -27,27 +27,23 @@ class MemoryConfig(TrainableConfig):
     """Predicts the GPU memory of P3O's passes for a model and mean lengths, from its configuration alone."""
 
     model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
-    prompt_tokens: int = option(350, "Mean length of a prompt.")
-    response_tokens: int = option(40, "Mean length of a response.")
-    responses_per_prompt: int = option(2, "Responses to each prompt.")
-    tokens_per_row: int = option(8192, "As in training.")
+    prompt_tokens: int = option(350, "Mean length of a prompt.", at_least=1)
+    response_tokens: int = option(40, "Mean length of a response.", at_least=1)
+    responses_per_prompt: int = option(2, "Responses to each prompt.", at_least=1)
+    tokens_per_row: int = option(8192, "As in training.", at_least=1)
     share_prompts: bool = option(True, "As in training.")
-    precision: str = option("fp16", f"As in training: {', '.join(PRECISIONS[1:])}.")
+    precision: str = option("fp16", "As in training.", choices=PRECISIONS[1:])
     gradient_checkpointing: bool = option(False, "As in training.")
-    max_prompt_tokens: int = option(512, "As in training; of rollouts.")
-    max_response_tokens: int = option(128, "As in training; of rollouts.")
-    rollout_batch_size: int = option(64, "As in training.")
-    gpus: int = option(1, "GPUs that train together; memory is of each.")
-    shard_size: int = option(0, "As in training: GPUs that hold one model together; 0: all.")
+    max_prompt_tokens: int = option(512, "As in training, for rollouts.", at_least=1)
+    max_response_tokens: int = option(128, "As in training, for rollouts.", at_least=1)
+    rollout_batch_size: int = option(64, "As in training.", at_least=1)
+    gpus: int = option(1, "GPUs that train together; the table is for each of them.", at_least=1)
+    shard_size: int = option(0, "As in training: GPUs that hold one model together; 0: all.", at_least=0)
 
     def __post_init__(self) -> None:
-        self.check_values()
-        self.check_trainable()
-        lengths = ("prompt_tokens", "response_tokens", "tokens_per_row", "max_prompt_tokens", "max_response_tokens")
-        self.check_at_least(1, *lengths, "responses_per_prompt", "rollout_batch_size", "gpus")
-        self.check_at_least(0, "shard_size")
-        self.check(self.precision in PRECISIONS[1:], "precision", f"one of {', '.join(PRECISIONS[1:])}")
-        self.check(self.gpus % self.shards == 0, "shard_size", f"a divisor of --gpus ({self.gpus})")
+        super().__post_init__()
+        if self.gpus % self.shards:
+            raise ValueError(f"--shard_size must be a divisor of --gpus ({self.gpus}), got {self.shard_size}")
 
     @property
     def shards(self) -> int:

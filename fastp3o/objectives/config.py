@@ -31,7 +31,9 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     )
     offload: bool = option(False, "Keep reference and reward model on the CPU between uses.")
 
-    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).")
+    learning_rate: float = option(
+        1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).", above=0, changeable=True
+    )
     updates: int = option(500, "Rounds of rollouts and inner epochs.")
     prompts_per_update: int = option(
         64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64)."

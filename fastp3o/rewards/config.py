@@ -1,8 +1,7 @@
-"""The flags of what is maximised: rewards and penalties."""
+"""The flags of rewards and penalties."""
 
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import ClassVar
 
 from fastp3o.config import Flags, option, required
 from fastp3o.rewards.names import is_endpoint, reward_names
@@ -13,34 +12,49 @@ TEXTS = ("prompts", "responses")
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig(Flags):
-    """What goes to rewards behind a URL, and how."""
-
-    CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("reward_requests", "reward_batch_size", "reward_timeout", "reward_retries"),
-    )
+    """What a reward that is a URL gets, and how it is called."""
 
     reward_columns: str = option(
         "",
         "Columns of the prompts' data, separated by commas, that go to endpoints, and to functions that take any "
-        "(**columns). What functions ask for by name need not stand here.",
+        "(**columns). Columns that functions ask for by name need not be listed.",
+        needs="reward",
     )
-    reward_requests: int = option(8, "Concurrent requests of one process to an endpoint.")
-    reward_batch_size: int = option(16, "Responses in one request to an endpoint.")
-    reward_timeout: float = option(60.0, "Seconds that an endpoint has for one request.")
-    reward_retries: int = option(5, "Further attempts where an endpoint is busy, broken or away, after 1, 2, 4, ... s.")
+    reward_requests: int = option(
+        8, "Concurrent requests of one process to an endpoint.", at_least=1, needs="reward", changeable=True
+    )
+    reward_batch_size: int = option(
+        16, "Responses in one request to an endpoint.", at_least=1, needs="reward", changeable=True
+    )
+    reward_timeout: float = option(
+        60.0, "Seconds that an endpoint has for one request.", above=0, needs="reward", changeable=True
+    )
+    reward_retries: int = option(
+        5,
+        "Further attempts if an endpoint is busy, broken or away, after 1, 2, 4, ... s.",
+        at_least=0,
+        needs="reward",
+        changeable=True,
+    )
 
-    def check_remote(self, *rewards: str | None) -> None:
-        """rewards: their names."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         columns = self.columns
-        self.check(all(columns) and len(set(columns)) == len(columns), "reward_columns", "different names and commas")
-        self.check(set(columns).isdisjoint(TEXTS), "reward_columns", f"other names than {' and '.join(TEXTS)}")
-        self.check_at_least(1, "reward_requests", "reward_batch_size")
-        self.check_at_least(0, "reward_retries")
-        self.check(self.reward_timeout > 0, "reward_timeout", "above 0")
-        if not any(is_endpoint(name) for name in rewards if name):
+        if not all(columns) or len(set(columns)) < len(columns):
+            raise ValueError(f"--reward_columns must be different names and commas, got {self.reward_columns!r}")
+        if not set(columns).isdisjoint(TEXTS):
+            raise ValueError(
+                f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
+            )
+        if not any(map(is_endpoint, self.scorers)):
             for flag in fields(RemoteConfig):
                 if flag.name != "reward_columns" and getattr(self, flag.name) != flag.default:
                     raise ValueError(f"--{flag.name} does nothing without a URL as a reward")
+
+    @property
+    def scorers(self) -> list[str]:
+        """The names of all rewards."""
+        raise NotImplementedError(f"{type(self).__name__} names no rewards")
 
     @property
     def columns(self) -> list[str]:
@@ -52,28 +66,43 @@ class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
     reward: str = required(
-        "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of what "
-        "scores responses. Of several, separated by commas, the weighted sum is."
+        "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of a "
+        "service that scores responses. The weighted sum of several, separated by commas."
     )
     reward_weights: str = option(
-        "", "A number for each of the rewards, separated by commas; without them all count alike. 0: only logged."
+        "",
+        "A weight for each of the rewards, separated by commas; by default all are 1. 0: only logged.",
+        needs="reward",
     )
     gold_reward: str | None = option(
-        None, "A second reward, read in evaluations only: what the first one stands for, where that is known."
+        None,
+        "A second reward, read in evaluations only: the one that the first stands for, if it is known.",
+        needs="eval_prompts",
     )
 
-    def check_rewards(self) -> None:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         names = self.rewards
-        self.check(len(names) == 1 or all(names), "reward", "names separated by commas, none of them empty")
-        self.check(len(set(names)) == len(names), "reward", "different names")
+        if len(names) > 1 and not all(names):
+            raise ValueError(f"--reward must be names separated by commas, none of them empty, got {self.reward!r}")
+        if len(set(names)) < len(names):
+            raise ValueError(f"--reward must be different names, got {self.reward!r}")
         try:
             weights = self.weights
         except ValueError:
             weights = []
-        usable = len(weights) == len(names) and all(map(isfinite, weights)) and any(weights)
-        counted = f"{len(names)} finite number{'s' if len(names) > 1 else ''}"
-        self.check(usable, "reward_weights", f"{counted}, as many as there are rewards, and not all 0")
-        self.check_remote(*names, self.gold_reward)
+        if names and not (len(weights) == len(names) and all(map(isfinite, weights)) and any(weights)):
+            raise ValueError(
+                f"--reward_weights must be {len(names)} finite number{'s' if len(names) > 1 else ''}, as many as there "
+                f"are rewards, and not all 0, got {self.reward_weights!r}"
+            )
+
+    # Until objectives/ no longer calls it.
+    def check_rewards(self) -> None: ...
+
+    @property
+    def scorers(self) -> list[str]:
+        return [*self.rewards, *([self.gold_reward] if self.gold_reward else [])]
 
     @property
     def rewards(self) -> list[str]:
@@ -81,7 +110,7 @@ class RewardConfig(RemoteConfig):
 
     @property
     def weights(self) -> list[float]:
-        """One a reward. Raises ValueError where something is no number."""
+        """One for each reward. Raises ValueError for text that is no number."""
         return (
             [float(part) for part in self.reward_weights.split(",")]
             if self.reward_weights
@@ -91,35 +120,53 @@ class RewardConfig(RemoteConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyConfig(Flags):
-    """Penalties on responses; 0 is none."""
+    """Penalties on responses, in the reward's unit; 0 for none."""
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("missing_eos_penalty", "length_penalty", "length_penalty_after", "repetition_penalty", "repetition_ngram"),
-        "overlong_margin",
+    missing_eos_penalty: float = option(
+        0.0, "Subtracted from the reward of a response without an end-of-sequence.", at_least=0, changeable=True
     )
-
-    missing_eos_penalty: float = option(0.0, "Subtracted from the reward of a response without an end-of-sequence.")
-    length_penalty: float = option(0.0, "Subtracted for each token of a response beyond --length_penalty_after.")
-    length_penalty_after: int = option(0, "Tokens of a response that --length_penalty leaves free.")
+    length_penalty: float = option(
+        0.0,
+        "Subtracted for each token of a response beyond --length_penalty_after.",
+        at_least=0,
+        changeable=True,
+    )
+    length_penalty_after: int = option(
+        0,
+        "Tokens of a response that --length_penalty leaves free.",
+        at_least=0,
+        needs="length_penalty",
+        changeable=True,
+    )
     repetition_penalty: float = option(
-        0.0, "Subtracted times the share of a response's n-grams of tokens that were there before in it."
+        0.0,
+        "Subtracted in proportion to the share of a response's n-grams of tokens that repeat an earlier one.",
+        at_least=0,
+        changeable=True,
     )
-    repetition_ngram: int = option(3, "n of the n-grams that --repetition_penalty counts, in tokens.")
+    repetition_ngram: int = option(
+        3,
+        "n of the n-grams that --repetition_penalty counts, in tokens.",
+        at_least=1,
+        needs="repetition_penalty",
+        changeable=True,
+    )
     overlong_margin: int = option(
         0,
-        "DAPO's overlong shaping: what is subtracted rises from 0 to 1 over so many last tokens before "
+        "DAPO's overlong shaping: the penalty rises from 0 to 1 over this many last tokens before "
         "--max_response_tokens.",
+        at_least=0,
+        changeable=True,
     )
 
     def check_penalties(self, longest: int) -> None:
-        """longest: tokens that a response may have."""
-        self.check_at_least(
-            0, "missing_eos_penalty", "length_penalty", "length_penalty_after", "repetition_penalty", "overlong_margin"
-        )
-        self.check_at_least(1, "repetition_ngram")
-        self.check_alone("length_penalty", "length_penalty_after")
-        self.check_alone("repetition_penalty", "repetition_ngram")
-        self.check(
-            self.length_penalty_after < longest, "length_penalty_after", f"below --max_response_tokens ({longest})"
-        )
-        self.check(self.overlong_margin <= longest, "overlong_margin", f"at most --max_response_tokens ({longest})")
+        """longest: tokens that a response may have, --max_response_tokens."""
+        if self.length_penalty_after >= longest:
+            raise ValueError(
+                f"--length_penalty_after must be below --max_response_tokens ({longest}), "
+                f"got {self.length_penalty_after}"
+            )
+        if self.overlong_margin > longest:
+            raise ValueError(
+                f"--overlong_margin must be at most --max_response_tokens ({longest}), got {self.overlong_margin}"
+            )

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from itertools import chain, combinations
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,16 +29,12 @@ from fastp3o.training.run_folder import CALIBRATION
 class RewardModelConfig(TrainableConfig, SupervisedConfig):
     """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("centring",)
-
     centring: float = option(
-        0.0, "Coefficient of (r_w + r_l)^2, which keeps scores around 0 (arXiv 2312.09244; TRL recommends 0.01)."
+        0.0,
+        "Coefficient of (r_w + r_l)^2, which keeps scores around 0 (arXiv 2312.09244; TRL recommends 0.01).",
+        at_least=0,
+        changeable=True,
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_trainable()
-        self.check_at_least(0, "centring")
 
 
 def train(config: RewardModelConfig) -> None:

@@ -23,10 +23,6 @@ class SFTConfig(TrainableConfig, SupervisedConfig):
         False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_trainable()
-
 
 def train(config: SFTConfig) -> None:
     """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import option, required
+from fastp3o.config import LARGEST_INT, option, required
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
@@ -33,7 +33,7 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
     """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
 
     first: str = required(
-        "The checkpoint whose win rate is asked for: a Hugging Face causal LM, as hub name or folder."
+        "The checkpoint whose win rate is computed: a Hugging Face causal LM, as a hub name or a folder."
     )
     second: str = required("The checkpoint that it is compared with.")
     reward: str | None = option(
@@ -46,29 +46,35 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
         "variable OPENAI_API_KEY holds its key, if it needs one.",
     )
     judge_model: str | None = option(None, "Name of the model at judge_url.")
-    judge_requests: int = option(8, "Concurrent requests to judge_url.")
+    judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url")
     verdicts: str | None = option(
         None, "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again."
     )
     output: str | None = option(None, "JSON file to write the result to.")
-    responses_per_prompt: int = option(1, "Responses to each prompt; response k of one against k of the other.")
-    seed: int = option(0, "Seed of the responses, the same for both checkpoints, and of the interval.")
+    responses_per_prompt: int = option(
+        1, "Responses to each prompt; response k of one against k of the other.", at_least=1
+    )
+    seed: int = option(
+        0,
+        "Seed of the responses, the same for both checkpoints, and of the interval.",
+        at_least=0,
+        below=LARGEST_INT,
+    )
 
     def __post_init__(self) -> None:
-        self.check_values()
-        self.check_sampling()
-        self.check_at_least(1, "responses_per_prompt", "judge_requests")
-        self.check(0 <= self.seed < 2**32, "seed", "at least 0 and below 2**32")
-        self.check_remote(self.reward)
+        super().__post_init__()
         if not (self.reward or self.judge or self.judge_url):
             raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
-        self.check_alone("judge_url", "judge_requests")
         if self.judge and self.judge_url:
             raise ValueError("--judge and --judge_url exclude each other")
         if bool(self.judge_url) != bool(self.judge_model):
             raise ValueError("--judge_url and --judge_model go together")
         if self.verdicts and not self.judge_url:
             raise ValueError("--verdicts keeps the verdicts of --judge_url, which is not given")
+
+    @property
+    def scorers(self) -> list[str]:
+        return [self.reward] if self.reward else []
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         "Reward of sampled responses in evaluations: a reward model (folder or hub name), a function, as "
         "module:function, or the URL of what scores responses. Of several, separated by commas, the weighted sum.",
     )
-    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).")
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,9 +4,9 @@ A record of one response is a demonstration (SFT), one of two a preference; both
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import exp
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,39 +33,46 @@ PAIRS = ("rso", "rs_dpo")
 class SelectionConfig(Flags):
     """Which of the sampled responses are kept."""
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("keep", "threshold", "beta", "accept", "min_gap", "keep_unfinished")
-
-    keep: str = field(
-        default="best",
-        metadata={
-            "help": "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a "
-            "reward above --threshold (rest); a sample of the policy that is optimal for the reward "
-            "(rejection_sampling). Written as preferences: random pairs of that sample (rso), or all pairs whose "
-            "rewards are more than --min_gap apart (rs_dpo).",
-            "choices": list(FLAGS_OF),
-        },
+    keep: str = option(
+        "best",
+        "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a reward above "
+        "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
+        "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
+        "(rs_dpo).",
+        choices=tuple(FLAGS_OF),
+        changeable=True,
     )
-    threshold: float = option(0.0, "What the rewards of --keep rest are above (ReST's τ).")
+    threshold: float = option(0.0, "--keep rest keeps rewards above this (ReST's τ).", changeable=True)
     min_gap: float = option(
-        0.0, "What the differences of rewards of --keep rs_dpo are above (τ log(η/(1-η)) of RS-DPO)."
+        0.0,
+        "--keep rs_dpo keeps pairs whose rewards differ by more than this (τ log(η/(1-η)) of RS-DPO).",
+        at_least=0,
+        changeable=True,
     )
     beta: float = option(
         0.5,
         "KL coefficient of the policy that --keep rejection_sampling and rso sample: responses are accepted with "
         "probability exp((r - highest r) / beta) (RSO: 0.5).",
+        above=0,
+        changeable=True,
     )
-    accept: int = option(8, "Responses that --keep rejection_sampling and rso accept to a prompt (RSO: 8 of 64).")
+    accept: int = option(
+        8,
+        "Responses to each prompt that --keep rejection_sampling and rso accept (RSO: 8 of 64).",
+        at_least=1,
+        changeable=True,
+    )
     keep_unfinished: bool = option(
         False,
-        "Also keep responses that were cut at --max_response_tokens. Training adds an end-of-sequence to them, so that "
-        "it teaches to stop there.",
+        "Also keep responses that were cut at --max_response_tokens. Training adds an end-of-sequence to them, and so "
+        "teaches to stop there.",
+        changeable=True,
     )
 
-    def check_selection(self) -> None:
-        self.check(self.keep in FLAGS_OF, "keep", f"one of {', '.join(FLAGS_OF)}")
-        self.check(self.beta > 0, "beta", "above 0")
-        self.check_at_least(2 if self.keep == "rso" else 1, "accept")
-        self.check_at_least(0, "min_gap")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep == "rso" and self.accept < 2:
+            raise ValueError(f"--accept must be at least 2 for pairs, got {self.accept}")
         for flag in fields(SelectionConfig):
             users = [keep for keep, names in FLAGS_OF.items() if flag.name in names]
             if users and self.keep not in users and getattr(self, flag.name) != flag.default:

@@ -341,7 +341,7 @@ FLAGS = [
     ],
     ("memory", "--prompt_tokens 0", "--prompt_tokens must be at least 1"),
     ("memory", "--tokens_per_row -1", "--tokens_per_row must be at least 1"),
-    ("memory", "--precision auto", "--precision must be one of fp32, bf16-autocast, bf16, fp16"),
+    ("memory", "--precision auto", "--precision: invalid choice: 'auto' (choose from "),
     ("memory", "--model ./nosuch", "cannot load ./nosuch: there is no such folder"),
     ("make_tiny_llama", "--vocab_size 10", "--vocab_size must be at least 258"),
     ("make_tiny_llama", "--heads 3", "--hidden_size must be an even multiple of --heads"),

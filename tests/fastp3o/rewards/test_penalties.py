@@ -64,6 +64,7 @@ def test_the_share_of_repeated_ngrams(ids, n):
 @dataclass(frozen=True, kw_only=True)
 class Longest8(PenaltyConfig):
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.check_penalties(8)
 
 
