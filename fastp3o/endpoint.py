@@ -1,25 +1,23 @@
-"""Requests of JSON to a URL: time limits, retries while it is busy or unreachable, many at once."""
+"""JSON posted to a URL: time limits, retries while the server is busy or unreachable, concurrent requests."""
 
+import asyncio
 import json
 import os
 import random
-import socket
 import threading
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from typing import TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
+
+import httpx2
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
-SHORTEST_SECRET = 8  # characters; what servers without keys take for one ("EMPTY", "x") may stand in answers
+SHORTEST_SECRET = 8  # characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers
 LONGEST_BODY = 2**24  # bytes; no answer comes near it
 EXCERPT = 300  # characters
 
@@ -51,10 +49,10 @@ class Endpoint:
         url: http or https, without a user.
         key_variable: environment variable of the key, if there is one. The key is sent in the Authorization header and
             nowhere else: no redirect is followed, only https goes through a proxy of the environment, which cannot read
-            it then, and where an answer repeats it, stars stand in its place.
+            it then, and where an answer repeats it, stars replace it.
         timeout: seconds that one attempt may take, from its connection to its last byte.
         retries: attempts after the first, where the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
-            read), too slow or unreachable. Any other status but 200 stops at once.
+            read), too slow or unreachable. Any other status except 200 stops at once.
         backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
         longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
 
@@ -71,17 +69,19 @@ class Endpoint:
         backoff: float = 1.0,
         longest_wait: float = 120.0,
     ):
-        self.url = check_url(url)
+        self.url, self.proxy = check_url(url), environment_proxy(url)
         self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
         self.key = os.environ.get(key_variable, "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
-            # http.client would complain too, but quote the key.
+            # httpx would complain too, but quote the key.
             raise ValueError(f"the environment variable {key_variable} holds characters that no HTTP header can")
-        connect(self.url, timeout)  # what is wrong with a proxy is told before the first request
+        authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
+        self.certificates = httpx2.create_ssl_context()
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
-        """What `read_answer` makes of the answer to a body of JSON. It raises AnswerError, or ValueError where another
-        attempt may help, with what is wrong.
+        """Posts a body of JSON and returns what `read_answer` makes of the answer. It raises AnswerError, or ValueError
+        where another attempt may help, with what is wrong.
 
         Raises EndpointError where the endpoint refuses or all attempts fail; StoppedError in place of a retry once
         `stopped` is set.
@@ -101,14 +101,13 @@ class Endpoint:
 
     def attempt(self, body: bytes, read_answer: Callable[[bytes], Answer]) -> Answer:
         try:
-            connection = connect(self.url, self.timeout)
-            with cut_off_after(self.timeout, connection):
-                connection.request("POST", urlsplit(self.url).path or "/", body, self.headers())
-                response = connection.getresponse()
-                status, retry_after = response.status, response.headers.get("Retry-After")
-                answer = read(response)
-        except (OSError, HTTPException) as error:
-            raise AttemptError(f"does not answer: {type(error).__name__}: {error}") from error
+            status, retry_after, answer = asyncio.run(self.request(body))
+        except TimeoutError as error:
+            late = f"timed out, no end of the answer within {self.timeout:g} s"
+            raise AttemptError(f"does not answer: TimeoutError: {late}") from error
+        except (httpx2.HTTPError, OSError) as error:
+            cause = first_cause(error)
+            raise AttemptError(f"does not answer: {type(cause).__name__}: {cause}") from error
         what = f"answered with status {status}: {self.excerpt(answer)}"
         if status in (408, 429) or status >= 500:
             raise AttemptError(what, retry_after_seconds(retry_after))
@@ -121,9 +120,21 @@ class Endpoint:
         except ValueError as error:
             raise AttemptError(f"{what} — {error}") from error
 
-    def headers(self) -> dict[str, str]:
-        authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        return {"Content-Type": "application/json", "Connection": "close", **authorization}
+    async def request(self, body: bytes) -> tuple[int, str | None, bytes]:
+        """The status, the Retry-After header and the body of the answer. Raises TimeoutError; httpx's own time limits
+        begin anew with every byte.
+        """
+        async with (
+            asyncio.timeout(self.timeout),
+            httpx2.AsyncClient(verify=self.certificates, proxy=self.proxy, trust_env=False, timeout=None) as client,
+            client.stream("POST", self.url, content=body, headers=self.headers) as response,
+        ):
+            answer = bytearray()
+            async for part in response.aiter_raw():
+                answer += part
+                if len(answer) > LONGEST_BODY:
+                    raise AttemptError(f"sends an answer that is longer than {LONGEST_BODY} bytes")
+            return response.status_code, response.headers.get("Retry-After"), bytes(answer)
 
     def without_key(self, text: str) -> str:
         return text.replace(self.key, "***") if len(self.key) >= SHORTEST_SECRET else text
@@ -138,7 +149,8 @@ class Endpoint:
 def at_once(
     ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
 ) -> Iterator[Answer]:
-    """The answers as they come, of so many requests at a time. `ask` gets an event that is set once no more are wanted.
+    """Yields the answers as they come, with this many requests at a time. `ask` gets an event that is set once no more
+    are wanted.
 
     After an error or an interrupt too, pending answers are waited for, and no more requests are sent.
     """
@@ -153,102 +165,45 @@ def at_once(
 
 
 def check_url(url: str) -> str:
-    """The URL as it is. Raises ValueError where it is not one of an endpoint."""
-    parts = split(url)
-    usable = (
-        parts is not None
-        and parts.scheme in ("http", "https")
-        and not ("@" in parts.netloc or parts.query or parts.fragment)
-    )
-    if not usable or not url.isascii() or not url.isprintable() or " " in url:
+    """Returns the URL. Raises ValueError where it cannot be an endpoint's."""
+    if not names_server(url) or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
         shown = url.rpartition("@")[2]  # without a password
         raise ValueError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
     return url
 
 
-def split(url: str) -> SplitResult | None:
-    """The parts of a URL; None where a socket could not take its host or port."""
-    try:
-        parts = urlsplit(url)
-        usable = parts.hostname and parts.hostname.encode("idna") and (parts.port is None or parts.port > 0)
-    except ValueError:
+def environment_proxy(url: str) -> str | None:
+    """The environment's proxy for https. Raises ValueError where it cannot be one."""
+    parts, proxy = httpx2.URL(url), getproxies().get("https")
+    if parts.scheme == "http" or not proxy or proxy_bypass(parts.host):
         return None
-    return parts if usable else None
-
-
-def connect(url: str, timeout: float) -> HTTPConnection:
-    """A connection that is not open yet. https goes through the environment's proxy for it.
-
-    Raises ValueError where that proxy cannot be one.
-    """
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme == "http":
-        return HTTPConnection(host, parts.port or 80, timeout=timeout)
-    proxy = getproxies().get("https")
-    if not proxy or proxy_bypass(host):
-        return HTTPSConnection(host, parts.port or 443, timeout=timeout)
-    through = split(proxy if "://" in proxy else f"//{proxy}")
-    if through is None:
+    proxy_url = proxy if "://" in proxy else f"http://{proxy}"
+    if not names_server(proxy_url):
         shown = proxy.rpartition("@")[2]  # without a password
         raise ValueError(f"the environment's proxy for https must be a URL such as http://proxy:3128, got {shown!r}")
-    connection = HTTPSConnection(through.hostname or "", through.port or 80, timeout=timeout)
-    user = f"{unquote(through.username or '')}:{unquote(through.password or '')}".encode()
-    authorization = {"Proxy-Authorization": f"Basic {b64encode(user).decode()}"} if through.username else {}
-    connection.set_tunnel(host, parts.port or 443, authorization)
-    return connection
+    return proxy_url
 
 
-@contextmanager
-def cut_off_after(seconds: float, connection: HTTPConnection) -> Iterator[None]:
-    """Opens the connection, and closes it at the end and after so many seconds at the latest, with a TimeoutError: a
-    socket's own time-out begins anew with every byte.
-    """
-    expired = threading.Event()
-    opened: list[socket.socket] = []
-
-    def cut_off() -> None:
-        expired.set()
-        for each in (connection.sock, *opened):
-            with suppress(OSError, TypeError):  # it may not be open yet, or not any more
-                socket.socket.shutdown(each, socket.SHUT_RDWR)
-
-    timer = threading.Timer(seconds, cut_off)
-    timer.daemon = True
-    timer.start()
+def names_server(url: str) -> bool:
+    """Whether a URL is of http or https, with a host and a port that a socket can take."""
     try:
-        connection.connect()
-        # The connection forgets its socket once the headers are there, before the body is.
-        opened.append(connection.sock)
-        if expired.is_set():  # when there was nothing yet to shut down
-            raise TimeoutError
-        yield
-    except (OSError, HTTPException, ValueError) as error:
-        if not expired.is_set():
-            raise
-        raise TimeoutError(f"timed out, no end of the answer within {seconds:g} s") from error
-    else:
-        if expired.is_set():
-            raise TimeoutError(f"timed out, no end of the answer within {seconds:g} s")
-    finally:
-        timer.cancel()
-        connection.close()
+        parts = httpx2.URL(url)
+        parts.host.encode("idna")  # refuses empty and overlong labels
+    except (httpx2.InvalidURL, UnicodeError):
+        return False
+    host_fits = parts.host and "%" not in parts.host  # httpx quotes what no host can hold
+    return bool(parts.scheme in ("http", "https") and host_fits and (parts.port is None or 0 < parts.port < 2**16))
 
 
-def read(response: HTTPResponse) -> bytes:
-    """The whole body."""
-    body = bytearray()
-    while part := response.read1(2**16):
-        body += part
-        if len(body) > LONGEST_BODY:
-            raise HTTPException(f"the answer is longer than {LONGEST_BODY} bytes")
-    if response.length:
-        raise IncompleteRead(bytes(body), response.length)
-    return bytes(body)
+def first_cause(error: BaseException) -> BaseException:
+    """The system's error, which says more than httpx's: "connection refused" rather than "all attempts failed"."""
+    group = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    cause = group[0] if group else error.__cause__ or error.__context__
+    return error if cause is None else first_cause(cause)
 
 
 def retry_after_seconds(header: str | None) -> float:
-    """Of a Retry-After header, seconds or a date (RFC 9110, 10.2.3); 0 where there is none or it cannot be read."""
+    """Seconds to wait by a Retry-After header of seconds or a date (RFC 9110, 10.2.3); 0 where it cannot be read."""
     if header is None:
         return 0.0
     if header.strip().isdecimal():

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.endpoint import EndpointError, connect, retry_after_seconds
+from fastp3o.endpoint import EndpointError, retry_after_seconds
 from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import MARKS, EndpointJudge, FunctionJudge, combine_verdicts, parse_verdict
 from fastp3o.evaluation.win_rates.rates import win_rate
@@ -250,7 +251,7 @@ def test_nobody_listens():
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         start = time.monotonic()
-        with pytest.raises(EndpointError, match=f"{url}/chat/completions does not answer: .*refused.*attempts: 3"):
+        with pytest.raises(EndpointError, match=f"{url}/chat/completions does not answer: ConnectionRefused.*: 3"):
             judge_at(url)(*COMPARISONS)
         assert time.monotonic() - start < 2
 
@@ -305,13 +306,23 @@ def test_no_proxy_gets_what_is_not_encrypted(server, monkeypatch):
 
 
 def test_https_goes_through_the_proxy_that_is_set_for_it(monkeypatch):
-    monkeypatch.setenv("https_proxy", "http://me:pass%21@127.0.0.1:8080")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.delenv("no_proxy")
-    connection = connect("https://judge.example/v1", 1.0)
-    assert (connection.host, connection.port, connection._tunnel_host) == ("127.0.0.1", 8080, "judge.example")
-    assert connection._tunnel_headers["Proxy-Authorization"] == "Basic bWU6cGFzcyE="
-    monkeypatch.setenv("no_proxy", "judge.example")
-    assert connect("https://judge.example/v1", 1.0).host == "judge.example"
+    with socket.create_server(("127.0.0.1", 0)) as proxy, ThreadPoolExecutor() as pool:
+        monkeypatch.setenv("https_proxy", f"http://me:pass%21@127.0.0.1:{proxy.getsockname()[1]}")
+        asked = pool.submit(judge_at("https://judge.example/v1", retries=0), ["p"], ["long"], ["b"])
+        connection, _ = proxy.accept()
+        with connection:
+            head = connection.recv(2**16).decode()
+            connection.sendall(b"HTTP/1.1 403 Forbidden\r\n\r\n")
+        with pytest.raises(EndpointError, match="does not answer: ProxyError: 403"):
+            asked.result()
+        assert head.startswith("CONNECT judge.example:443 ")
+        assert "Proxy-Authorization: Basic bWU6cGFzcyE=" in head
+        assert KEY not in head
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        with pytest.raises(EndpointError, match="ConnectionRefused"):
+            judge_at("https://127.0.0.1:1/v1", retries=0)(["p"], ["long"], ["b"])
 
 
 def test_a_wrong_path_is_named(server):
@@ -331,6 +342,7 @@ def test_a_wrong_path_is_named(server):
         "http://me:pass@a/v1",
         "http://a/v1?x=1",
         "http://a b",
+        "http://1.2.3.400/v1",
     ],
 )
 def test_a_url_that_cannot_be_one_is_refused(url):
