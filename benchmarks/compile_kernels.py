@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fastp3o_kernels
-from fastp3o_kernels.decoding import attention_kernel, merge_kernel, sampling, sampling_kernel
+from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
@@ -48,7 +48,7 @@ KERNELS = {
     "sequence_sums_kernel": sequence_kernel,
     "scale_kernel": scale_kernel,
     "partial_attention_kernel": attention_kernel,
-    "merge_kernel": merge_kernel,
+    "merge_kernel": attention_kernel,
     "race_kernel": sampling_kernel,
 }
 
@@ -145,15 +145,15 @@ def decoding_configurations(D: int) -> Iterator[Configuration]:
     for dtype, K, G, limited in [*variants, ("fp16", 4, 4, False), ("fp32", 8, 8, True)]:
         blocks = attention_kernel.block_sizes(D, K, G, ELEMENT_BYTES[dtype])
         constants = {"K": K, "G": G, "HKV": 8, "D": D, "CHUNK": attention_kernel.CHUNK, **blocks}
-        constants |= {"HAS_SOFTCAP": limited, "HAS_WINDOW": limited, "INTERPRETED": False}
+        constants |= {} if limited else {"softcap": None, "window": None}
         tensors = ("query", "key", "value", "prompt_keys", "prompt_values", "own_keys", "own_values")
         pointers = {f"{tensor}_ptr": dtype for tensor in tensors}
         name = f"{dtype}, D {D}, K {K}, G {G}" + ", window, softcap" * limited
         warps = attention_kernel.warps(blocks, ELEMENT_BYTES[dtype])
         yield configuration("partial_attention_kernel", name, pointers, constants, warps)
     constants = {"H": 32, "D": D, "CHUNK": attention_kernel.CHUNK, "PROMPT_CHUNKS": 8, "CHUNKS": 12}
-    constants |= {"BLOCK_D": blocks["BLOCK_D"], "BLOCK_S": merge_kernel.BLOCK_S}
-    yield configuration("merge_kernel", f"bf16, D {D}", {"out_ptr": "bf16"}, constants)
+    constants |= {"BLOCK_D": blocks["BLOCK_D"], "BLOCK_S": attention_kernel.MERGE_BLOCK}
+    yield configuration("merge_kernel", f"bf16, D {D}", {"out_ptr": "bf16"}, constants, attention_kernel.MERGE_WARPS)
 
 
 def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps: int | None = None) -> Configuration:

@@ -51,7 +51,7 @@ for impl in (None, "eager"):
             given_budget = {"memory_budget": 3000, "on_policy": on_policy, **given}
             check_backward(linear_p3o_loss(hidden, head, *rest, **given_budget).loss, hidden, weight, bias)
 
-cache = LayerCache.zeros(1, 3, 2, 4, 1, 8, dtype=torch.float32, device="cpu")
+cache = LayerCache(*(torch.zeros(shape) for shape in 2 * [(1, 1, 3, 8)] + 2 * [(2, 1, 4, 8)]))
 slots = Slots(torch.tensor([0, 1]), torch.tensor([3, 0]), torch.tensor([0, 2]), responses_per_prompt=2)
 new = torch.randn(2, 1, 8)
 assert decode_attention(new.expand(2, 3, 8), new, new, cache, slots, scale=1.0).isfinite().all()

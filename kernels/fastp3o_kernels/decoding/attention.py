@@ -1,11 +1,11 @@
-"""Attention of one new token per slot, over the keys of its prompt, which responses share, and over its own.
+"""Attention of one new token per slot: over the keys of its prompt, which responses share, and over its own.
 
-R slots, P prompts, K responses to each, H heads (Hkv of keys), D the size of a head.
+R slots, P prompts, H heads (Hkv of keys), D the size of a head.
 """
 
 from torch import Tensor
 
-from fastp3o_kernels.decoding import in_torch
+from fastp3o_kernels.decoding import fallback
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
 from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
 
@@ -25,30 +25,32 @@ def decode_attention(
     softcap: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """Stores the new keys and values at own_keys[slot, :, step], and attends over all keys that a token sees.
+    """Stores the new keys and values at own_keys[slot, :, step], then attends over all keys that a token sees.
 
-    Nothing in it makes the host wait for a GPU. A slot's result does not depend on what other slots hold. Idle slots
-    get finite numbers of no meaning, and what their own part of the cache holds is undefined.
+    The host never waits for the GPU. A slot's result does not depend on what other slots hold. Idle slots get finite
+    numbers without a meaning, and so do their own keys and values in the cache.
 
     Args:
-        query: [R, H, D] fp32, fp16 or bf16, any strides. key, value: [R, Hkv, D]. All of the cache's dtype.
-        cache: of this layer. slots: of this step.
-        scale: of the products, usually 1/√D.
-        window: how many keys a token sees at most, itself included.
-        softcap: s: products x become s tanh(x / s) (Gemma 2, arXiv 2408.00118).
+        query: [R, H, D] fp32, fp16 or bf16, any strides.
+        key, value: [R, Hkv, D]. All tensors have the cache's dtype.
+        cache: keys and values of this layer. It is written to.
+        slots: what the slots work on in this step.
+        scale: factor of the products, usually 1/√D.
+        window: the largest number of keys that a token sees, itself included.
+        softcap: s: scaled products x become s tanh(x / s) (Gemma 2, arXiv 2408.00118).
         impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
-            "eager" force.
+            "eager" force one.
 
     Returns:
         [R, H, D].
 
     Raises:
-        ValueError: for shapes and dtypes that disagree, and for a window below 1.
+        ValueError: shapes or dtypes disagree, or the window is below 1.
     """
     check_step(query, key, value, cache, slots, window)
     if use_triton(impl, query, cache.own_keys) and len(query):
         return launch_decode_attention(query, key, value, cache, slots, scale, window, softcap)
-    return in_torch.decode_attention(query, key, value, cache, slots, scale, window, softcap)
+    return fallback.decode_attention(query, key, value, cache, slots, scale, window, softcap)
 
 
 def check_step(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, slots: Slots, window: int | None) -> None:

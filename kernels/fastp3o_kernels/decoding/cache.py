@@ -1,7 +1,7 @@
-"""What a decoding step reads beside the model: cached keys and values, and what each slot works on.
+"""The state of decoding: cached keys and values, and what each slot works on.
 
-R slots decode one token each per step; a slot works on one response after the other. P prompts, K responses to each;
-response k of prompt p has the number p K + k. Hkv heads of keys, D the size of a head, Lp and Lr the cache's room for
+Each of R slots decodes one token a step, and works on one response after another. P prompts, K responses to each;
+response k to prompt p has the number p K + k. Hkv heads of keys, D the size of a head, Lp and Lr the cache's room for
 tokens of a prompt and of a response.
 """
 
@@ -14,30 +14,15 @@ from torch import Tensor
 
 @dataclass
 class LayerCache:
-    """Keys and values of one layer, contiguous. What was never written must be finite (its weight is 0, and 0 times NaN
-    is NaN): allocate with `zeros`.
+    """Keys and values of one layer, contiguous.
+
+    Allocate it with zeros: memory that was never written must be finite, for its weight is 0, and 0 times NaN is NaN.
     """
 
-    prompt_keys: Tensor  # [P, Hkv, Lp, D], of the prompts without their last tokens; Lp may be 0
+    prompt_keys: Tensor  # [P, Hkv, Lp, D], of all but the prompts' last tokens; Lp may be 0
     prompt_values: Tensor
     own_keys: Tensor  # [R, Hkv, Lr, D], from a prompt's last token on
     own_values: Tensor
-
-    @staticmethod
-    def zeros(
-        prompts: int,
-        prompt_tokens: int,
-        slots: int,
-        response_tokens: int,
-        heads: int,
-        head_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> "LayerCache":
-        """P, Lp, R, Lr, Hkv, D."""
-        shapes = 2 * [(prompts, heads, prompt_tokens, head_size)] + 2 * [(slots, heads, response_tokens, head_size)]
-        return LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
 
 
 @dataclass(frozen=True)
@@ -45,14 +30,14 @@ class Slots:
     """What the slots of one step work on; the same for all layers. A slot without a response is idle.
 
     response: [R] int64, p K + k; P K where idle. No response is in two slots.
-    cached_lengths: [P + 1] int64, for each prompt how many of the keys in the cache are its own; 0 at P.
+    cached_lengths: [P + 1] int64, number of cached keys of each prompt; 0 at P.
     steps: [R] int64, own tokens in the cache before this step; the step's token is at position length + step.
     responses_per_prompt: K.
 
-    Bounds that the host may know, so that PyTorch computes less (None: everything that there is room for):
-    prompts: a range of prompts among which are all that slots work on.
-    longest_prompt: no prompt in that range has more cached keys.
-    longest_response: no slot has more own tokens, this step's included.
+    Bounds that the host may know, so that PyTorch computes less (None: all that there is room for):
+    prompts: a range that includes every prompt that slots work on.
+    longest_prompt: the largest number of cached keys of a prompt in that range, or more.
+    longest_response: the largest number of own tokens of a slot, this step's included, or more.
     """
 
     response: Tensor
@@ -62,7 +47,7 @@ class Slots:
     prompts: range | None = None
     longest_prompt: int | None = None
     longest_response: int | None = None
-    # What PyTorch adds to products, by window: made by the first layer that needs it.
+    # By window: what PyTorch adds to products. The first layer that needs a mask makes it.
     masks: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -86,19 +71,19 @@ class Slots:
 
     @cached_property
     def grouped(self) -> Tensor:
-        """[P K] int64: the slot of each response to a prompt in prompt_range; any slot where it is in none."""
+        """[P K] int64: the slot of each response to a prompt in prompt_range; any slot if the response is in none."""
         slots = self.slot_of_response[self.prompt_range.start : self.prompt_range.stop]
         return slots.flatten().clamp_(max=len(self.response) - 1)
 
     @cached_property
     def place(self) -> Tensor:
-        """[R] int64: where in `grouped` a slot's response is; anywhere if it is idle."""
+        """[R] int64: index of a slot's response in `grouped`; any index if the slot is idle."""
         K = self.responses_per_prompt
         return (self.response - self.prompt_range.start * K).clamp_(max=len(self.prompt_range) * K - 1)
 
     @cached_property
     def slot_of_response(self) -> Tensor:
-        """[P + 1, K] int64: R where a response is in no slot."""
+        """[P + 1, K] int64: R if a response is in no slot."""
         P, K = len(self.cached_lengths) - 1, self.responses_per_prompt
         slots = torch.full(((P + 1) * K,), len(self.response), device=self.response.device)
         slots[self.response] = self.number
@@ -106,7 +91,7 @@ class Slots:
 
     @cached_property
     def members(self) -> Tensor:
-        """[R, K] int32: the slots that share a prompt, listed at the first of them; -1 everywhere else."""
+        """[R, K] int32: the first of the slots that share a prompt lists all of them; the rest is -1."""
         group = self.slot_of_response[self.prompt]
         first = (group.amin(1) == self.number) & (self.prompt < len(self.cached_lengths) - 1)
         return torch.where(first[:, None] & (group < len(self.response)), group, -1).int()

@@ -1,19 +1,26 @@
-"""Tokens from logits. R slots, V vocabulary."""
+"""Tokens from logits, with random numbers that are a function of (seed, prompt, response, position).
+
+The random numbers need no generator state: they are counter-based, number i of the SplitMix64 generator (Steele, Lea
+and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) that starts at a key. The numbers of the seed
+are the prompts' keys, a prompt's numbers are its responses' keys, and a response samples with its numbers, the same
+count at each step. All are int64, and products wrap around. R slots, V vocabulary.
+"""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.decoding.noise import exponentials
 from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
 
 if HAS_TRITON:
     from fastp3o_kernels.decoding.sampling_kernel import launch_race
 
+GAMMA, FIRST, SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
 
 class Samples(NamedTuple):
-    """A token of each slot, and its log-probability in nats under the softmax of the logits as they were given."""
+    """A token for each slot, and its log-probability in nats under the softmax of the given logits."""
 
     tokens: Tensor  # [R] int64
     logprobs: Tensor  # [R] fp32
@@ -30,25 +37,26 @@ def sample_tokens(
     min_p: float = 0.0,
     impl: str | None = None,
 ) -> Samples:
-    """Samples a token for each slot, a function of the slot's logits, key and step alone.
+    """Samples a token for each slot, a function of only the slot's logits, key and step.
 
-    Nothing in it makes the host wait for a GPU, and logits stay as they are.
+    The host never waits for the GPU. Logits are left unchanged.
 
     Args:
         logits: [R, V] fp32.
-        keys: [R] int64 of `noise.response_keys`. steps: [R] int64, position in the response.
+        keys: [R] int64 from `response_keys`.
+        steps: [R] int64, position in the response.
         temperature: divides the logits.
-        top_k: only the k most likely tokens and those equal to the last of them; 0 for all.
-        top_p: of these only the fewest most likely ones that sum to at least this share, and those equal to the last.
+        top_k: only the k most likely tokens, and those equal to the last of them; 0 for all.
+        top_p: from these only the fewest most likely ones that sum to this share, and those equal to the last.
         min_p: only tokens at least this probable relative to the most likely one (arXiv 2407.01082).
-        impl: None: Triton where it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force,
-            "triton" with the default settings alone; with others it is PyTorch everywhere.
+        impl: None: Triton where it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force
+            one, but settings other than the defaults always run in PyTorch.
 
     Returns:
-        Tokens and log-probabilities [R]; these do not count the settings in.
+        Tokens and log-probabilities [R]; the latter ignore the settings.
 
     Raises:
-        ValueError: for a setting that is out of range.
+        ValueError: a setting is out of range.
     """
     check_settings(temperature, top_k, top_p, min_p)
     if (temperature, top_k, top_p, min_p) == (1, 0, 1, 0) and use_triton(impl, logits, keys) and logits.numel():
@@ -78,7 +86,7 @@ def check_settings(temperature: float, top_k: int, top_p: float, min_p: float) -
 
 
 def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """[R]: that a token must have to be sampled."""
+    """[R]: the least probability of a token that may be sampled."""
     V = probs.shape[1]
     least = probs.amax(1) * min_p
     if not top_k and top_p == 1:
@@ -88,7 +96,7 @@ def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float) -> 
         least = least.maximum(most[:, -1])
     if top_p < 1:
         before = most.cumsum(1, dtype=torch.float64) - most
-        # The last token before which less than the share was reached. The first always is one.
+        # Tokens before which the share was not yet reached; the first always counts.
         count = (before < top_p * most.sum(1, keepdim=True)).sum(1, keepdim=True)
         least = least.maximum(most.gather(1, count - 1)[:, 0])
     return least
@@ -102,10 +110,10 @@ def block_size(V: int) -> int:
 def race(probs: Tensor, keys: Tensor, steps: Tensor) -> Tensor:
     """Tokens [R] in proportion to probs [R, V], which need not sum to 1.
 
-    The one with the largest p / e, e exponential, is token i with probability p_i (the Gumbel-max trick, without the
-    logarithm). First among blocks of the vocabulary, then in the block: about 2 √V random numbers a slot instead of V.
-    As with a race among all tokens, a distribution that is off by a total variation d gives another token with a
-    probability of about d.
+    The token with the largest p / e, where e is exponential, is token i with probability p_i (the Gumbel-max trick,
+    without the logarithm). Blocks of the vocabulary race first, then the tokens of the winning block: this takes about
+    2 √V random numbers a slot instead of V. As in a race among all tokens, distributions that differ by a total
+    variation d give different tokens with a probability of about d.
     """
     V = probs.shape[1]
     B = block_size(V)
@@ -116,7 +124,40 @@ def race(probs: Tensor, keys: Tensor, steps: Tensor) -> Tensor:
     in_block, among_blocks = exponentials(keys, steps, B + blocks.shape[1]).split([B, blocks.shape[1]], dim=1)
     first = (blocks / among_blocks).argmax(1, keepdim=True) * B
     tokens = first + torch.arange(B, device=probs.device)
-    of_block = probs.gather(1, tokens.clamp(max=V - 1))
+    winner = probs.gather(1, tokens.clamp(max=V - 1))
     if whole < V:
-        of_block = of_block.masked_fill_(tokens >= V, 0.0)
-    return (first + (of_block / in_block).argmax(1, keepdim=True))[:, 0]
+        winner = winner.masked_fill_(tokens >= V, 0.0)
+    return (first + (winner / in_block).argmax(1, keepdim=True))[:, 0]
+
+
+def response_keys(seed: int, prompt_numbers: Tensor, responses_per_prompt: int) -> Tensor:
+    """[P, K] int64: a key for each response.
+
+    seed: below 2^63. prompt_numbers: [P] int64, the prompts' numbers in the whole run, not in a batch or process.
+    """
+    prompt_keys = random_bits(prompt_numbers.new_tensor(seed), prompt_numbers)
+    return random_bits(prompt_keys[:, None], torch.arange(responses_per_prompt, device=prompt_numbers.device))
+
+
+def exponentials(keys: Tensor, steps: Tensor, count: int) -> Tensor:
+    """[R, count] fp64, independent with mean 1: `count` numbers for each response [R] at its step [R]."""
+    bits = random_bits(keys[:, None], steps[:, None] * count + torch.arange(count, device=keys.device))
+    # Middles of 2^52 equal parts of (0, 1), which fp64 holds exactly: never 0 nor 1.
+    uniform = logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_()
+
+
+def random_bits(keys: Tensor, numbers: Tensor) -> Tensor:
+    """Numbers 0, 1, ... of the generators that start at `keys`; int64, shapes broadcast."""
+    bits = keys + (numbers + 1) * GAMMA
+    bits ^= logical_shift(bits, 30)
+    bits *= FIRST
+    bits ^= logical_shift(bits, 27)
+    bits *= SECOND
+    bits ^= logical_shift(bits, 31)
+    return bits
+
+
+def logical_shift(bits: Tensor, by: int) -> Tensor:
+    """Shift to the right that fills with zeros."""
+    return (bits >> by).bitwise_and_(2 ** (64 - by) - 1)

@@ -1,4 +1,4 @@
-"""A token of each slot from its logits in one launch, which reads them once. In PyTorch it is about 40.
+"""Sampling at temperature 1 from the whole vocabulary, in one launch that reads the logits once (PyTorch: about 40).
 
 R slots, V vocabulary.
 """
@@ -8,15 +8,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A program samples for one slot. There are no more programs than a GPU has processors, so each has much in flight: 32
-# KiB, four 16-byte loads of each of 512 threads.
+# A program samples for one slot. A GPU has more processors than there are programs, so each program keeps much in
+# flight: 32 KiB, four 16-byte loads for each of 512 threads.
 TILE = 8192
 WARPS = 16
 
 
 @triton.jit
 def exponentials(key, number):
-    """As `noise.exponentials`, in fp64."""
+    """As `sampling.exponentials`, in fp64."""
     bits = key.to(tl.uint64) + (number + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB
@@ -38,7 +38,7 @@ def race_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
 ):
-    """As `sampling.race`: first among blocks of B tokens, by their logsumexp, then in the block."""
+    """As `sampling.race`: blocks of B tokens race first, by their logsumexp, then the tokens of the winning block."""
     slot = tl.program_id(0).to(tl.int64)
     logits_ptr += slot * row_stride
     key = tl.load(keys_ptr + slot)
@@ -54,7 +54,7 @@ def race_kernel(
         tokens = block[:, None] * B + in_block[None, :]
         x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
         block_max = tl.max(x, axis=1)
-        # Where every logit is -inf there is no maximum to subtract.
+        # If every logit is -inf there is no maximum to subtract.
         base = tl.where(block_max == -float("inf"), 0.0, block_max)
         block_sum = tl.sum(tl.exp(x - base[:, None]), axis=1)
         score = (base + tl.log(block_sum)).to(tl.float64) - tl.log(exponentials(key, number + B + block))
@@ -81,7 +81,7 @@ def tile(V: int, B: int) -> dict[str, int]:
 
 
 def launch_race(logits: Tensor, keys: Tensor, steps: Tensor, B: int) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and their log-probabilities [R] fp32. B: tokens of a block, a power of two; one launch."""
+    """Tokens [R] int64 and their log-probabilities [R] fp32, in one launch. B: size of a block, a power of two."""
     R, V = logits.shape
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(R, dtype=torch.float32, device=logits.device)

@@ -1,4 +1,4 @@
-"""Random decoding steps, and decode attention written a second time: one softmax per token and head, in fp64."""
+"""Random decoding steps, and an oracle of decode attention: one softmax per token and head, in fp64."""
 
 from dataclasses import dataclass, replace
 
@@ -49,9 +49,10 @@ def random_step(
     size=1.0,
     **settings,
 ) -> Step:
-    """Responses in any order, `left_out` of them in no slot. Prompts are 0 to Lp tokens long, both among them.
+    """Slots hold responses in random order; `left_out` responses are in none. Prompts have 0 to Lp tokens, and both
+    extremes occur.
 
-    size: of the keys. What no token may see is 1e4.
+    size: standard deviation of the keys. Keys and values that no token may see are 1e4.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,8 +96,8 @@ def oracle(step: Step) -> Tensor:
         p = int(step.slots.prompt[r])
         length, own = int(step.slots.cached_lengths[p]), int(step.slots.steps[r])
 
-        def seen(prompt: Tensor, of_slot: Tensor, new: Tensor) -> Tensor:
-            every = torch.cat([prompt[p, :, :length], of_slot[r, :, :own], new[r][:, None]], dim=1).double()  # noqa: B023
+        def seen(prompt: Tensor, own_cache: Tensor, new: Tensor) -> Tensor:
+            every = torch.cat([prompt[p, :, :length], own_cache[r, :, :own], new[r][:, None]], dim=1).double()  # noqa: B023
             return every[:, -window:] if window else every
 
         keys = seen(step.cache.prompt_keys, step.cache.own_keys, step.key)

@@ -1,4 +1,4 @@
-"""What holds for both implementations of decode attention."""
+"""Both implementations of decode attention."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def error(step, result, expected) -> float:
     left_out=st.integers(0, 4),
     seed=st.integers(0, 10**6),
 )
-def test_in_torch_is_one_softmax_per_token(P, K, idle, Hkv, G, Lp, Lr, window, softcap, left_out, seed):
+def test_pytorch_is_one_softmax_per_token(P, K, idle, Hkv, G, Lp, Lr, window, softcap, left_out, seed):
     shape = {"P": P, "K": K, "idle": idle, "Hkv": Hkv, "G": G, "Lp": Lp, "Lr": Lr, "left_out": left_out}
     step = random_step(**shape, seed=seed, window=window, softcap=softcap, dtype=torch.float64)
     if len(step.query):
@@ -38,7 +38,7 @@ def test_in_torch_is_one_softmax_per_token(P, K, idle, Hkv, G, Lp, Lr, window, s
         assert error(step, step.to(torch.float32).run("eager"), expected) < 1e-4
 
 
-def test_the_new_keys_and_values_are_stored_and_no_others(impl):
+def test_only_the_new_keys_and_values_are_stored(impl):
     step = random_step(P=4, K=3, D=16)
     before = LayerCache(*(tensor.clone() for tensor in vars(step.cache).values()))
     step.run(impl)
@@ -54,7 +54,7 @@ def test_the_new_keys_and_values_are_stored_and_no_others(impl):
 
 def test_bounds_of_the_host_change_nothing():
     step = random_step(P=6, K=2, left_out=0, idle=2, Lp=30, Lr=20)
-    # Work on prompts 2 to 4 alone.
+    # Slots work only on prompts 2 to 4.
     response = step.slots.response
     outside = (step.slots.prompt < 2) | (step.slots.prompt > 4)
     step.slots = replace(step.slots, response=torch.where(outside, 12, response), masks={})
@@ -66,7 +66,7 @@ def test_bounds_of_the_host_change_nothing():
 
 
 def test_several_steps_are_attention_over_a_growing_cache():
-    """What a step stores, the next ones read."""
+    """Each step reads the keys and values that earlier steps stored."""
     step = random_step(P=2, K=2, idle=0, left_out=0, Lr=4, dtype=torch.float64)
     for t in range(4):
         step.slots = Slots(step.slots.response, step.slots.cached_lengths, torch.full((4,), t), 2)
@@ -105,7 +105,7 @@ def test_on_the_meta_device():
         {"slots": Slots(torch.zeros(6, dtype=torch.long), torch.zeros(3), torch.zeros(6), 2)},
     ],
 )
-def test_what_disagrees_is_refused(change):
+def test_shapes_and_dtypes_that_disagree_are_refused(change):
     step = random_step()
     assert len(step.query) == 6
     with pytest.raises(ValueError, match=r"must|not"):

@@ -1,4 +1,4 @@
-"""Decode attention in Triton against fp64, its error bounded by that of the PyTorch path in the same dtype."""
+"""Decode attention in Triton against fp64: its error is bounded by that of the PyTorch path in the same dtype."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_head_sizes(D):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_more_queries_than_a_tile_holds(dtype):
-    """Heads of a response in more than one tile, too."""
+    """One response's heads take more than one tile, too."""
     check(random_step(P=1, K=3, G=71, Hkv=1, Lp=20, Lr=3, window=7, dtype=dtype, device=DEVICE))
 
 
@@ -78,7 +78,7 @@ def test_around_blocks_and_chunks(Lp, Lr):
 
 
 def test_many_chunks():
-    """More than `merge` reads at once."""
+    """There are more chunks than merge_kernel reads at once."""
     check(random_step(P=1, K=1, idle=0, left_out=0, Hkv=1, Lp=12 * CHUNK + 3, device=DEVICE))
 
 
@@ -91,7 +91,7 @@ def test_maxima_far_apart():
 
 
 def test_nothing_unwritten_is_read():
-    """Cache memory that was never written, and what other slots left in buffers, may be NaN to the kernel."""
+    """Cache memory that was never written, and what other slots left in buffers, may be NaN."""
     step = random_step(P=3, K=2, idle=2, Lp=30, Lr=20, device=DEVICE)
     expected = step.to(torch.float32).run("triton")
     for tensor in vars(step.cache).values():
@@ -120,7 +120,7 @@ def test_a_cache_that_is_not_contiguous_is_refused():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_result_does_not_depend_on_its_neighbours(impl, window):
-    """Not on their queries, steps or prompts, nor on whether a sibling is still there."""
+    """It depends neither on their queries, steps or prompts, nor on whether a sibling is still decoding."""
     step = random_step(P=3, K=3, idle=1, left_out=0, Hkv=1, Lp=300, Lr=280, window=window, device=DEVICE)
     mine = int((step.slots.response == 7).nonzero())
     expected = step.to(torch.float32).run(impl)[mine]
@@ -145,7 +145,7 @@ def test_a_result_does_not_depend_on_its_neighbours(impl, window):
 
 
 def test_offsets_beyond_2_to_the_31():
-    """Of the last prompt; memory that nothing touches is not taken. Slots' offsets are computed in the same way."""
+    """The last prompt lies beyond. Untouched memory is not taken. Slots' offsets are computed in the same way."""
     D, Lp = 16, 256
     P = 2**31 // (D * Lp) + 1
     keys = torch.empty(P, 1, Lp, D, dtype=torch.float16, device=DEVICE)
@@ -191,7 +191,7 @@ class TestTraffic:
             "own_values": busy.sum() * token,
         }
         assert {name: bytes_inside(traffic, "stored", getattr(step.cache, name)) for name in stored} == stored
-        # Beside them: queries, new keys, the chunks' results, lengths.
+        # The rest: queries, new keys, the chunks' results, lengths.
         assert traffic.loaded < 1.2 * sum(expected.values())
 
     def test_a_window_leaves_blocks_out(self, monkeypatch):

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastp3o_kernels.decoding import response_keys, sample_tokens
+from fastp3o_kernels.decoding.sampling import exponentials, random_bits
 
 
 def draws(logits: Tensor, n: int, **settings) -> Tensor:
@@ -14,7 +15,7 @@ def draws(logits: Tensor, n: int, **settings) -> Tensor:
 
 
 def chi_squared(tokens: Tensor, probs: Tensor) -> float:
-    """In standard deviations from its mean; tokens expected fewer than 5 times are one."""
+    """χ² in standard deviations from its mean; all tokens expected fewer than 5 times count as one."""
     expected = probs.double() * len(tokens)
     rare = expected < 5
     counts = torch.bincount(tokens, minlength=len(probs)).double()
@@ -33,7 +34,7 @@ def test_tokens_follow_the_distribution(V, temperature):
     assert abs(chi_squared(tokens, (logits / temperature).softmax(0))) < 4
 
 
-def test_a_token_depends_on_logits_key_and_step_of_its_slot_alone():
+def test_a_token_depends_only_on_logits_key_and_step_of_its_slot():
     torch.manual_seed(0)
     logits, keys, steps = torch.randn(9, 300), response_keys(5, torch.arange(9), 1)[:, 0], torch.arange(9)
     tokens = sample_tokens(logits, keys, steps).tokens
@@ -42,7 +43,7 @@ def test_a_token_depends_on_logits_key_and_step_of_its_slot_alone():
     shared = torch.randn(300).expand(2000, -1)
     same = sample_tokens(shared, keys[:1].expand(2000), steps[:1].expand(2000)).tokens
     assert (same == same[0]).all()
-    # Over steps of one response, and over responses at one step: as many equal neighbours as by chance.
+    # Over steps of one response, and over responses at one step, neighbours are equal as often as by chance.
     by_chance = (shared[0].softmax(0) ** 2).sum().item()
     for other in (draws(shared[0], 2000), sample_tokens(shared, keys[:1].expand(2000), torch.arange(2000)).tokens):
         equal = (other[1:] == other[:-1]).double().mean().item()
@@ -69,7 +70,7 @@ def test_small_changes_of_logits_change_few_tokens():
 
 
 def allowed(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Which tokens may be sampled, by the definitions, for logits [V] that all differ."""
+    """Tokens that may be sampled, by the definitions, for logits [V] that all differ."""
     probs = (logits.double() / temperature).softmax(0)
     order = sorted(range(len(logits)), key=lambda token: -logits[token].item())
     kept = order[: top_k or len(order)]
@@ -118,7 +119,7 @@ def test_impossible_tokens_are_not_sampled():
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}])
 @pytest.mark.parametrize("V", [64, 100])
 def test_on_the_meta_device(options, V):
-    """So nothing in it looks at values, and the host waits for none."""
+    """Nothing in it looks at values, so the host waits for none."""
     logits = torch.empty(4, V, device="meta")
     numbers = torch.empty(4, dtype=torch.long, device="meta")
     assert sample_tokens(logits, numbers, numbers, **options).tokens.shape == (4,)
@@ -140,3 +141,48 @@ def test_log_probabilities_are_those_of_the_logits_whatever_the_settings():
     for options in ({}, {"temperature": 0.5}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.7}):
         tokens, logprobs = sample_tokens(logits, numbers, numbers, **options)
         torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=1e-6)
+
+
+def test_random_bits_are_splitmix64s():
+    """The expected numbers are those of the reference implementation (prng.di.unimi.it/splitmix64.c) from 1234567."""
+    bits = random_bits(torch.tensor(1234567), torch.arange(5))
+    assert [number % 2**64 for number in bits.tolist()] == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+
+
+def test_a_key_belongs_to_seed_prompt_and_response():
+    keys = response_keys(3, torch.arange(1000), 4)
+    assert keys.shape == (1000, 4)
+    assert len(keys.unique()) == 4000
+    assert torch.equal(response_keys(3, torch.tensor([7, 500]), 2), keys[[7, 500], :2])
+    assert not torch.isin(response_keys(4, torch.arange(1000), 4), keys).any()
+    assert response_keys(2**63 - 1, torch.arange(2), 1).shape == (2, 1)
+
+
+def test_exponentials_are_exponential_and_independent():
+    keys = response_keys(0, torch.arange(200), 1)[:, 0]
+    steps = torch.arange(200) % 7
+    numbers = exponentials(keys, steps, 512)
+    assert numbers.dtype == torch.float64
+    assert (numbers > 0).all()
+    assert numbers.isfinite().all()
+    n = numbers.numel()
+    # Kolmogorov-Smirnov, 0.1% level.
+    uniform = (1 - (-numbers).exp()).flatten().sort().values
+    assert (uniform - torch.arange(n) / n).abs().max() < 1.95 / n**0.5
+    # No correlation between neighbours, nor between the same lanes of different keys.
+    for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1])):
+        correlation = ((a - 1) * (b - 1)).mean()
+        assert abs(correlation) < 4 / n**0.5
+
+
+def test_exponentials_depend_only_on_key_and_step_of_the_slot():
+    keys, steps = response_keys(0, torch.arange(5), 1)[:, 0], torch.tensor([0, 3, 1, 1, 9])
+    numbers = exponentials(keys, steps, 64)
+    assert torch.equal(exponentials(keys[[3, 1]], steps[[3, 1]], 64), numbers[[3, 1]])
+    assert not (exponentials(keys, steps + 1, 64) == numbers).any()

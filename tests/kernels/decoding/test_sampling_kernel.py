@@ -1,4 +1,4 @@
-"""Sampling in Triton: the tokens that PyTorch samples, in one launch that reads the logits once."""
+"""Triton samples the same tokens as PyTorch, in one launch that reads the logits once."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from fastp3o_kernels.dispatch import INTERPRET
 from tests.kernels.interpreted import counted_launches, counted_traffic
 from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
 
-# Of a block without a possible token; the interpreter warns where hardware gives -inf.
+# The interpreter warns about a block without a possible token; hardware gives -inf.
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
 
 
@@ -20,7 +20,7 @@ def check(logits) -> None:
     steps = torch.arange(R, device=DEVICE) % 13
     expected = sample_tokens(logits, keys, steps, impl="eager")
     got = sample_tokens(logits, keys, steps, impl="triton")
-    # Another token only where two were equal to the last digits.
+    # Tokens may differ only where two were equal to the last digits.
     assert (got.tokens != expected.tokens).sum() <= R // 100
     exact = logits.double().log_softmax(1).gather(1, got.tokens[:, None])[:, 0]
     torch.testing.assert_close(got.logprobs.double(), exact, atol=1e-5, rtol=1e-6)

@@ -1,11 +1,11 @@
-"""Decode attention in PyTorch: on a CPU, and where the precision is fp64.
+"""Decode attention in PyTorch: on a CPU, and in fp64.
 
-Products with the keys of a prompt are one matrix product for its K responses and the G = H / Hkv queries of a head, so
-that keys are read once. To that end queries go into the order of responses ("grouped"), which slots are not in. The
-rest is small: products with a slot's own keys join the grouped ones for a common softmax, and the weights of own keys
-and the results go back to the slots.
+One matrix product multiplies the keys of a prompt with the queries of its K responses and of the G = H / Hkv heads of a
+group, so keys are read once. Queries are therefore brought from the order of slots into that of responses ("grouped").
+Products with a slot's own keys join them for one softmax. The weights of own keys and the results then go back to the
+order of slots.
 
-The shapes P, Lp and Lr below are after the host's bounds were applied.
+The shapes P, Lp and Lr below are those within the host's bounds.
 """
 
 import torch
@@ -24,7 +24,7 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """As `decoding.attention.decode_attention`."""
+    """As `attention.decode_attention`."""
     R, H, D = query.shape
     Hkv, K = key.shape[1], slots.responses_per_prompt
     G = H // Hkv
@@ -40,10 +40,10 @@ def decode_attention(
     query = query * scale
     grouped = query.index_select(0, slots.grouped).view(P, K, Hkv, G, D).transpose(1, 2).reshape(P, Hkv, K * G, D)
     # Keys times queries: on a CPU up to twice as fast as queries times keys.
-    of_prompt = (prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
-    of_own = query.reshape(R, Hkv, G, D) @ own_keys.transpose(2, 3)
-    of_own = of_own.index_select(0, slots.grouped).view(P, K, Hkv, G, Lr).transpose(1, 2)
-    products = torch.cat([of_prompt.unflatten(2, (K, G)), of_own], dim=4)
+    prompt_part = (prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
+    own_part = query.reshape(R, Hkv, G, D) @ own_keys.transpose(2, 3)
+    own_part = own_part.index_select(0, slots.grouped).view(P, K, Hkv, G, Lr).transpose(1, 2)
+    products = torch.cat([prompt_part.unflatten(2, (K, G)), own_part], dim=4)
     products = products.to(torch.promote_types(products.dtype, torch.float32))
     if softcap is not None:
         products = products.div_(softcap).tanh_().mul_(softcap)
@@ -52,23 +52,23 @@ def decode_attention(
     products += slots.masks[window]
     weights = products.softmax(4).to(query.dtype)
 
-    of_prompt, of_own = weights.split([Lp, Lr], dim=4)
-    result = of_prompt.flatten(2, 3) @ prompt_values
+    prompt_part, own_part = weights.split([Lp, Lr], dim=4)
+    result = prompt_part.flatten(2, 3) @ prompt_values
     result = result.view(P, Hkv, K, G, D).transpose(1, 2).reshape(P * K, Hkv, G, D).index_select(0, slots.place)
-    of_own = of_own.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, slots.place)
-    return result.add_(of_own @ own_values).view(R, H, D)
+    own_part = own_part.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, slots.place)
+    return result.add_(own_part @ own_values).view(R, H, D)
 
 
 def hidden_keys(slots: Slots, Lp: int, Lr: int, window: int | None) -> Tensor:
-    """[P, 1, K, 1, Lp + Lr] fp32: 0 for keys that the token sees, -inf for others."""
+    """[P, 1, K, 1, Lp + Lr] fp32: 0 for keys that the token sees, -inf for the others."""
     prompts, device = slots.prompt_range, slots.steps.device
     lengths = slots.cached_lengths[prompts.start : prompts.stop, None, None]
     steps = slots.steps[slots.grouped].view(len(prompts), -1, 1)
-    # How many tokens each key is before the slot's own.
-    of_prompt = lengths + steps - torch.arange(Lp, device=device)
-    of_own = steps - torch.arange(Lr, device=device)
-    hidden = torch.cat([of_prompt <= steps, of_own < 0], dim=2)
+    # Number of tokens from each key to the step's token.
+    prompt_distance = lengths + steps - torch.arange(Lp, device=device)
+    own_distance = steps - torch.arange(Lr, device=device)
+    hidden = torch.cat([prompt_distance <= steps, own_distance < 0], dim=2)
     if window is not None:
-        hidden |= torch.cat([of_prompt, of_own], dim=2) >= window
+        hidden |= torch.cat([prompt_distance, own_distance], dim=2) >= window
     mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
     return mask[:, None, :, None]
