@@ -6,17 +6,20 @@ each content.
 
 import json
 import re
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
 from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.errors import Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Message, Part
-from fastp3o.data.time_limit import TimeLimit, TookTooLongError
 
-LIMIT = TimeLimit(10.0)
+TIME_LIMIT = 10.0  # seconds for one text
 # Characters of private use, which neither templates nor tokenizers know.
 MARK = re.compile("\ue000(\\d+)\ue001")
 
@@ -139,16 +142,42 @@ class ChatTemplate:
     def apply(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
         accepted = "messages that the chat template accepts"
         try:
-            with LIMIT:
+            with time_limit(TIME_LIMIT):
                 text = self.tokenizer.apply_chat_template(
                     conversation, tokenize=False, add_generation_prompt=add_generation_prompt
                 )
             return cast(str, text)
         except TookTooLongError as error:
-            raise UnskippableError(field, accepted, Found(f"no end of its work after {LIMIT.seconds:g} s")) from error
+            raise UnskippableError(field, accepted, Found(f"no end of its work after {TIME_LIMIT:g} s")) from error
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise RecordError(field, accepted, Found(f"its refusal: {error}")) from error
 
 
 def mark(number: int) -> str:
     return f"\ue000{number}\ue001"
+
+
+class TookTooLongError(BaseException):
+    """Code is at its time limit. Not an Exception, so that the code does not catch it."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TookTooLongError after this many seconds inside, such as in a template's endless loops.
+
+    The clock is a signal, so only Python code in the main thread is stopped: other threads have no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TookTooLongError
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)

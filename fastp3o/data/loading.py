@@ -1,38 +1,52 @@
-"""The loaders: records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
+"""Records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
 
 import hashlib
+import json
 import mmap
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Required, TypedDict, Unpack, cast
 
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.columns import PROMPT_COLUMNS, Asked, column_texts, prompt_text
 from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
-from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError
-from fastp3o.data.layouts import RANKINGS, UNPAIRED_PREFERENCES, Fields, Layout, Part, desirable, find_layout, margin
+from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError, field_names
+from fastp3o.data.layouts import (
+    RANKINGS,
+    UNPAIRED_PREFERENCES,
+    Fields,
+    Layout,
+    Message,
+    Part,
+    desirable,
+    find_layout,
+    margin,
+)
 from fastp3o.data.sources import Record, read_records
 
 BATCH = 1000  # records tokenised at once
 IDS = List(Value("int32"))
+PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
+
+# Further fields to keep of each record: what asks for each, in the words of a message, by the field's name.
+Asked = Mapping[str, str]
 
 
 @dataclass
 class DataReport:
     """What loading did.
 
-    examples: entries of the data set, one a usable record.
+    examples: usable records, which are the entries of the data set.
     truncated_prompts, truncated_responses: texts cut at a limit; both responses of a pair may count.
-    special_texts: texts that hold what looks like a special token, such as a written end of sequence, and is text.
+    special_texts: texts that hold the text of a special token, such as a written end of sequence.
     skipped: records that cannot be used.
-    reasons: how many of these for each reason.
-    margins: examples with a margin above 0, where a stage takes them.
+    reasons: how many records were skipped for each reason.
+    margins: examples with a margin above 0, if the stage uses margins.
     """
 
     examples: int = 0
@@ -53,36 +67,48 @@ class DataReport:
         return f"{self.examples} examples, {cut}, {self.skipped} records skipped" + (f" ({why})" if why else "")
 
 
+class Options(TypedDict, total=False):
+    """What all loaders take.
+
+    split: the split of a hub data set or a folder; files have only "train", the default.
+    max_prompt_tokens: longer prompts lose their beginning and are counted.
+    max_characters: of a prompt or a response, LONGEST_TEXT by default; a record with more cannot be used.
+    skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
+    limit: stop reading after this many usable records.
+    """
+
+    split: str
+    max_prompt_tokens: Required[int]
+    max_characters: int
+    skip_bad_records: bool
+    limit: int | None
+
+
+Loaded = tuple[Dataset, DataReport]
+
+
 def load_prompts(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    split: str = "train",
-    max_prompt_tokens: int,
-    max_characters: int = LONGEST_TEXT,
-    skip_bad_records: bool = False,
-    limit: int | None = None,
     columns: Asked | None = None,
     as_given: bool = False,
-) -> tuple[Dataset, DataReport]:
+    **options: Unpack[Options],
+) -> Loaded:
     """The prompts of any layout (README.md lists them).
 
     Args:
         source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
-            glob, or a folder. Of a folder with files named after splits, those of `split` are read.
-        split: the split of a hub data set or a folder; files have "train" alone.
-        max_prompt_tokens: longer prompts lose their beginning and are counted.
-        max_characters: of a prompt or a response; a record with more cannot be used.
-        skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
-        limit: stop reading after this many usable records.
-        columns: further fields to keep, each with what asks for it, in words of a message. Every record must have them.
-        as_given: whether the data set has the column `given`, too: the prompt as its record has it, not truncated, in
-            JSON (a string, or a list of messages).
+            glob, or a folder. If a folder's files are named after splits, only those of `split` are read.
+        columns: further fields to keep. Every record must have them.
+        as_given: also keep the column `given`: the prompt as its record has it, not truncated, as JSON text (a string,
+            or a list of messages).
+        options: see `Options`.
 
     Returns:
         Dataset with the columns `prompt` (str, the text as the model sees it: after the chat template, without a
         truncated beginning, without the token that the tokenizer itself puts first), `prompt_ids` (list of int32), and
-        those of `columns` (JSON text, which `columns.column_values` reads); and the report.
+        those of `columns` (JSON text, which `column_values` reads); and the report.
 
     Raises:
         DataError: the source cannot be read, a record cannot be used, or none can.
@@ -92,22 +118,14 @@ def load_prompts(
     for name in PROMPT_COLUMNS:
         if name in columns:
             raise ValueError(f"{columns[name]} asks for the column '{name}', which is the prompt itself")
-    encoder = Encoder(tokenizer, max_prompt_tokens, None, max_characters)
-    return Loading(encoder, (), skip_bad_records, limit, columns, as_given).load(source, split)
+    return Loader(tokenizer, (), None, columns=columns, as_given=as_given, **options).load(source)
 
 
 def load_demonstrations(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str = "train",
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    max_characters: int = LONGEST_TEXT,
-    skip_bad_records: bool = False,
-    limit: int | None = None,
-) -> tuple[Dataset, DataReport]:
-    """Prompts with one response each, for SFT; of a preference pair, the chosen one. Arguments as in `load_prompts`.
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+) -> Loaded:
+    """Prompts with one response each, for SFT; the chosen one of a preference pair. Arguments as in `load_prompts`;
+    longer responses than `max_response_tokens` lose their end and are counted.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids` and `response_ids` (list of int32); and the report.
@@ -115,113 +133,82 @@ def load_demonstrations(
         (the end-of-sequence token counts).
 
     Raises:
-        DataError, ValueError: as `load_prompts`; also where the tokenizer has no end-of-sequence token.
+        DataError, ValueError: as `load_prompts`; also if the tokenizer has no end-of-sequence token.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
-    return Loading(encoder, ("response_ids",), skip_bad_records, limit).load(source, split)
+    return Loader(tokenizer, ("response_ids",), max_response_tokens, **options).load(source)
 
 
 def load_preferences(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str = "train",
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    max_characters: int = LONGEST_TEXT,
-    skip_bad_records: bool = False,
-    limit: int | None = None,
-) -> tuple[Dataset, DataReport]:
-    """Prompts with a chosen and a rejected response. Arguments as in `load_prompts`.
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+) -> Loaded:
+    """Prompts with a chosen and a rejected response. Arguments and errors as in `load_demonstrations`.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids`, `chosen_ids` and `rejected_ids`; and the report. Responses end
         as in `load_demonstrations`. Records whose two responses are equal (also once truncated) cannot be used.
-
-    Raises:
-        DataError, ValueError: as `load_demonstrations`.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
-    return Loading(encoder, ("chosen_ids", "rejected_ids"), skip_bad_records, limit).load(source, split)
+    return Loader(tokenizer, ("chosen_ids", "rejected_ids"), max_response_tokens, **options).load(source)
 
 
 def load_rankings(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str = "train",
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    max_characters: int = LONGEST_TEXT,
-    skip_bad_records: bool = False,
-    limit: int | None = None,
-) -> tuple[Dataset, DataReport]:
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+) -> Loaded:
     """Prompts with two responses or more, from best to worst, for the reward model: rankings, and preferences.
-    Arguments as in `load_prompts`.
+    Arguments and errors as in `load_demonstrations`.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids`, `ranked_ids` (list of lists of int32) and `margin` (float64),
-        by how much the chosen response of a preference is better, 0 where the record does not say; and the report.
+        by how much the chosen response of a preference is better, 0 if the record does not say; and the report.
         Responses end as in `load_demonstrations`. Records with equal responses (also once truncated) cannot be used.
-
-    Raises:
-        DataError, ValueError: as `load_demonstrations`.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
-    return Rankings(encoder, (), skip_bad_records, limit).load(source, split)
+    return RankingLoader(tokenizer, (), max_response_tokens, **options).load(source)
 
 
 def load_unpaired_preferences(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    split: str = "train",
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-    max_characters: int = LONGEST_TEXT,
-    skip_bad_records: bool = False,
-    limit: int | None = None,
-) -> tuple[Dataset, DataReport]:
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+) -> Loaded:
     """Prompts with one response that is desirable or not, for KTO: `prompt, completion, label` with a boolean label.
-    Arguments as in `load_prompts`.
+    Arguments and errors as in `load_demonstrations`.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids`, `response_ids` and `desirable` (bool); and the report.
         Responses end as in `load_demonstrations`.
-
-    Raises:
-        DataError, ValueError: as `load_demonstrations`.
     """
-    encoder = Encoder(tokenizer, max_prompt_tokens, max_response_tokens, max_characters)
-    return UnpairedPreferences(encoder, ("response_ids",), skip_bad_records, limit).load(source, split)
+    return UnpairedLoader(tokenizer, ("response_ids",), max_response_tokens, **options).load(source)
 
 
-@dataclass(frozen=True)
-class Loading:
-    """One pass over the records of a source; loaders differ in the columns that hold responses."""
+@dataclass
+class Loader:
+    """One pass over the records of a source. response_columns: the columns of an example's first responses."""
 
-    encoder: Encoder
+    tokenizer: PreTrainedTokenizerBase
     response_columns: tuple[str, ...]
-    skip_bad_records: bool
-    limit: int | None
+    max_response_tokens: int | None
+    _: KW_ONLY
+    split: str = "train"
+    max_prompt_tokens: int
+    max_characters: int = LONGEST_TEXT
+    skip_bad_records: bool = False
+    limit: int | None = None
     columns: Asked = field(default_factory=dict)
     as_given: bool = False
-    report: DataReport = field(default_factory=DataReport)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit must be at least 1, got {self.limit}")
+        lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
+        self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
 
-    def load(self, source: str, split: str) -> tuple[Dataset, DataReport]:
+    def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
-        name: whatever ends the process, nothing is left of it. The data set's fingerprint is a hash of its examples.
+        name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
         """
         kept = dict.fromkeys([*(["given"] if self.as_given else []), *self.columns], Value("string"))
         schema = Features({"prompt": Value("string"), "prompt_ids": IDS, **self.features(), **kept}).arrow_schema
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
-                for batch in self.example_batches(read_records(str(source), split)):
+                for batch in self.example_batches(read_records(str(source), self.split)):
                     digest.update("".join(map(repr, batch)).encode(errors="surrogatepass"))
                     writer.write_table(pa.Table.from_pylist(batch, schema=schema))
             if not self.report.examples:
@@ -243,13 +230,13 @@ class Loading:
         return BATCH if self.limit is None else min(BATCH, self.limit - self.report.examples)
 
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, str]]]:
-        """The records that fit the layout of their file, with their texts and what else of them is kept."""
+        """The records that fit the layout of their file, with their texts and the further fields that are kept."""
         layouts: dict[str, Layout] = {}
         for record in records:
             try:
                 texts = self.read(record, layouts)
-                given = {"given": prompt_text(texts.given, texts.fields[0])} if self.as_given else {}
-                kept = given | column_texts(cast(Mapping, record.content), self.columns)
+                given = {"given": prompt_json(texts.given, texts.fields[0])} if self.as_given else {}
+                kept = given | fields_json(cast(Fields, record.content), self.columns)
             except RecordError as problem:
                 self.reject(record, problem)
             else:
@@ -262,17 +249,17 @@ class Loading:
         if not isinstance(record.content, Mapping):
             raise RecordError(None, "an object", record.content)
         if record.file not in layouts:
-            layouts[record.file] = self.layout_of(record.content)
+            layouts[record.file] = self.find_layout(record.content)
         layout = layouts[record.file]
         prompt = layout.prompt(record.content)
-        if not isinstance(prompt.value, str) and self.encoder.tokenizer.chat_template is None:
+        if not isinstance(prompt.value, str) and self.tokenizer.chat_template is None:
             raise DataError(
                 f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
             )
-        return self.encoder.render(prompt, self.responses_of(record.content, layout))
+        return self.encoder.render(prompt, self.responses(record.content, layout))
 
     def example(self, record: Record, texts: Texts, kept: dict[str, str], result: Encoded | RecordError) -> dict | None:
-        """The record's example, counted; None where the record was skipped."""
+        """The record's example, counted; None if the record was skipped."""
         problem = result if isinstance(result, RecordError) else equal_responses(texts, result)
         if isinstance(result, RecordError) or problem is not None:
             self.reject(record, cast(RecordError, problem))
@@ -281,68 +268,106 @@ class Loading:
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
-        columns = self.columns_of(cast(Fields, record.content), texts, result)
+        columns = self.response_values(cast(Fields, record.content), result)
         return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **columns, **kept}
 
-    def features(self) -> dict[str, Any]:
-        """Of the columns behind `prompt` and `prompt_ids`."""
-        return dict.fromkeys(self.response_columns, IDS)
-
-    def layout_of(self, record: Fields) -> Layout:
-        return find_layout(record, len(self.response_columns))
-
-    def responses_of(self, record: Fields, layout: Layout) -> tuple[Part, ...]:
-        responses = layout.responses(record) if self.response_columns else ()
-        return responses[: len(self.response_columns)]
-
-    def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
-        """What an example has in the columns of `features`."""
-        return dict(zip(self.response_columns, result.response_ids, strict=True))
-
     def reject(self, record: Record, problem: RecordError) -> None:
-        """Counts the record as skipped, or raises DataError where none may be."""
+        """Counts the record as skipped, or raises DataError if none may be."""
         if not self.skip_bad_records or isinstance(problem, UnskippableError):
             raise problem.at(record.file, record.number) from problem
         self.report.skipped += 1
         self.report.reasons[problem.reason] += 1
 
+    # Loaders differ in these.
 
-class Rankings(Loading):
-    """The pass of the loader that takes all responses of a record, into one column."""
+    def features(self) -> dict[str, Any]:
+        """The types of the columns after `prompt` and `prompt_ids`."""
+        return dict.fromkeys(self.response_columns, IDS)
+
+    def find_layout(self, record: Fields) -> Layout:
+        return find_layout(record, len(self.response_columns))
+
+    def responses(self, record: Fields, layout: Layout) -> tuple[Part, ...]:
+        responses = layout.responses(record) if self.response_columns else ()
+        return responses[: len(self.response_columns)]
+
+    def response_values(self, record: Fields, result: Encoded) -> dict[str, Any]:
+        """An example's values in the columns of `features`."""
+        return dict(zip(self.response_columns, result.response_ids, strict=True))
+
+
+class RankingLoader(Loader):
+    """Takes all responses of a record, into one column."""
 
     def features(self) -> dict[str, Any]:
         return {"ranked_ids": List(IDS), "margin": Value("float64")}
 
-    def layout_of(self, record: Fields) -> Layout:
+    def find_layout(self, record: Fields) -> Layout:
         return find_layout(record, 2, RANKINGS)
 
-    def responses_of(self, record: Fields, layout: Layout) -> tuple[Part, ...]:
+    def responses(self, record: Fields, layout: Layout) -> tuple[Part, ...]:
         margin(record)
         return layout.responses(record)
 
-    def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
+    def response_values(self, record: Fields, result: Encoded) -> dict[str, Any]:
         self.report.margins += margin(record) > 0
         return {"ranked_ids": result.response_ids, "margin": margin(record)}
 
 
-class UnpairedPreferences(Loading):
-    """The pass of the loader that takes the label of a response, too."""
+class UnpairedLoader(Loader):
+    """Takes the label of a response, too."""
 
     def features(self) -> dict[str, Any]:
         return super().features() | {"desirable": Value("bool")}
 
-    def layout_of(self, record: Fields) -> Layout:
+    def find_layout(self, record: Fields) -> Layout:
         return find_layout(record, 1, UNPAIRED_PREFERENCES)
 
-    def columns_of(self, record: Fields, texts: Texts, result: Encoded) -> dict[str, Any]:
-        return super().columns_of(record, texts, result) | {"desirable": desirable(record)}
+    def response_values(self, record: Fields, result: Encoded) -> dict[str, Any]:
+        return super().response_values(record, result) | {"desirable": desirable(record)}
 
 
 def equal_responses(texts: Texts, encoded: Encoded) -> RecordError | None:
-    """What is wrong with responses of which two are equal."""
+    """The error of a record with two equal responses; None if all differ."""
     for later, ids in enumerate(encoded.response_ids):
         earlier = encoded.response_ids.index(ids)
         if earlier < later:
             _, *fields = texts.fields
             return RecordError(fields[later], f"another response than '{fields[earlier]}'", Found("the same"))
     return None
+
+
+# --- further fields, kept exactly as JSON text ----------------------------------------------------------------------
+
+
+def fields_json(record: Fields, asked: Asked) -> dict[str, str]:
+    """The fields as JSON text. Raises RecordError for one that is missing, null, or that JSON cannot hold."""
+    texts = {}
+    for name, asker in asked.items():
+        value = record.get(name)
+        if value is None:
+            found = "null" if name in record else f"nothing: the record has {field_names(record)}"
+            raise RecordError(name, f"a value, which {asker} asks for", Found(found))
+        try:
+            texts[name] = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RecordError(name, f"a value that JSON has, which {asker} asks for", value) from error
+    return texts
+
+
+def prompt_json(prompt: str | list[Message], field: str) -> str:
+    """A prompt as JSON text. Raises RecordError if a message holds a value that no line of a file can."""
+    for number, message in enumerate([] if isinstance(prompt, str) else prompt):
+        for name, value in message.items():
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except (TypeError, ValueError, RecursionError) as error:
+                raise RecordError(f"{field}[{number}].{name}", "a value that JSON has, in UTF-8", value) from error
+    return json.dumps(prompt, ensure_ascii=False)
+
+
+def column_values(examples: Mapping[str, list]) -> dict[str, list]:
+    """The values of the further fields that a batch of examples keeps."""
+    return {
+        name: [json.loads(text) for text in texts] for name, texts in examples.items() if name not in PROMPT_COLUMNS
+    }

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fastp3o.data.columns import column_values
+from fastp3o.data.loading import column_values
 from fastp3o.endpoint import AnswerError, Endpoint, at_once
 from fastp3o.rewards.config import TEXTS, RemoteConfig
 from fastp3o.rollouts.rollouts import Rollouts

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fastp3o.data.columns import column_values
+from fastp3o.data.loading import column_values
 from fastp3o.rollouts.rollouts import Rollouts
 
 

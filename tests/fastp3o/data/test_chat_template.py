@@ -1,10 +1,13 @@
 """Contents can hold the text of special tokens, and what they become is text, in templates of several kinds."""
 
+import signal
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.data.chat_template import ChatTemplate, Piece, written
+from fastp3o.data.chat_template import ChatTemplate, Piece, TookTooLongError, time_limit, written
 from fastp3o.data.encoding import Encoder, tokenise
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
@@ -106,3 +109,35 @@ def test_whatever_is_said_the_template_alone_places_special_tokens(template: str
     assert written(pieces) == tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     got, expected = (tokenise(tokenizer, [text])[0] for text in (pieces, own))
     assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [expected.count(token) for token in (BOS_ID, EOS_ID)]
+
+
+def loop_for_ever() -> None:
+    while True:
+        pass
+
+
+def test_a_loop_without_end_ends_and_the_next_has_its_own_time():
+    for _ in range(2):
+        with pytest.raises(TookTooLongError), time_limit(0.2):
+            loop_for_ever()
+
+
+def test_what_ends_in_time_is_left_alone_afterwards():
+    with time_limit(0.1):
+        pass
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        pass
+
+
+def test_an_alarm_of_the_caller_still_rings():
+    rung: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: rung.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with time_limit(5.0):
+        pass
+    end = time.monotonic() + 2.0
+    while not rung and time.monotonic() < end:
+        time.sleep(0.01)
+    signal.signal(signal.SIGALRM, before)
+    assert rung == [signal.SIGALRM]

@@ -27,9 +27,8 @@ from fastp3o.data import (
     load_unpaired_preferences,
     loading,
 )
-from fastp3o.data.columns import column_values
+from fastp3o.data.loading import column_values
 from fastp3o.data.sources import Record
-from fastp3o.data.time_limit import TimeLimit
 
 EOS = "</s>"
 LENGTHS = {"max_prompt_tokens": 100, "max_response_tokens": 100, "max_characters": 1000}
@@ -494,7 +493,7 @@ def test_a_message_that_the_template_drops_is_named(tmp_path: Path, tokenizer: P
 def test_a_template_that_hangs_stops_the_run_whatever_is_skipped(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(chat_template, "LIMIT", TimeLimit(0.2))
+    monkeypatch.setattr(chat_template, "TIME_LIMIT", 0.2)
     tokenizer = copy.deepcopy(tokenizer)
     loops = ["{% for a in range(99999) %}"] * 4 + ["{% endfor %}"] * 4
     tokenizer.chat_template = "".join(loops)
