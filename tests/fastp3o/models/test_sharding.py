@@ -14,14 +14,14 @@ from fastp3o.models.sharding import process_mesh, whole
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, go_on, loss_of, optimizer_for, step, tied
-from tests.fastp3o.torchrun import torchrun
+from tests.fastp3o.together import together
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
-    done = torchrun(Path(__file__).with_name("sharded_process.py"), str(folder / "results"))
-    assert done.returncode == 0, done.stderr
+    done = together(Path(__file__).with_name("sharded_process.py"), str(folder / "results"))
+    assert done.returncode == 0, done.stdout
     return folder
 
 

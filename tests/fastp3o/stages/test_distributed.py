@@ -1,4 +1,7 @@
-"""Two processes on the CPU, as `accelerate launch` starts one on each GPU, against one. Runs share them, for time."""
+"""Two processes on the CPU, as `accelerate launch` starts one on each GPU, against one. Runs share them, for time.
+
+What torchrun itself does is tested with it; everything else runs in processes that are forked, for time, too.
+"""
 
 import json
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.runs import assert_equal, metrics, weights
+from tests.fastp3o.together import together
 from tests.fastp3o.torchrun import ROOT, torchrun
 
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
@@ -26,8 +30,8 @@ FP32, FP16 = ["--precision", "fp32"], ["--precision", "fp16"]
 
 def train(runs: dict[str, Sequence[str]], folder: str, processes: int) -> None:
     arguments = [[*arguments, "--output_dir", f"{folder}/{name}"] for name, arguments in runs.items()]
-    done = torchrun(RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes)
-    assert done.returncode == 0, done.stderr
+    done = together(RUNS, *[part for run in arguments for part in ("+", *run)], processes=processes)
+    assert done.returncode == 0, done.stdout
 
 
 def furthest(*runs: str) -> float:
@@ -124,9 +128,9 @@ def test_a_run_of_two_processes_goes_on_in_one_and_in_two(workplace, tiny_model)
 
 def test_prompts_that_do_not_divide_are_refused(workplace, tiny_model):
     flags = ["--prompts_per_update", "9", "--prompts_per_minibatch", "9", "--output_dir", "run"]
-    done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, "--model", tiny_model, *flags)
+    done = together(ROOT / "scripts" / "p3o.py", *ONLINE, "--model", tiny_model, *flags)
     assert done.returncode != 0
-    assert "--prompts_per_update (9) must be a multiple of the number of processes (2)" in done.stderr
+    assert "--prompts_per_update (9) must be a multiple of the number of processes (2)" in done.stdout
 
 
 def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
@@ -142,19 +146,19 @@ def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplac
 
     with serving("/score", reply, lambda *question: question) as server:
         flags = ["--reward", server.url, "--reward_batch_size", "64", "--output_dir", "run"]
-        done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
+        done = together(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
     assert done.returncode != 0
     assert asked[:5] == [1, 8, 8, 8, 8]
-    assert "update 2: " in done.stderr
-    assert "/score answered with status 400: enough; the model before that is in run/stopped-in-000002" in done.stderr
+    assert "update 2: " in done.stdout
+    assert "/score answered with status 400: enough; the model before that is in run/stopped-in-000002" in done.stdout
     assert Path("run/state/step-000001").is_dir()
 
 
 def test_a_reward_function_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
     flags = ["--reward", "rewards_for_tests:raises_on_third_call", "--output_dir", "run"]
-    done = torchrun(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
+    done = together(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
     assert done.returncode != 0
-    assert done.stderr.count("KeyError: 'lost'; the model before that is in run/stopped-in-000003") == 2
+    assert done.stdout.count("KeyError: 'lost'; the model before that is in run/stopped-in-000003") == 2
     assert Path("run/state/step-000002").is_dir()
 
 
@@ -179,8 +183,8 @@ def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tin
     Path("dying.py").write_text(DIES_ONCE)
     p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "4"]
     p3o += ["--learning_rate", "1e-2", "--save_every", "1", "--resume"]
-    whole = torchrun(*p3o, "--output_dir", "whole")
-    assert whole.returncode == 0, whole.stderr
+    whole = together(*p3o, "--output_dir", "whole")
+    assert whole.returncode == 0, whole.stdout
     dying = [*p3o, "--reward", "dying:dies_once", "--output_dir", "run"]
     broken = torchrun(*dying, options=("--max-restarts", "1"))
     assert broken.returncode == 0, broken.stderr
@@ -189,8 +193,8 @@ def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tin
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))
     # What two processes wrote, one reads.
-    alone = torchrun(*dying, "--updates", "5", processes=1)
-    assert alone.returncode == 0, alone.stderr
+    alone = together(*dying, "--updates", "5", processes=1)
+    assert alone.returncode == 0, alone.stdout
     assert "resuming on another number of processes: 2 before, 1 now" in alone.stdout
     assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5]
 
@@ -222,7 +226,7 @@ def test_a_signal_to_one_process_or_all_stops_where_the_run_can_go_on(workplace,
         assert stopped.returncode != 0
         assert f"{signal}: stopped after update {update}; --resume goes on from there" in stopped.stdout
     for folder in ("run", "whole"):
-        done = torchrun(*p3o, "--output_dir", folder)
-        assert done.returncode == 0, done.stderr
+        done = together(*p3o, "--output_dir", folder)
+        assert done.returncode == 0, done.stdout
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))

@@ -20,7 +20,8 @@ from fastp3o.training.run_folder import release
 from fastp3o.training.states.changes import ResumeError
 from fastp3o.training.states.manifest import CorruptStateError
 from tests.fastp3o.local_server import Reply, serving
-from tests.fastp3o.torchrun import ROOT, torchrun
+from tests.fastp3o.together import together
+from tests.fastp3o.torchrun import ROOT
 
 SCRIPT = ROOT / "scripts" / "generate.py"
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
@@ -200,8 +201,8 @@ def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tin
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6
     script = SCRIPT.name
-    done = torchrun(RUNS, script, *begun, "--resume", "+", script, *fresh, "+", script, *judged)
-    assert done.returncode == 0, done.stderr
+    done = together(RUNS, script, *begun, "--resume", "+", script, *fresh, "+", script, *judged)
+    assert done.returncode == 0, done.stdout
     assert "resuming on another number of processes: 1 before, 2 now" in done.stdout
     assert contents("begun") == contents("fresh")
     for name, reward in (("fresh", "rewards_for_tests:varied"), ("judged", "judge")):
@@ -223,11 +224,11 @@ def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workp
 
     with serving("/score", reply, lambda body, number: body) as server:
         runs = ([SCRIPT.name, *flags(tiny_model, folder, server.url)] for folder in ("whole", "stopped"))
-        done = torchrun(RUNS, *next(runs), "+", *next(runs))
+        done = together(RUNS, *next(runs), "+", *next(runs))
     assert len(records("whole", "samples.jsonl")) == 8
     assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
     assert done.returncode != 0
-    assert done.stderr.count("/score answered with status 400: enough") == 2
+    assert done.stdout.count("/score answered with status 400: enough") == 2
 
 
 def test_transformers_samples_too(workplace, tiny_model):

@@ -20,7 +20,7 @@ from fastp3o.rollouts.prefill import layer_shapes
 from fastp3o.rollouts.room import Room
 from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from fastp3o_kernels.decoding import response_keys
-from tests.fastp3o.torchrun import torchrun
+from tests.fastp3o.together import together
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision the CPU widens the
@@ -248,6 +248,6 @@ def test_the_peak_of_each_of_two_processes_is_predicted_within_a_tenth(two_proce
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     results = tmp_path_factory.mktemp("memory") / "results.json"
-    done = torchrun(Path(__file__).with_name("memory_of_a_process.py"), str(results))
-    assert done.returncode == 0, done.stderr
+    done = together(Path(__file__).with_name("memory_of_a_process.py"), str(results))
+    assert done.returncode == 0, done.stdout
     return json.loads(results.read_text())

@@ -68,9 +68,9 @@ def fork_together(
     return [fork(work, log, lambda number=number: join(number)) for number, log in enumerate(logs)]
 
 
-def wait_together(pids: Sequence[int]) -> list[int]:
-    """The exit statuses of processes. Ends those that do not end by themselves, and raises TimeoutError."""
-    deadline = time.monotonic() + LONGEST
+def wait_together(pids: Sequence[int], longest: float = LONGEST) -> list[int]:
+    """The exit statuses of processes. Kills those that run longer than `longest` s, and raises TimeoutError."""
+    deadline = time.monotonic() + longest
     statuses: dict[int, int] = {}
     while len(statuses) < len(pids):
         late = time.monotonic() > deadline
@@ -81,7 +81,7 @@ def wait_together(pids: Sequence[int]) -> list[int]:
             if ended:
                 statuses[pid] = os.waitstatus_to_exitcode(status)
         if late:
-            raise TimeoutError(f"a process had not ended after {LONGEST:.0f} s")
+            raise TimeoutError(f"a process had not ended after {longest:.0f} s")
         time.sleep(0.005)
     return [statuses[pid] for pid in pids]
 
