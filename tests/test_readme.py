@@ -1,4 +1,4 @@
-"""README.md is true: its code runs as it stands, its links lead somewhere, and it stays short."""
+"""README.md is true and short: its code runs as it stands, and its links, files, folders and flags exist."""
 
 import os
 import re
@@ -14,12 +14,12 @@ README = (ROOT / "README.md").read_text()
 KERNELS = ROOT / "kernels" / "fastp3o_kernels"
 PAGES = (
     *("README.md", "fastp3o/README.md", "fastp3o/integrations/README.md", "fastp3o/objectives/README.md"),
-    ".github/CONTRIBUTING.md",
+    *(".github/CONTRIBUTING.md", ".github/CHANGELOG.md", "benchmarks/README.md", "benchmarks/frontier/README.md"),
 )
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of a language; those without one are of language ""."""
+    """The fenced blocks of a language, "" for blocks that name none."""
     fenced = (block.split("\n", 1) for block in README.split("```")[1::2])
     return [text for name, text in fenced if name == language]
 
@@ -55,7 +55,7 @@ def test_links_lead_to_files_and_headings(page: str):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_it_names_exist(page: str):
     text = (ROOT / page).read_text()
-    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|sh|txt|json)|(?:[\w.]+/)+)`", text)
+    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|sh|txt|json)|(?:[\w.]+/)+)[` ]", text)
     assert named
     for name in named:
         assert any((folder / name).exists() for folder in ((ROOT / page).parent, ROOT, ROOT / "scripts")), name
@@ -82,4 +82,12 @@ def test_commands_use_flags_that_their_scripts_have():
 
 
 def test_it_is_read_in_two_minutes():
-    assert len(README.splitlines()) <= 120
+    lines = README.splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 120
+
+
+def test_figures_exist():
+    figures = re.findall(r'<img src="([^"]+)"', README)
+    assert len(figures) == 2
+    assert all((ROOT / figure).exists() for figure in figures)

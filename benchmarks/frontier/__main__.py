@@ -10,7 +10,7 @@ import argparse
 import os
 from pathlib import Path
 
-from benchmarks.frontier.report.write import write_report
+from benchmarks.frontier.report.__main__ import write_report
 from benchmarks.frontier.runs.execute import execute
 from benchmarks.frontier.runs.parts import PARTS
 from benchmarks.frontier.runs.records import RESULTS

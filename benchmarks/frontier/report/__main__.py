@@ -1,6 +1,39 @@
-"""The committed results -> tables.md, all_runs.md and the figures: python -m benchmarks.frontier.report"""
+"""The committed records -> tables.md, all_runs.md, the figures, and the plot in the repository's README.
 
-from benchmarks.frontier.report.write import write_report
+python -m benchmarks.frontier.report
+"""
+
+import json
+from pathlib import Path
+
+from benchmarks.frontier.report import figures, tables, tuned_figures
+from benchmarks.frontier.report.study import load_study
+from benchmarks.frontier.runs.records import RESULTS, read
+
+README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
+
+
+def write_report() -> None:
+    study = load_study()
+    optimum = json.loads(read(RESULTS / "optimum.json") or "{}")
+    win_rates = json.loads(read(RESULTS / "win_rates.json") or "[]")
+    tables.TABLES.write_text(tables.tables_page(study, optimum))
+    tables.ALL_RUNS.write_text(tables.all_runs_page(study))
+    drawn = {
+        README_PLOT: lambda path: figures.offset_for_readme(study, path),
+        RESULTS / "frontier.png": lambda path: figures.frontier(study, optimum, path),
+        RESULTS / "offset.png": lambda path: figures.offset(study, path),
+        RESULTS / "sweep.png": lambda path: figures.kl_coefs(study, path),
+        RESULTS / "clipping.png": lambda path: figures.clipping(study, path),
+        RESULTS / "learning_rates.png": lambda path: figures.learning_rates(study, path),
+        RESULTS / "win_rates.png": lambda path: figures.win_rates(win_rates, path),
+        RESULTS / "envelope.png": lambda path: tuned_figures.envelope(study, optimum, path),
+        RESULTS / "questions.png": lambda path: tuned_figures.one_setting_at_a_time(study, path),
+        RESULTS / "equal_cost.png": lambda path: tuned_figures.by_responses(study, path),
+    }
+    for path, draw in drawn.items():
+        print(f"{path.name}: {'written' if draw(path) else 'skipped, its runs have not been made'}")
+
 
 if __name__ == "__main__":
     write_report()

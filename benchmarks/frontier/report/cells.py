@@ -1,6 +1,7 @@
-"""How figures are written in tables."""
+"""How numbers and tables of differences are written."""
 
 import math
+from collections.abc import Callable
 
 from pandas import DataFrame, Series
 
@@ -10,6 +11,9 @@ from fastp3o.evaluation.matched_kl import Estimate, interval
 
 NOT_REACHED = "not reached"
 
+# The paired differences of each row, keyed by the row's first cells; None: not measured.
+Differences = dict[tuple[str, ...], list[Estimate | None]]
+
 
 def number(value: float, *, signed: bool = False) -> str:
     """Two decimals, with a proper minus."""
@@ -17,7 +21,7 @@ def number(value: float, *, signed: bool = False) -> str:
 
 
 def estimate(found: Estimate | None, *, signed: bool = False) -> str:
-    """`mean [low, high] (seeds)`; without the interval where the seeds are too few for one."""
+    """`mean [low, high] (seeds)`, without the interval if there are too few seeds for one."""
     if found is None:
         return NOT_MEASURED
     limits = within(found.low, found.high, signed=signed)
@@ -29,7 +33,7 @@ def within(low: float, high: float, *, signed: bool = False) -> str:
 
 
 def mean(values: Series) -> str:
-    """Mean and interval of what runs have, by task and seed; runs without a value do not count."""
+    """Mean and interval of one value a run, indexed by task and seed. Runs without a value are left out."""
     if values.empty:
         return NOT_MEASURED
     return NOT_REACHED if values.isna().all() else estimate(interval(by_task(values)))
@@ -40,7 +44,7 @@ def means(runs: DataFrame, columns: list[str]) -> list[str]:
 
 
 def extent(values: Series) -> str:
-    """Smallest and largest."""
+    """`smallest–largest`."""
     if values.isna().all():
         return NOT_MEASURED
     return "–".join(dict.fromkeys([number(values.min()), number(values.max())]))
@@ -52,3 +56,20 @@ def rate(value: float | None) -> str:
         return NOT_MEASURED
     digits, exponent = f"{value:.2e}".split("e")
     return f"{float(digits):g}e{int(exponent)}"
+
+
+def difference_table(
+    header: list[str], differences: Callable[[int], Differences], *, alone: bool = False
+) -> tuple[list[list[str]], int]:
+    """The table, header first, and how many intervals it has.
+
+    All intervals of the table hold together: `differences` takes their number and widens each one for it. `alone` adds
+    a column with the 95% interval that the first difference of each row has on its own.
+    """
+    single = differences(1)
+    count = sum(one is not None for row in single.values() for one in row)
+    rows = [[*label, *(estimate(one, signed=True) for one in row)] for label, row in differences(count).items()]
+    if alone:
+        header = [*header, "the first, alone"]
+        rows = [[*row, estimate(one[0], signed=True)] for row, one in zip(rows, single.values(), strict=True)]
+    return [header, *rows], count

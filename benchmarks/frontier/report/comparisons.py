@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from pandas import Series
 
-from benchmarks.frontier.report import cells, together
+from benchmarks.frontier.report import cells
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study, enough
 from benchmarks.frontier.runs.plan import ALGORITHMS, KL_COEFS, LEARNING_RATES
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
@@ -95,11 +95,11 @@ def differences(study: Study, group: str) -> tuple[list[list[str]], int]:
     """Every comparison, and the number of intervals that hold together. Header first."""
     kls = matched_kls(study, group)
 
-    def found(count: int) -> together.Found:
+    def found(count: int) -> cells.Differences:
         return {
             (comparison.label, name): [difference(study, group, comparison, kl, outcome, count) for kl in kls]
             for comparison in COMPARISONS + rivals_at_other_rates(study, group)
             for outcome, name in OUTCOMES[group].items()
         }
 
-    return together.table(["difference", "gain", *(f"at KL {kl:g}" for kl in kls)], found)
+    return cells.difference_table(["difference", "gain", *(f"at KL {kl:g}" for kl in kls)], found)

@@ -1,4 +1,4 @@
-"""What the figures have in common: colours, names, curves over seeds, and the layout of panels."""
+"""What the figures share: colours, names, curves over seeds, and the layout of panels."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +10,10 @@ from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from benchmarks.frontier.report.study import Arm, Study, enough
+from benchmarks.frontier.runs.records import by_task
+from fastp3o.evaluation.matched_kl import interval
 
-# In the order of plan.EVERYONE; what P3O's clippings share, joint shows.
+# In the order of plan.EVERYONE; later entries are drawn over earlier ones only where zorder says so.
 LOOKS = {
     "joint": {"color": "#0072B2", "marker": "o", "zorder": 4},
     "separate": {"color": "#56B4E9", "marker": "s", "zorder": 3},
@@ -26,13 +28,14 @@ LOOKS = {
     "rebel": {"color": "#1B7837", "marker": "*", "zorder": 3},
     "joint_once": {"color": "#08306B", "marker": "d", "zorder": 3},
     "ppo_narrow": {"color": "#7F2704", "marker": "p", "zorder": 3},
+    "joint-difference": {"color": "#5E4FA2", "marker": "x", "zorder": 3},
 }
 NAMES = {
     "joint": "P3O, joint",
     "separate": "P3O, separate",
     "none": "P3O, no clipping",
     "ppo": "PPO",
-    "dpo": "DPO",
+    "dpo": "online DPO",
     "rloo": "RLOO",
     "grpo": "GRPO",
     "dr_grpo": "Dr. GRPO",
@@ -41,35 +44,47 @@ NAMES = {
     "rebel": "REBEL",
     "joint_once": "P3O, joint, one pass",
     "ppo_narrow": "PPO, ε 0.1",
-    "joint-difference": "P3O, joint, scaled",
-    "sft": "SFT",
+    "joint-difference": "P3O, rewards scaled",
+    "sft": "the start",
 }
-KL = "KL to the reference, nats per response"
+KL = "KL to the start, nats per response"
 
 
 def gain_label(name: str) -> str:
-    return f"gain, {name}, standard deviations" if name == "proxy" else f"gain, {name} utility"
+    return f"gain in the {'learned reward (proxy)' if name == 'proxy' else 'true utility (gold)'}, std"
 
 
 def enough_runs(study: Study, group: str, arm: Arm) -> DataFrame | None:
-    """The runs of an arm, if there are enough for a mean to be one of the arm."""
+    """The runs of an arm, None if they are too few for a mean that speaks for the arm."""
     runs = study.runs_of(group, arm)
     return runs if enough(len(runs)) else None
 
 
 def curves(study: Study, runs: DataFrame, column: str) -> DataFrame:
-    """A column of the evaluations: a line a run, a column an update after which all of them were evaluated."""
+    """A column of the evaluations: one row per run, one column per update after which every run was evaluated."""
     values = study.evaluations_of(runs)[column].unstack("step")
     return values.loc[runs["name"]].dropna(axis="columns")
 
 
-def draw_gains(axes: Axes, study: Study, runs: DataFrame, outcome: str, label: str, **look: Any) -> None:
-    """Gain over KL, as `draw_mean` draws it."""
-    draw_mean(axes, curves(study, runs, "kl"), curves(study, runs, f"{outcome}_gain"), label, **look)
+def draw_at_kls(
+    axes: Axes, study: Study, runs: DataFrame, outcome: str, kls: np.ndarray, *, band: bool = True, **look: Any
+) -> None:
+    """The mean gain at equal KL, with the band of its 95% interval, at the KLs that enough of the runs reach."""
+    points = []
+    for kl in kls:
+        gains = study.records.at_kl(runs, kl, outcome)
+        if enough(gains.count()):
+            points.append((kl, *interval(by_task(gains))[:3]))
+    if not points:
+        return
+    x, mean, low, high = np.array(points).T
+    axes.plot(x, mean, **({"linewidth": 1.8} | look))
+    if band and np.isfinite(low).any():
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def draw_mean(axes: Axes, x: DataFrame, y: DataFrame, label: str, **look: Any) -> None:
-    """A thin line for every run, and the mean over runs with a marker an update."""
+    """A thin line for every run, and their mean with a marker for each update."""
     axes.plot(x.T, y.T, color=look["color"], linewidth=0.5, alpha=0.3)
     axes.plot(x.mean(), y.mean(), **look, markersize=4, linewidth=1.5, label=label)
 
@@ -80,8 +95,13 @@ def bars(estimates: Sequence[tuple[float, float, float]]) -> np.ndarray:
     return np.where(np.isfinite(lows), [means - lows, highs - means], np.nan)
 
 
+def color_of(name: str) -> dict[str, Any]:
+    """The colour of an algorithm's line, without its marker."""
+    return {"color": LOOKS[name]["color"], "zorder": LOOKS[name]["zorder"]}
+
+
 def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> None:
-    """A legend of everything that any panel names, below them, and the PNG."""
+    """Adds one legend for all panels below them, and saves the PNG."""
     handles = {
         label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
@@ -91,7 +111,7 @@ def finish(figure: Figure, panels: Sequence[Axes], title: str, path: Path) -> No
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=11, wrap=True)
     if handles:
-        columns = min(len(handles), int(figure.get_figwidth() // 1.7))
+        columns = min(len(handles), int(figure.get_figwidth() // 2.3))
         place = {"loc": "outside lower center", "ncols": columns, "fontsize": 9, "frameon": False}
         figure.legend(handles.values(), handles.keys(), **place)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=130)

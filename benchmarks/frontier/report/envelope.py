@@ -3,7 +3,7 @@
 import numpy as np
 from pandas import DataFrame, Series
 
-from benchmarks.frontier.report import cells, together
+from benchmarks.frontier.report import cells
 from benchmarks.frontier.report.comparisons import Comparison, difference
 from benchmarks.frontier.report.sanity import Optimum, known_points
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
@@ -38,21 +38,22 @@ def best_gain(points: DataFrame, kl: float) -> float:
 
 
 def table(study: Study, optimum: Optimum) -> list[list[str]]:
-    """Header first."""
+    """Header first. `update`: where the run first crosses the KL."""
     header = ["KL", "algorithm", "K", "own parameter", "learning rate", "KL coefficient", "seeds"]
-    lines = [[*header, "gain, proxy", "gain, gold", "share of the optimum"]]
+    lines = [[*header, "update", "gain, proxy", "gain, gold", "share of the optimum"]]
     for kl in ENVELOPE_KLS:
         for algorithm in EVERYONE:
             arm = tuned_arm(study, algorithm, kl)
             if arm is None:
-                lines.append([f"{kl:g}", algorithm, *[""] * 4, "0", *[cells.NOT_MEASURED] * 3])
+                lines.append([f"{kl:g}", algorithm, *[""] * 4, "0", *[cells.NOT_MEASURED] * 4])
                 continue
             gains = [cells.mean(study.gains(RETUNED, arm, kl, outcome)) for outcome in OUTCOMES[RETUNED]]
             runs = study.runs_of(RETUNED, arm)
             about = [f"{kl:g}", algorithm, str(arm.responses_per_prompt), own(arm), cells.rate(arm.learning_rate)]
             found = shares(study, optimum, arm, kl)
             share = "not known" if len(found) and found.isna().all() else cells.mean(found)
-            lines.append([*about, f"{arm.kl_coef:g}", str(len(runs)), *gains, share])
+            update = cells.mean(study.records.at_kl(runs, kl, "step"))
+            lines.append([*about, f"{arm.kl_coef:g}", str(len(runs)), update, *gains, share])
     return lines
 
 
@@ -75,7 +76,7 @@ def comparisons(study: Study) -> list[tuple[Comparison, float]]:
 def differences(study: Study) -> tuple[list[list[str]], int]:
     """Paired differences, and the number of intervals that hold together. Header first."""
 
-    def found(count: int) -> together.Found:
+    def found(count: int) -> cells.Differences:
         return {
             (f"{kl:g}", comparison.label): [
                 difference(study, RETUNED, comparison, kl, outcome, count) for outcome in OUTCOMES[RETUNED]
@@ -83,7 +84,8 @@ def differences(study: Study) -> tuple[list[list[str]], int]:
             for comparison, kl in comparisons(study)
         }
 
-    return together.table(["KL", "difference", *(f"gain, {name}" for name in OUTCOMES[RETUNED].values())], found)
+    header = ["KL", "difference", *(f"gain, {name}" for name in OUTCOMES[RETUNED].values())]
+    return cells.difference_table(header, found, alone=True)
 
 
 def in_fours(study: Study) -> list[list[str]]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from pandas import DataFrame, Series
 
-from benchmarks.frontier.report import cells, together
+from benchmarks.frontier.report import cells
 from benchmarks.frontier.report.questions import question_arm
 from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
 from benchmarks.frontier.runs.questions import EQUAL_TOKENS, LONG_KL_COEF, MANY_RESPONSES
@@ -138,9 +138,9 @@ def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[l
 
     found = {label: values(pair) for label, pair in pairs.items()}
 
-    def widened(count: int) -> together.Found:
+    def widened(count: int) -> cells.Differences:
         return {(label,): [paired_difference(*one, count) for one in of_pair] for label, of_pair in found.items()}
 
     names = OUTCOMES[LONG_PROMPTS] | BOUGHT
     titles = [f"{names[what]} at {'equal ' + at if isinstance(at, str) else f'KL {at:g}'}" for at, what in wanted]
-    return together.table(["difference", *titles], widened)
+    return cells.difference_table(["difference", *titles], widened)

@@ -1,25 +1,27 @@
-"""Recorded runs -> the figures beside them, in the manner of figures 3 to 5 of arXiv 2310.00212.
+"""Recorded runs of the first comparison -> figures, one question each.
 
-Every function returns False, and writes nothing, where its runs have not been made.
+Every function returns False, and writes nothing, if its runs have not been made.
 """
 
 import math
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from benchmarks.frontier.report import cells
+from benchmarks.frontier.report.comparisons import KLS
 from benchmarks.frontier.report.drawing import (
     KL,
     LOOKS,
     NAMES,
     bars,
+    color_of,
     curves,
-    draw_gains,
+    draw_at_kls,
     draw_mean,
     enough_runs,
     finish,
@@ -31,48 +33,130 @@ from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
 from benchmarks.frontier.runs.plan import ALGORITHMS, CLIPPINGS, HIGH_LEARNING_RATE, KL_COEFS, LEARNING_RATES
 from benchmarks.frontier.runs.records import by_task
 from benchmarks.frontier.tasks.groups import LANGUAGES, STUDIED, TASKS
-from benchmarks.frontier.tasks.offsets import OFFSETS
 from fastp3o.evaluation.matched_kl import interval, line
 
-OFFSET_TITLES = {"none": "no offset", "learnable": "learnable offset", "unlearnable": "unlearnable offset"}
 WIN_COLORS = {"reward": "#0072B2", "gold": "#E69F00"}
-WIN_NAMES = {"reward": "by the proxy", "gold": "by the gold utility"}
+WIN_NAMES = {"reward": "by the learned reward (proxy)", "gold": "by the true utility (gold)"}
+# Under an offset, line styles tell PPO's rates apart; without one, PPO does best at PPO_RATE and DPO at DPO_RATE.
+PPO_RATE, DPO_RATE = 3e-4, 7.5e-5
+STYLES = {1.5e-4: "-", 3e-4: "--", 6e-4: ":"}
 
 
-def frontier(study: Study, optimum: Optimum, group: str, path: Path) -> bool:
-    """Gain over KL, by offset and outcome."""
-    arms = {(name, offset): enough_runs(study, group, Arm(name, offset)) for name in ALGORITHMS for offset in OFFSETS}
-    arms = {key: runs for key, runs in arms.items() if runs is not None}
-    offsets = [offset for offset in OFFSETS if any(offset == key[1] for key in arms)]
-    if not offsets:
+def kls_up_to(kl: float) -> np.ndarray:
+    return np.linspace(kl / 60, kl, 60)
+
+
+def frontier(study: Study, optimum: Optimum, path: Path) -> bool:
+    """Gain over KL without an offset, up to the highest KL of the claims: a panel an outcome."""
+    group = LANGUAGES
+    arms = {Arm(name): {"label": NAMES[name]} for name in ALGORITHMS}
+    # The rates that the selection seeds did not choose, at which rivals do better than at theirs.
+    for name, rate in (("ppo", PPO_RATE), ("dpo", DPO_RATE)):
+        label = f"{NAMES[name]}, rate {cells.rate(rate)}"
+        arms[Arm(name, learning_rate=rate)] = {"label": label, "linestyle": "--", "band": False}
+    found = {arm: enough_runs(study, group, arm) for arm in arms}
+    if all(runs is None for runs in found.values()):
         return False
-    outcomes = OUTCOMES[group]
-    figure = Figure(figsize=(0.6 + 4.1 * len(offsets), 1.2 + 3.2 * len(outcomes)), layout="constrained")
-    grid = figure.subplots(len(outcomes), len(offsets), squeeze=False, sharex=True, sharey="row")
-    for panels, (outcome, outcome_name) in zip(grid, outcomes.items(), strict=True):
-        for axes, offset in zip(panels, offsets, strict=True):
-            for (name, with_offset), runs in arms.items():
-                if with_offset == offset:
-                    draw_gains(axes, study, runs, outcome, NAMES[name], **LOOKS[name])
-            if offset != "none" and ("ppo", "none") in arms:
-                means = [curves(study, arms["ppo", "none"], column).mean() for column in ("kl", f"{outcome}_gain")]
-                axes.plot(*means, "--", color=LOOKS["ppo"]["color"], linewidth=1.2, label="PPO without offset")
-            if outcome == "reward":
-                draw_optimum(axes, optimum, group)
-                axes.set_title(OFFSET_TITLES[offset], fontsize=10)
-        panels[0].set_ylabel(gain_label(outcome_name))
-    for axes in grid[-1]:
-        axes.set_xlabel(KL)
-    finish(figure, grid.ravel(), f"{group.capitalize()}: gain over KL, mean over seeds at each evaluated update", path)
+    outcomes, highest = OUTCOMES[group], KLS[group][-1]
+    figure = Figure(figsize=(0.8 + 4.6 * len(outcomes), 4.6), layout="constrained")
+    panels = figure.subplots(1, len(outcomes), squeeze=False, sharey=True)[0]
+    for axes, (outcome, name) in zip(panels, outcomes.items(), strict=True):
+        for arm, runs in found.items():
+            if runs is not None:
+                look = color_of(arm.algorithm) | arms[arm]
+                draw_at_kls(axes, study, runs, outcome, kls_up_to(1.05 * highest), **look)
+        if outcome == "reward":
+            draw_optimum(axes, optimum, group)
+        axes.set(xlabel=KL, ylabel=gain_label(name), xlim=(0, 1.05 * highest), ylim=(0, None))
+    finish(figure, panels, "Languages, no offset: mean over eight seeds and its 95% interval", path)
     return True
 
 
 def draw_optimum(axes: Axes, optimum: Optimum, group: str) -> None:
-    """As far as its samples carry it, for every task of the group."""
+    """The best gain possible, up to the KL that its samples support, for every task of the group."""
     known = known_points(optimum)
     for _, points in known[known["task"].isin(TASKS[group])].groupby("task"):
-        look = {"color": "black", "linewidth": 1, "linestyle": ":", "label": "optimum of a task"}
+        look = {"color": "black", "linewidth": 1, "linestyle": ":", "label": "best possible on a task"}
         axes.plot(points["kl"], points["reward_gain"], **look)
+
+
+def offset(study: Study, path: Path) -> bool:
+    """What an offset per prompt does to P3O and PPO: unpredictable on the left, visible in the prompt on the right."""
+    if not has_offset_runs(study):
+        return False
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, kind, title in zip(
+        panels, ("unlearnable", "learnable"), ("no critic can predict it", "the prompt shows it"), strict=True
+    ):
+        draw_offset(axes, study, kind)
+        axes.set(title=f"offset of 10 std per prompt: {title}", xlabel=KL, xlim=(0, 4.2), ylim=(-0.05, None))
+    panels[0].set_ylabel(gain_label("proxy"))
+    finish(figure, panels, "Languages: P3O does not see the offset, PPO does", path)
+    return True
+
+
+def has_offset_runs(study: Study) -> bool:
+    arms = Arm("joint", "unlearnable"), Arm("ppo", "unlearnable"), Arm("ppo", learning_rate=PPO_RATE)
+    return all(enough_runs(study, LANGUAGES, arm) is not None for arm in arms)
+
+
+def draw_offset(axes: Axes, study: Study, kind: str, *, band: bool = True) -> None:
+    """P3O, PPO without the offset, and PPO with it at every rate that ran on most seeds."""
+    joint = study.runs_of(LANGUAGES, Arm("joint", "unlearnable"))
+    plain = study.runs_of(LANGUAGES, Arm("ppo", learning_rate=PPO_RATE))
+    look = color_of("joint") | {"label": "P3O, with or without offset", "band": band}
+    draw_at_kls(axes, study, joint, "reward", kls_up_to(4.2), **look)
+    look = {"color": "#8C8C8C", "label": f"PPO without offset, rate {cells.rate(PPO_RATE)}", "band": band}
+    draw_at_kls(axes, study, plain, "reward", kls_up_to(4.2), **look)
+    chosen = study.chosen_rate(LANGUAGES, "ppo")
+    rates = [rate for rate in LEARNING_RATES[LANGUAGES] if rate != chosen] + [None]
+    for rate in rates:
+        runs = enough_runs(study, LANGUAGES, Arm("ppo", kind, rate))
+        if runs is not None:
+            rate = rate or chosen
+            look = {"linestyle": STYLES.get(rate, "-."), "label": f"PPO with offset, rate {cells.rate(rate)}"}
+            draw_at_kls(axes, study, runs, "reward", kls_up_to(4.2), band=band, **color_of("ppo"), **look)
+
+
+GREY = "#768390"  # readable on white and on black
+
+
+def offset_for_readme(study: Study, path: Path) -> bool:
+    """The left panel of `offset` as an SVG with labels at the lines, for a page that is white or dark."""
+    if not has_offset_runs(study):
+        return False
+    style = {"svg.hashsalt": "offset", "svg.fonttype": "none", "font.size": 14, "text.color": GREY}
+    style |= {"font.sans-serif": ["Segoe UI", "Helvetica", "Arial", "DejaVu Sans"], "axes.labelcolor": GREY}
+    style |= {"axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY}
+    with rc_context(style):
+        figure = Figure(figsize=(6, 4.2), layout="constrained")
+        axes = figure.subplots()
+        draw_offset(axes, study, "unlearnable", band=False)
+        for x, y, text, color in (
+            (0.2, 1.47, "P3O, offset or not: the same weights", LOOKS["joint"]["color"]),
+            (2.6, 1.02, "PPO without offset", GREY),
+            (2.25, 0.83, "PPO with offset,", LOOKS["ppo"]["color"]),
+            (2.25, 0.72, "at three learning rates", LOOKS["ppo"]["color"]),
+        ):
+            axes.text(x, y, text, color=color, fontsize=13)
+        axes.set(xlim=(0, 4.2), ylim=(-0.05, 1.6), xlabel="KL to the start, nats per response")
+        axes.set_ylabel("gain in reward, standard deviations")
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Description": summary(study)})
+    return True
+
+
+def summary(study: Study) -> str:
+    """The gains at KL 2 that `offset_for_readme` shows, for its metadata."""
+    arms = {
+        "P3O with offset": Arm("joint", "unlearnable"),
+        "P3O without": Arm("joint"),
+        "PPO without": Arm("ppo", learning_rate=PPO_RATE),
+        "PPO with offset at 1.5e-4": Arm("ppo", "unlearnable", 1.5e-4),
+    }
+    gains = {name: cells.number(study.gains(LANGUAGES, arm, 2.0, "reward").mean()) for name, arm in arms.items()}
+    return "Gain at KL 2: " + "; ".join(f"{name} {gain}" for name, gain in gains.items())
 
 
 def kl_coefs(study: Study, path: Path) -> bool:
@@ -113,44 +197,42 @@ def draw_ends(axes: Axes, study: Study, group: str, algorithm: str) -> None:
 
 
 def clipping(study: Study, path: Path) -> bool:
-    """KL over updates and gain over KL at the high learning rate."""
+    """KL over updates, and gain over KL, at the high learning rate."""
     arms = {name: enough_runs(study, LANGUAGES, Arm(name, learning_rate=HIGH_LEARNING_RATE)) for name in CLIPPINGS}
     if any(runs is None for runs in arms.values()):
         return False
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
     panels = figure.subplots(1, 2)
     for name, runs in arms.items():
         kls = curves(study, runs, "kl")
         updates = DataFrame({step: step for step in kls}, index=kls.index)
         draw_mean(panels[0], updates, kls, NAMES[name], **LOOKS[name])
-        draw_gains(panels[1], study, runs, "reward", NAMES[name], **LOOKS[name])
-    panels[0].set(xlabel="update", ylabel=KL)
-    panels[1].set(xlabel=KL, ylabel=gain_label("proxy"))
+        draw_at_kls(panels[1], study, runs, "reward", kls_up_to(16), **color_of(name))
+    panels[0].set(xlabel="update", ylabel=KL, ylim=(0, 30))
+    panels[1].set(xlabel=KL, ylabel=gain_label("proxy"), xlim=(0, 16), ylim=(0, None))
     finish(figure, panels, f"Languages: clipping at learning rate {cells.rate(HIGH_LEARNING_RATE)}", path)
     return True
 
 
 def learning_rates(study: Study, path: Path) -> bool:
-    """Gain over KL at every learning rate but the high one, a panel an algorithm."""
-    rates = LEARNING_RATES[LANGUAGES]
-    arms = {
-        (algorithm, rate): enough_runs(study, LANGUAGES, Arm(algorithm, learning_rate=rate))
-        for algorithm in ALGORITHMS
-        for rate in rates
-    }
-    if len({rate for (_, rate), runs in arms.items() if runs is not None}) < 2:
+    """The gain at KL 2 over the learning rate, on the seeds that chose it: one line an algorithm."""
+    rates, kl = LEARNING_RATES[LANGUAGES], 2.0
+    figure = Figure(figsize=(6.4, 4.6), layout="constrained")
+    axes = figure.subplots()
+    drawn = 0
+    for algorithm in ALGORITHMS:
+        runs = {rate: study.runs_of(LANGUAGES, Arm(algorithm, learning_rate=rate), selection=True) for rate in rates}
+        gains = {rate: study.records.at_kl(found, kl, "reward") for rate, found in runs.items()}
+        means = {rate: values.mean() for rate, values in gains.items() if len(values) and values.notna().all()}
+        if len(means) > 1:
+            drawn += 1
+            axes.plot(means.keys(), means.values(), **LOOKS[algorithm], linewidth=1.5, label=NAMES[algorithm])
+    if not drawn:
         return False
-    figure = Figure(figsize=(14, 4), layout="constrained")
-    panels = figure.subplots(1, len(ALGORITHMS), sharex=True, sharey=True)
-    for axes, algorithm in zip(panels, ALGORITHMS, strict=True):
-        for number, rate in enumerate(rates):
-            if (runs := arms[algorithm, rate]) is not None:
-                look = {"color": colormaps["plasma"](0.8 * number / (len(rates) - 1)), "marker": "o"}
-                draw_gains(axes, study, runs, "reward", f"learning rate {cells.rate(rate)}", **look)
-        axes.set_title(f"{NAMES[algorithm]} ({cells.rate(study.chosen_rate(LANGUAGES, algorithm))})", fontsize=10)
-        axes.set_xlabel("KL, nats per response")
-    panels[0].set_ylabel(gain_label("proxy"))
-    finish(figure, panels, "Languages: learning rates; the chosen one in parentheses", path)
+    axes.set(xscale="log", xlabel="learning rate", ylabel=f"{gain_label('proxy')}, at KL {kl:g}")
+    axes.set_xticks(rates, [cells.rate(rate) for rate in rates])
+    axes.minorticks_off()
+    finish(figure, [axes], "Languages: the learning rate, on the two seeds that chose it", path)
     return True
 
 
@@ -166,7 +248,7 @@ def win_rates(rates: list[dict], path: Path) -> bool:
         draw_win_rates(axes, [rate for rate in rates if (rate["task"], rate["equal_kl"]) == duel])
         where = f"where runs reached KL {equal_kl:g}" if math.isfinite(equal_kl) else "as runs ended"
         axes.set_title(f"{STUDIED[group]}, {where}", fontsize=10)
-    finish(figure, panels, "Head to head, with 95% intervals", path)
+    finish(figure, panels, "P3O with joint clipping head to head, with 95% intervals", path)
     return True
 
 
@@ -187,5 +269,4 @@ def draw_win_rates(axes: Axes, rates: list[dict]) -> None:
 
 
 def duel_label(rate: dict) -> str:
-    names = f"{NAMES[rate['first']]} over {NAMES[rate['second']]}"
-    return f"{names}\nKL {rate['first_kl']:.1f} and {rate['second_kl']:.1f}"
+    return f"against {NAMES[rate['second']]}\nKL {rate['first_kl']:.1f} and {rate['second_kl']:.1f}"

@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
+from benchmarks.frontier.report import cells
 from benchmarks.frontier.report.envelope import tuned_arm
-from benchmarks.frontier.report.study import Arm, Study
+from benchmarks.frontier.report.study import OUTCOMES, Arm, Study
 from benchmarks.frontier.runs.questions import CLIP_RANGES, REWARD_FACTORS, RIVALS, SCALED, SIZE_RATES
 from benchmarks.frontier.runs.tuning import ENVELOPE_KLS, QUESTIONS_KL
 from benchmarks.frontier.tasks.groups import RETUNED, SIZES, WRONG_LABELS
 from benchmarks.frontier.tasks.synthetic import FLIPPED
+from fastp3o.evaluation.matched_kl import Estimate, paired_difference
 
 DEFAULT_CLIP_RANGE = 0.2
 
@@ -27,13 +29,14 @@ Pairs = dict[str, tuple[Point, Point]]
 
 
 class Question(NamedTuple):
-    """kl: what is drawn is the gain there."""
+    """The figure shows the gain in `outcome` at `kl`; the tables show every outcome and KL."""
 
     title: str
     varied: str
     points: list[Point]
     pairs: Pairs
     kl: float = QUESTIONS_KL
+    outcome: str = "reward"  # or "gold"
 
 
 def questions(study: Study) -> list[Question]:
@@ -42,8 +45,14 @@ def questions(study: Study) -> list[Question]:
     return [
         Question("clip range", "ε", clips, with_default(clips, DEFAULT_CLIP_RANGE) | joint_with_any_rival(clips)),
         Question("rewards multiplied", "rewards times", factors, with_default(factors, 1.0)),
-        Question("wrong labels of the reward model", "wrong labels", labels, joint_with_rivals(labels, "wrong labels")),
-        # At the lowest rate not all runs of the largest get to the KL of the others.
+        Question(
+            "wrong labels of the reward model",
+            "share of wrong labels",
+            labels,
+            joint_with_rivals(labels, "wrong labels"),
+            outcome="gold",
+        ),
+        # Not all runs of the largest policy reach the KL of the other questions at its lowest rate.
         Question(
             "size of the policy", "parameters", parameters, joint_with_rivals(parameters, "parameters"), ENVELOPE_KLS[0]
         ),
@@ -124,3 +133,41 @@ def joint_with_rivals(points: list[Point], varied: str) -> Pairs:
 
 def part(point: Point) -> str:
     return "" if point.rate_factor == 1 else f", {point.rate_factor:g} of the rate"
+
+
+def table(study: Study, question: Question) -> list[list[str]]:
+    """Header first."""
+    kls, outcomes = ENVELOPE_KLS, OUTCOMES[RETUNED]
+    gains = [f"{name} at KL {kl:g}" for name in outcomes.values() for kl in kls]
+    lines = [["algorithm", question.varied, "learning rate", "seeds", "final KL", *gains]]
+    for point in question.points:
+        if point.arm is None:
+            continue
+        runs = study.runs_of(point.group, point.arm)
+        about = [point.algorithm, f"{point.value:,.7g}", cells.rate(point.arm.learning_rate), str(len(runs))]
+        found = [cells.mean(study.records.at_kl(runs, kl, outcome)) for outcome in outcomes for kl in kls]
+        lines.append([*about, cells.mean(runs["final_kl"]), *found])
+    return lines
+
+
+def difference(study: Study, first: Point, second: Point, kl: float, outcome: str, count: int = 1) -> Estimate | None:
+    """Over the seeds at which both have a gain; None where there are none."""
+    if first.arm is None or second.arm is None:
+        return None
+    gains = (study.gains(point.group, point.arm, kl, outcome).dropna().to_dict() for point in (first, second))
+    return paired_difference(*gains, count)
+
+
+def differences(study: Study, question: Question) -> tuple[list[list[str]], int]:
+    """Paired, and the number of intervals that hold together; what has no runs is left out. Header first."""
+    wanted = [(kl, outcome) for outcome in OUTCOMES[RETUNED] for kl in ENVELOPE_KLS]
+
+    def found(count: int) -> cells.Differences:
+        compared = {
+            (label,): [difference(study, first, second, *one, count) for one in wanted]
+            for label, (first, second) in question.pairs.items()
+        }
+        return {label: estimates for label, estimates in compared.items() if any(estimates)}
+
+    names = OUTCOMES[RETUNED]
+    return cells.difference_table(["difference", *(f"{names[outcome]} at KL {kl:g}" for kl, outcome in wanted)], found)

@@ -3,20 +3,20 @@
 from pathlib import Path
 
 from benchmarks.frontier.report import (
-    answers,
     cells,
     comparisons,
     endpoints,
     envelope,
     equal_cost,
-    every_run,
     learning_rates,
+    objective,
     questions,
 )
 from benchmarks.frontier.report.acceptance import checked_rules
 from benchmarks.frontier.report.sanity import Optimum
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs.plan import HIGH_LEARNING_RATE
+from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.tasks.groups import STUDIED
 from benchmarks.goals import NOT_MEASURED
 from benchmarks.report import markdown
@@ -24,18 +24,41 @@ from benchmarks.report import markdown
 FOLDER = Path(__file__).parents[1]
 TABLES, ALL_RUNS = FOLDER / "tables.md", FOLDER / "all_runs.md"
 NAMES = (
-    "Names: task, algorithm, learning rate, KL coefficient, seed, offset, its standard deviation, responses per "
-    "prompt, prompts per update, and what is not as by default. `python -m benchmarks.frontier --only NAME --results "
-    "FOLDER` does a run again."
+    "A run's name: task, algorithm, learning rate, KL coefficient, seed, offset, its standard deviation, responses per "
+    "prompt, prompts per update, and every setting that is not the default. `python -m benchmarks.frontier --only NAME "
+    "--results FOLDER` repeats a run."
 )
+WORDS = (
+    "Proxy: the learned reward that is trained on. Gold: the true utility, which only artificial languages have. Both "
+    "are gains over the start, in standard deviations of the reward. KL: to the start, in nats per response. K: "
+    "responses per prompt. Joint, separate, none: P3O's clippings."
+)
+RLOO = (
+    "RLOO's rows, and comparisons with them at equal KL, do not rank it: its rate was chosen without a fair trial of "
+    "3e-4 (README.md)."
+)
+
+ORDER = ["task", "algorithm", "offset", "responses_per_prompt", "learning_rate", "kl_coef", "seed"]
+# Columns of all_runs.md: the column of the frame of runs, and how a value is written.
+COLUMNS = {
+    "run": ("name", str),
+    "first KL": ("first_kl", cells.number),
+    "final KL": ("final_kl", cells.number),
+    "final gain, proxy": ("final_reward", cells.number),
+    "gold": ("final_gold", cells.number),
+    "missing EOS": ("final_missing_eos", "{:.1%}".format),
+    "weights": ("sha256", lambda digits: digits[:12]),
+    "s": ("seconds", "{:.0f}".format),
+}
 
 
 def tables_page(study: Study, optimum: Optimum) -> str:
-    made = "Made of the recorded runs by `python -m benchmarks.frontier.report`; README.md says what they mean."
-    parts = ["# Tables", made]
+    made = "Made from the recorded runs by `python -m benchmarks.frontier.report`; README.md says what they mean."
+    parts = ["# Tables", made, WORDS]
     parts += ["## Acceptance", markdown([["rule", "measured", ""], *map(list, checked_rules(study, optimum))])]
     for group in STUDIED:
         parts += group_sections(study, group)
+    parts += objective_sections(study)
     parts += envelope_sections(study, optimum)
     for question in questions.questions(study):
         parts += question_sections(study, question)
@@ -48,18 +71,18 @@ def group_sections(study: Study, group: str) -> list[str]:
     compared, count = comparisons.differences(study, group)
     rate = cells.rate(HIGH_LEARNING_RATE)
     return [
-        f"## {title}: gain at matched KL",
+        f"## {title}: gain at equal KL",
         "Mean over seeds [95% interval] (seeds that reach the KL after their first evaluation). First KL: the smallest "
-        "and largest of the first evaluation.",
+        "and largest KL at the first evaluation.",
         shown(comparisons.levels(study, group)),
         f"## {title}: paired differences",
-        f"Over seeds that both arms share [95% intervals that hold together for all {count} in the table] (seeds):",
+        f"Over the seeds that both arms share [95% intervals that hold together for all {count} in the table] (seeds):",
         shown(compared),
         f"## {title}: learning rates",
         "Proxy; chosen rates in bold. Mean [95% interval] (seeds that reach the KL):",
         shown(learning_rates.table(study, group)),
-        "How far apart these means lie at most, over the learning rates of each algorithm and over algorithms at their "
-        "chosen rates (seeds of the results; arms of which most seeds reach the KL):",
+        "The largest distance between these means, over the learning rates of each algorithm and over the algorithms "
+        "at their chosen rates (seeds of the results; arms of which most seeds reach the KL):",
         shown(learning_rates.spreads(study, group)),
         f"## {title}: clipping at learning rate {rate}",
         shown(endpoints.clipping(study, group)),
@@ -72,30 +95,44 @@ def group_sections(study: Study, group: str) -> list[str]:
     ]
 
 
+def objective_sections(study: Study) -> list[str]:
+    compared, count = objective.differences(study)
+    return [
+        "## Reward − β KL at the end of runs",
+        f"This is what training maximises. All runs that trained with β = {objective.BETA:g} are here, except those of "
+        "online DPO, whose β is not a price in rewards. Mean over seeds [95% interval] (seeds):",
+        shown(objective.table(study)),
+        f"Paired differences over shared seeds [95% intervals that hold together for all {count} in the table; in the "
+        "last column each on its own] (seeds):",
+        shown(compared),
+    ]
+
+
 def envelope_sections(study: Study, optimum: Optimum) -> list[str]:
     compared, count = envelope.differences(study)
     return [
         "## Retuned: every algorithm tuned over learning rate and KL coefficient",
         "At each KL with the setting that the selection seeds chose for it. Algorithms that a group's mean and "
-        "deviation define take K 4 of 32 prompts, the others K 2 of 64. Mean over seeds [95% interval] (seeds that "
-        "reach the KL):",
+        "deviation define take 4 responses to 32 prompts, the others 2 to 64. Update: where runs first cross the KL. "
+        "Mean over seeds [95% interval] (seeds that reach the KL):",
+        RLOO,
         shown(envelope.table(study, optimum)),
-        "Paired differences over seeds that both share [95% intervals that hold together for all "
-        f"{count} in the table] (seeds):",
+        "Paired differences over shared seeds [95% intervals that hold together for all "
+        f"{count} in the table; in the last column the proxy's on its own] (seeds):",
         shown(compared),
         "The trials on the selection seeds:",
         shown(envelope.trials(study)),
-        "Published algorithms, all with K 4 of 32 prompts, at their setting for the highest KL:",
+        "Published algorithms, all with 4 responses to 32 prompts, at their setting for the highest KL:",
         shown(envelope.in_fours(study)),
     ]
 
 
 def question_sections(study: Study, question: questions.Question) -> list[str]:
-    compared, count = answers.differences(study, question)
+    compared, count = questions.differences(study, question)
     return [
         f"## Retuned: {question.title}",
         "Mean over seeds [95% interval] (seeds that reach the KL):",
-        shown(answers.table(study, question)),
+        shown(questions.table(study, question)),
         f"Paired differences [95% intervals that hold together for all {count} in the table] (seeds):",
         shown(compared),
     ]
@@ -106,10 +143,11 @@ def equal_cost_sections(study: Study) -> list[str]:
     of_rivals, fewer = equal_cost.differences(study, equal_cost.rivals(study))
     return [
         "## Long prompts: K at equal cost",
-        "Prompts of 122 tokens, and the rate that was chosen for each algorithm on short ones. Tokens are those of "
-        "prompts, each once, and of responses; seconds are of one core, without evaluations. β is the KL coefficient. "
-        "Equal costs are those of the cheapest run of all, and of a pair below those of the cheaper one. Mean over "
-        "seeds [95% interval] (seeds):",
+        "Prompts have 122 tokens; each algorithm has the rate that was chosen for it on short prompts. Tokens count "
+        "each prompt once, and all responses; seconds are of one core, without evaluations. β is the KL coefficient. "
+        "The first table compares all runs at the total cost of the cheapest, the tables of differences each pair at "
+        "the total cost of the cheaper one. Mean over seeds [95% interval] (seeds):",
+        RLOO,
         shown(equal_cost.table(study)),
         f"More responses, paired differences [95% intervals that hold together for all {many} in the table] (seeds):",
         shown(of_responses),
@@ -120,9 +158,16 @@ def equal_cost_sections(study: Study) -> list[str]:
 
 
 def shown(lines: list[list[str]]) -> str:
-    """A table, unless nothing in it was measured."""
+    """The table, or "Not measured." if it has no measurement."""
     return markdown(lines) if any(line[-1] != NOT_MEASURED for line in lines[1:]) else f"{NOT_MEASURED.capitalize()}."
 
 
 def all_runs_page(study: Study) -> str:
-    return f"# All {len(study.records.runs)} runs\n\n{NAMES}\n\n{markdown(every_run.table(study.records))}\n"
+    return f"# All {len(study.records.runs)} runs\n\n{NAMES}\n\n{markdown(every_run(study.records))}\n"
+
+
+def every_run(records: Records) -> list[list[str]]:
+    """Every recorded run, none left out. Header first."""
+    runs = records.runs.sort_values(ORDER)
+    columns = {name: runs[field].map(form, na_action="ignore") for name, (field, form) in COLUMNS.items()}
+    return [list(columns), *zip(*(values.fillna("") for values in columns.values()), strict=True)]

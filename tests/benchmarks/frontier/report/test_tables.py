@@ -11,20 +11,20 @@ from pandas.testing import assert_frame_equal
 
 from benchmarks.frontier.report import (
     acceptance,
-    answers,
     cells,
     comparisons,
     endpoints,
     envelope,
     equal_cost,
-    every_run,
     figures,
-    further_figures,
     learning_rates,
+    objective,
     questions,
     sanity,
     tables,
+    tuned_figures,
 )
+from benchmarks.frontier.report.__main__ import README_PLOT
 from benchmarks.frontier.report.study import Arm, Study, load_study
 from benchmarks.frontier.runs import parts, plan, records, tuning
 from benchmarks.frontier.runs.plan import Run
@@ -220,25 +220,48 @@ def test_the_envelope_takes_the_setting_of_each_kl_as_a_share_of_the_optimum(stu
     assert [line[3] for line in table if line[1] == "rebel"] == ["1", "3"]
     differences, count = envelope.differences(study)
     assert len(differences) == 1 + (len(plan.EVERYONE) - 1) * len(tuning.ENVELOPE_KLS)
-    assert count == sum(cell.endswith(")") for line in differences[1:] for cell in line[2:])
+    assert count == sum(cell.endswith(")") for line in differences[1:] for cell in line[2:4])
+    together, alone = (
+        [float(x) for x in line[place].replace("−", "-").split("[")[1].split("]")[0].split(", ")]
+        for line in differences[1:2]
+        for place in (2, 4)
+    )
+    assert together[0] < alone[0] < alone[1] < together[1]
     assert {line[-3] for line in envelope.trials(study)[1:]} != {cells.NOT_MEASURED}
     assert [line[0] for line in envelope.in_fours(study)[1:]] == list(plan.PUBLISHED)
 
 
+def test_what_training_maximises_is_compared_at_the_end_of_runs_with_one_coefficient(lines, study):
+    table = objective.table(study)
+    assert {line[2] for line in table[1:] if line[:2] == ["languages", "2"]} == {"joint", "separate", "none", "ppo"}
+    ppo = study.runs_of("languages", Arm("ppo", kl_coef=0.1))
+    values = objective.at_the_end(study, "languages", Arm("ppo", kl_coef=0.1))
+    assert values.tolist() == (ppo["final_reward"] - 0.1 * ppo["final_kl"]).tolist()
+    differences, count = objective.differences(study)
+    assert count == len(differences) - 1
+    assert all(line[2].startswith("joint − ") for line in differences[1:])
+    further = changed(lines, lambda e: {"kl": e["kl"] + (e["step"] > 0)}, algorithm="ppo")
+    (before,), (after,) = (
+        [line for line in objective.differences(s)[0] if line[:3] == ["languages", "2", "joint − ppo"]]
+        for s in (study, further)
+    )
+    assert float(after[3].split()[0]) - float(before[3].split()[0]) == pytest.approx(0.1, abs=0.011)
+
+
 def test_questions_compare_each_value_with_the_default_or_algorithms_at_each_value(study):
     clip, factor, labels, sizes = questions.questions(study)
-    values = {name: [line[1] for line in answers.table(study, clip) if line[0] == name] for name in ("joint", "ppo")}
+    values = {name: [line[1] for line in questions.table(study, clip) if line[0] == name] for name in ("joint", "ppo")}
     assert values["joint"] == values["ppo"] == ["0.05", "0.1", "0.2", "0.5", "1"]
-    compared = [line[0] for line in answers.differences(study, clip)[0]]
+    compared = [line[0] for line in questions.differences(study, clip)[0]]
     assert compared[1:5] == [f"joint: {value} − 0.2" for value in ("0.05", "0.1", "0.5", "1")]
     assert compared[-4:] == [f"joint with 0.2 − grpo with {value}" for value in ("0.05", "0.1", "0.2", "0.5")]
-    larger = next(line for line in answers.table(study, factor) if line[:2] == ["joint", "10"])
-    plain = next(line for line in answers.table(study, factor) if line[:2] == ["joint", "1"])
+    larger = next(line for line in questions.table(study, factor) if line[:2] == ["joint", "10"])
+    plain = next(line for line in questions.table(study, factor) if line[:2] == ["joint", "1"])
     assert float(larger[5][:4]) == pytest.approx(float(plain[5][:4]), abs=0.1)
-    assert [line[0] for line in answers.differences(study, labels)[0][1:]] == [
+    assert [line[0] for line in questions.differences(study, labels)[0][1:]] == [
         f"joint − {rival}, wrong labels {share}" for share in ("0.05", "0.2", "0.35") for rival in ("ppo", "dpo")
     ]
-    of_ppo = [line[1:4] for line in answers.table(study, sizes) if line[0] == "ppo"]
+    of_ppo = [line[1:4] for line in questions.table(study, sizes) if line[0] == "ppo"]
     assert of_ppo == [
         ["100,000", "3e-4", "8"],
         ["1,000,000", "1.5e-4", "8"],
@@ -270,7 +293,7 @@ def test_more_responses_are_compared_where_runs_had_cost_the_same(study):
 
 
 def test_every_run_is_listed(study):
-    table = every_run.table(study.records)
+    table = tables.every_run(study.records)
     assert len(table) == 1 + len(study.records.runs)
     assert all(len(line) == len(table[0]) for line in table)
 
@@ -367,24 +390,26 @@ def test_figures_are_drawn_from_what_there_is(lines, study, optimum, tmp_path):
         for equal_kl in (None, 4.0)
     ]
     drawn = [
-        figures.frontier(study, optimum, "languages", path),
-        figures.frontier(without(lines, algorithm="ppo"), {}, DOCSTRINGS, path),
+        figures.frontier(study, optimum, path),
+        figures.frontier(without(lines, algorithm="ppo"), {}, path),
+        figures.offset(study, path),
         figures.kl_coefs(study, path),
         figures.clipping(study, path),
         figures.learning_rates(study, path),
         figures.win_rates([rate | {"low": 0.6, "high": 0.8} for rate in rates], path),
-        further_figures.envelope(study, optimum, path),
-        further_figures.envelope(without(lines, algorithm="ppo"), {}, path),
-        further_figures.of_questions(study, path),
-        further_figures.of_equal_cost(without(lines, responses_per_prompt=8), path),
+        tuned_figures.envelope(study, optimum, path),
+        tuned_figures.envelope(without(lines, algorithm="ppo"), {}, path),
+        tuned_figures.one_setting_at_a_time(study, path),
+        tuned_figures.by_responses(without(lines, responses_per_prompt=8), path),
     ]
     assert all(drawn)
     assert matplotlib.image.imread(path).std() > 0
-    assert not figures.frontier(EMPTY, optimum, "languages", path)
-    assert not any(draw(EMPTY, path) for draw in (figures.kl_coefs, figures.clipping, figures.learning_rates))
+    assert not figures.frontier(EMPTY, optimum, path)
+    drawings = (figures.offset, figures.offset_for_readme, figures.kl_coefs, figures.clipping, figures.learning_rates)
+    assert not any(draw(EMPTY, path) for draw in drawings)
     assert not figures.win_rates([], path)
-    assert not further_figures.envelope(EMPTY, optimum, path)
-    assert not any(draw(EMPTY, path) for draw in (further_figures.of_questions, further_figures.of_equal_cost))
+    assert not tuned_figures.envelope(EMPTY, optimum, path)
+    assert not any(draw(EMPTY, path) for draw in (tuned_figures.one_setting_at_a_time, tuned_figures.by_responses))
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs():
@@ -393,6 +418,7 @@ def test_the_committed_tables_are_those_of_the_committed_runs():
     assert tables.tables_page(study, optimum) == tables.TABLES.read_text()
     assert tables.all_runs_page(study) == tables.ALL_RUNS.read_text()
     assert tables.ALL_RUNS.read_text().count("\n| ") == len(study.records.runs) + 2
+    assert figures.summary(study) in README_PLOT.read_text()
 
 
 def test_committed_runs_of_a_task_and_a_seed_began_alike():
