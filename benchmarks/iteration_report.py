@@ -1,10 +1,10 @@
-"""Whole iterations: a table, and a plot of where the time goes."""
+"""The table of whole iterations, and the plot of where their time goes."""
 
 from pathlib import Path
 
 from benchmarks.goals import Results, select
 
-# Of the phases, in the order of an iteration.
+# The phases in the order of an iteration, and their names in the plot.
 LABELS = {
     "rollout": "rollout",
     "reward": "reward",
@@ -36,7 +36,7 @@ def described(result: dict) -> str:
 
 
 def unit(results: Results) -> str:
-    """What the clock measured in."""
+    """The unit that the clock measured."""
     clocks = {result["clock"] for result in select(results, level="iteration")}
     return "seconds of processor time" if clocks == {"processor"} else "seconds"
 

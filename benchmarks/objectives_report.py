@@ -1,4 +1,4 @@
-"""Objectives: a table of what each costs us and others."""
+"""The table of what each objective costs here and in other libraries."""
 
 from benchmarks.goals import NOT_MEASURED, Results, select
 
@@ -7,7 +7,7 @@ ABSENT = "–"
 
 
 def objectives(cpu: Results, gpu: Results) -> list[list[str]]:
-    """Of each objective a figure for each of WAYS, with slashes between them. Header first."""
+    """One row per objective; each cell has the numbers of all WAYS between slashes. Header first."""
     cpu, gpu = (select(results, level="objectives") for results in (cpu, gpu))
     lines = [["objective", "operations, F", "extra MB", "× bare products, CPU", "× bare products, GPU"]]
     for name in dict.fromkeys(result["objective"] for result in cpu + gpu):

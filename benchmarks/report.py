@@ -3,7 +3,7 @@
     python -m benchmarks.report RESULTS.json           # a short table
     python -m benchmarks.report --write                # tables of both READMEs, goals.md and the plots, from results/
 
-Every figure comes from the JSON; what it lacks is written "not measured".
+Every number comes from the JSON; a number that it lacks is written "not measured".
 """
 
 import argparse
@@ -17,12 +17,12 @@ from benchmarks.rollouts_report import plot_rollouts, rollouts
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
-README = FOLDER / "README.md"  # of the benchmarks
+README = FOLDER / "README.md"
 PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
 BOTH = "forward and backward"
-# Levels whose results on a CPU come from runs of their own, which take long there.
-OF_ITS_OWN = ("iteration", "rollouts")
-# What a case is timed in turns with; no implementation can be faster.
+# Levels with runs of their own on a CPU, where they take long.
+SEPARATE_RUNS = ("iteration", "rollouts")
+# The operation that a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
 
 
@@ -40,7 +40,7 @@ def measured_on(record: dict) -> str:
 
 
 def comparison(results: Results, level: str) -> list[list[str]]:
-    """Forward and backward at each shape: fastest first. Header first."""
+    """Forward and backward at each shape, fastest first. Header first."""
     lines = [["D, V", "N", "implementation", "ms", f"× {BARE_OPERATIONS[level]}", "extra GB"]]
     both = select(results, level=level, passes=BOTH)
     for result in sorted(both, key=lambda result: (result["V"], result["D"], result["N"], result["ms"])):
@@ -52,7 +52,7 @@ def comparison(results: Results, level: str) -> list[list[str]]:
 
 
 def other_passes(results: Results) -> list[list[str]]:
-    """Of fastp3o: all but forward and backward together. Header first."""
+    """Passes of fastp3o other than forward and backward together. Header first."""
     lines = [["level", "pass", "D, V", "N", "ms", "× bare operation", "GB/s", "TFLOP/s"]]
     for result in results:
         if result["implementation"] == "fastp3o" and result.get("passes", BOTH) != BOTH:
@@ -64,7 +64,7 @@ def other_passes(results: Results) -> list[list[str]]:
 
 
 def packing(results: Results) -> list[list[str]]:
-    """Updates of the policy in each layout: fastest first."""
+    """Updates of the policy in each layout, fastest first. Header first."""
     lines = [["prompt, response", "K", "layout", "tokens computed", "ms", "speed, × plain packing", "extra GB"]]
     order = "prompt", "response", "K", "ratio_to_bare"
     for result in sorted(select(results, level="training"), key=lambda result: [result[key] for key in order]):
@@ -75,7 +75,7 @@ def packing(results: Results) -> list[list[str]]:
 
 
 def memory(results: Results) -> list[list[str]]:
-    """What each pass of an update needs, in MB."""
+    """The memory of each pass of an update, in MB. Header first."""
     parts = ["weights", "gradients", "optimizer", "activations", "head"]
     lines = [["pass", *parts]]
     for result in select(results, level="memory"):
@@ -84,7 +84,7 @@ def memory(results: Results) -> list[list[str]]:
 
 
 def precision_table(record: dict) -> list[list[str]]:
-    """Rounding of log-ratios in each precision of the policy."""
+    """Rounding of log-ratios in each precision of the policy. Header first."""
     rates = list(record["results"][0]["errors"])
     lines = [["policy", *(f"lr {float(rate):.0e}" for rate in rates), "ratio/noise"]]
     for result in record["results"]:
@@ -114,7 +114,7 @@ def goals_table(results: Results) -> list[list[str]]:
 
 
 def absent(record: dict) -> str:
-    """Reasons why something was not measured, each once, with what it concerns."""
+    """A list of the reasons why something was not measured, each with the measurements that it concerns."""
     reasons: dict[str, set[str]] = {}
     for entry in record["not_measured"]:
         reasons.setdefault(entry["reason"], set()).add(entry["name"].split("[")[0])
@@ -122,7 +122,7 @@ def absent(record: dict) -> str:
 
 
 def plot(record: dict, path: Path) -> None:
-    """Time, and memory where it was measured, over N at the first head: forward and backward, and the bare products."""
+    """Time, and memory if it was measured, over N at the first head: forward and backward, and the bare products."""
     # Tables need no matplotlib.
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -150,7 +150,9 @@ def plot(record: dict, path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("")
         axis.grid(alpha=0.3)
-    figure.suptitle(f"P3O loss, forward and backward, D {D}, V {V} ({record['environment']['device']})", fontsize=11)
+    figure.suptitle(
+        f"P3O's loss, forward and backward, D {D}, V {V}, on {record['environment']['device']}", fontsize=11
+    )
     figure.tight_layout(rect=(0, 0.14, 1, 1))
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
@@ -162,16 +164,18 @@ def benchmarks_section(record: dict, on_gpu: bool) -> str:
         parts.append("No GPU figure has been measured yet; [`goals.md`](goals.md) has the open cells.")
     results = record["benchmarks"]
     parts += [
-        "From hidden states to gradients, forward and backward, beside the three bare matrix products:",
+        "From hidden states to gradients, forward and backward, next to the three bare matrix products:",
         markdown(comparison(results, "hidden")),
-        "From logits, beside a bare copy of the bytes that must move:",
+        "From logits, next to a bare copy of the bytes that must move:",
         markdown(comparison(results, "logits")),
         "![time over N](results/kernels.png)",
     ]
     if updates := select(results, level="training"):
         parts += [f"Training on packed rows: {policy_description(updates[0])}", markdown(packing(results))]
     if select(results, level="memory"):
-        parts += ["What each pass needs, in MB (prompts shared, 350, 40, K 2; head: what it adds to the peak):"]
+        parts += [
+            "Memory of each pass in MB (shared prompts of 350 tokens, 2 responses of 40; head: its part of the peak):"
+        ]
         parts += [markdown(memory(results))]
     return "\n\n".join(parts)
 
@@ -183,7 +187,7 @@ def objectives_section(cpu: dict, gpu: dict | None) -> str:
     if gpu and (found := select(gpu["benchmarks"], level="objectives")):
         on_gpu = "N {N}, D {D}, V {V}, {dtype} on the GPU: ".format(**found[0]) + described(gpu["environment"]) + "."
     times = f"Times on the CPU: {one['clock']} time, the least of all rounds."
-    first = f"{measured_on(cpu)} {shape}. {times} {on_gpu} In each cell: {' / '.join(WAYS)}."
+    first = f"{measured_on(cpu)} {shape}. {times} {on_gpu} F = N V D. Each cell has {' / '.join(WAYS)}."
     table = objectives(cpu["benchmarks"], gpu["benchmarks"] if gpu else [])
     return f"{first}\n\n{markdown(table)}"
 
@@ -197,10 +201,10 @@ def iteration_section(record: dict) -> str:
 
 
 def rollouts_section(record: dict) -> str:
-    first = f"{measured_on(record)} `×`: of the tokens a second of `generate`, the median of rounds."
+    first = f"{measured_on(record)} `×`: of the tokens per second of `generate`, the median of rounds."
     if not record["environment"]["cuda"]:
         first += " No GPU figure has been measured yet."
-    return "\n\n".join([first, markdown(rollouts(record["benchmarks"])), "![tokens a second](results/rollouts.png)"])
+    return "\n\n".join([first, markdown(rollouts(record["benchmarks"])), "![tokens per second](results/rollouts.png)"])
 
 
 def policy_description(update: dict) -> str:
@@ -230,8 +234,8 @@ def write_between(path: Path, name: str, section: str) -> None:
 
 
 def judged(*records: dict) -> Results:
-    """What goals are about: everything on a GPU. Rounding does not depend on the device, bandwidth and time do; goals
-    of rollouts and iterations name theirs.
+    """The results that goals are about. On a CPU these are only rounding, which does not depend on the device, and
+    rollouts and iterations, whose goals name a device.
     """
     results = []
     for record in records:
@@ -242,7 +246,7 @@ def judged(*records: dict) -> Results:
 
 
 def write() -> None:
-    """Tables and plots from the GPU's results where there are some, else from the CPU's."""
+    """Tables and plots from the GPU's results if there are any, otherwise from the CPU's."""
     gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
     on_gpu = gpu.exists()
     record = load(gpu if on_gpu else cpu)
@@ -253,7 +257,7 @@ def write() -> None:
         if on_gpu
         else "no GPU has been measured; precision, rollouts and iterations on a CPU"
     )
-    records = [record, *(load(path) for level in OF_ITS_OWN for path in sorted(RESULTS.glob(f"{level}.?pu.json")))]
+    records = [record, *(load(path) for level in SEPARATE_RUNS for path in sorted(RESULTS.glob(f"{level}.?pu.json")))]
     goals = f"# Goals\n\nThe worst of all heads and numbers of tokens. Results of: {device}.\n\n"
     goals += markdown(goals_table(judged(*records))) + "\n"
     if on_gpu:
@@ -261,23 +265,23 @@ def write() -> None:
     goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
     (FOLDER / "goals.md").write_text(goals)
     plot(record, RESULTS / "kernels.png")
-    write_between(README, "objectives", objectives_section(*records_of_objectives()))
-    record = record_of("iteration")
+    write_between(README, "objectives", objectives_section(*objective_records()))
+    record = level_record("iteration")
     write_between(README, "iteration", iteration_section(record))
     plot_iterations(record, RESULTS / "iteration.png")
-    record = record_of("rollouts")
+    record = level_record("rollouts")
     write_between(README, "rollouts", rollouts_section(record))
     plot_rollouts(record, RESULTS / "rollouts.png")
 
 
-def records_of_objectives() -> tuple[dict, dict | None]:
-    """Of the CPU and of the GPU, the latter from the whole suite's run."""
+def objective_records() -> tuple[dict, dict | None]:
+    """The CPU's record and, if there is one, the GPU's, which is the whole suite's."""
     gpu = RESULTS / "kernels.gpu.json"
     return load(RESULTS / "objectives.cpu.json"), load(gpu) if gpu.exists() else None
 
 
-def record_of(level: str) -> dict:
-    """The GPU's results where there are some, from the whole suite's run or one of the level's own."""
+def level_record(level: str) -> dict:
+    """The GPU's results if there are any, from the whole suite's run or one of the level's own."""
     for name in ("kernels.gpu", f"{level}.gpu", f"{level}.cpu"):
         path = RESULTS / f"{name}.json"
         if path.exists() and select((record := load(path))["benchmarks"], level=level):

@@ -1,4 +1,4 @@
-"""Rollouts: a table, and a plot of tokens a second."""
+"""The table of rollouts, and the plot of tokens per second."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ NOT_COUNTED = ""
 
 
 def rollouts(results: Results) -> list[list[str]]:
-    """Each way at each shape, and what it computes and reads for a token of the responses. Header first."""
+    """Each way at each shape: speed, and tokens computed and bytes read per token of the responses. Header first."""
     counted = "launches" if any("gpu_ms_per_step" in way for way in all_ways(results)) else "operations"
     lines = [["model", "prompt + response", "K", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
     lines[0] += ["tokens computed", "MB read"]
@@ -49,12 +49,12 @@ def lengths(result: dict) -> str:
 
 
 def tick(result: dict) -> str:
-    """The same below an axis."""
+    """The shape's label below the axis."""
     return f"D {result['D']}, K {result['K']}\n" + lengths(result).replace(" + ", "\n+ ").replace(", at", "\nat")
 
 
 def plot_rollouts(record: dict, path: Path) -> None:
-    """A group of bars for each shape: tokens a second as multiples of `generate`'s."""
+    """A group of bars for each shape: tokens per second as multiples of `generate`'s."""
     # Tables need no matplotlib.
     from matplotlib.figure import Figure
 
@@ -71,7 +71,7 @@ def plot_rollouts(record: dict, path: Path) -> None:
             axis.bar_label(bars, fmt="{:.1f}", fontsize=8, padding=2)
     axis.set_xticks(range(len(results)), [tick(result) for result in results], fontsize=7.5)
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_ylabel("tokens a second, × generate")
+    axis.set_ylabel("tokens per second, × generate")
     axis.grid(axis="y", alpha=0.3)
     figure.suptitle(f"Rollouts ({record['environment']['device']})", fontsize=11)
     figure.tight_layout(rect=(0, 0.08, 1, 1))
