@@ -1,7 +1,7 @@
 """Online DPO, to compare P3O with. `python scripts/online_dpo.py --help` explains every option."""
 
 from fastp3o.config import parse
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.script import run_script
 from fastp3o.stages.online import train
 

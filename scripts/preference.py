@@ -1,7 +1,7 @@
 """DPO, KTO and their kin. `python scripts/preference.py --objective dpo --help` explains every option."""
 
 from fastp3o.config import parse_chosen
-from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.script import run_script
 from fastp3o.stages.preference import train
 

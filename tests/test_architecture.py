@@ -99,7 +99,8 @@ def any_of(*packages: str) -> Callable[[str], bool]:
 
 
 def concrete_objective(name: str) -> bool:
-    return name.startswith("fastp3o.objectives.") and name != "fastp3o.objectives.base"
+    shared = ("fastp3o.objectives.base", "fastp3o.objectives.kl_coefficient")
+    return name.startswith("fastp3o.objectives.") and name not in shared
 
 
 @pytest.fixture(scope="module")

@@ -1,105 +1,164 @@
 """What every objective is: packed rows with rewards and log-probs in, loss and metrics out.
 
-P prompts with K responses each and N scored tokens of a packed row.
+Shapes: P prompts with K responses each, N labelled tokens of a packed row, n tokens of some of its prompts.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import Scaler
+from fastp3o_kernels import Groups, Head, linear_loss
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A packed row of rollouts with all that a loss takes."""
+    """A packed row of rollouts with everything that a loss takes."""
 
     row: PackedRow
     rewards: Tensor  # [P, K] fp32, scaled
-    old_token_logprobs: Tensor  # [N] fp32, of the policy that sampled
-    ref_token_logprobs: Tensor  # [N] fp32, of the reference
+    old_token_logprobs: Tensor  # [N] fp32, by the policy that sampled
+    ref_token_logprobs: Tensor  # [N] fp32, by the reference
     old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
     ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
     metrics_weight: float = field(default=1.0, kw_only=True)  # of its metrics, see LossAndMetrics
-    response_share: float = field(default=1.0, kw_only=True)  # its share of what `Objective.units` counts
-    counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, what takes part in the loss; None: all
+    response_share: float = field(default=1.0, kw_only=True)  # its share of the minibatch's `Objective.metric_count`
+    counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, who takes part in the loss; None: all
+    prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
 
     def counted_tokens(self) -> int:
-        """How many take part in the loss."""
+        """Number of tokens that take part in the loss."""
         return counted_tokens(self.row, self.counted)
 
     def counted_responses(self) -> Tensor:
-        """[P, K] bool: which take part in the loss."""
+        """[P, K] bool: the responses that take part in the loss."""
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.counted is None else self.counted
 
 
 def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
-    """Scored tokens of a row's responses that take part in a loss; counted: [P, K] bool, None for all."""
+    """Labelled tokens of the row's responses that take part in a loss; counted: [P, K] bool, None for all."""
     if counted is None:
         return len(row.labels)
     takes_part = zip(row.scored_lengths, counted.flatten().tolist(), strict=True)
     return sum(length for length, counts in takes_part if counts)
 
 
-# A loss, 0-d, and metrics of it, 0-d and detached: names that end in `_max` are maxima, the others means over what
-# counts, tokens where the loss averages them or else responses, and 0 where nothing does.
+# The loss, 0-d, and its metrics, 0-d and detached. A metric whose name ends in `_max` is a maximum. Any other is a mean
+# over the tokens that count if the loss averages tokens, else over `Objective.metric_count`; 0 if nothing counts.
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 SumOverProcesses = Callable[[Tensor], Tensor]
 
 
 class Objective(ABC):
-    """An update of the policy from rollouts with rewards, old and reference log-probs.
+    """Updates the policy from rollouts with rewards, old and reference log-probs.
 
-    averages_tokens: whether the loss is a mean over response tokens, rather than over prompts.
-    scaler: what rewards go through.
+    averages_tokens: the loss is a mean over response tokens; otherwise it is a mean over prompts.
+    scaler: rewards go through it. kl: the weight of the KL to the reference, if it is a part of the state.
     """
 
     averages_tokens: bool = False
     scaler: Scaler
+    kl: KLCoefficient | None = None
 
     @property
     def learning_rates(self) -> Mapping[str, float]:
-        """Of submodules that the objective adds to the policy, by name."""
+        """Learning rates of the submodules that the objective adds to the policy, by name."""
         return {}
 
     @property
-    def parts(self) -> dict[str, Stateful]:
-        """What of it changes from update to update, by the names that these have in a state."""
-        return {"reward_scaling": self.scaler}
+    def stateful_parts(self) -> dict[str, Stateful]:
+        """The parts that change from update to update, by their names in a saved state."""
+        return {"reward_scaling": self.scaler} | ({} if self.kl is None else {"kl_coef": self.kl})
 
     @property
-    def adapted(self) -> dict[str, float]:
-        """Settings that an update changes, by name, to be reported."""
-        return {}
+    def adaptive_metrics(self) -> dict[str, float]:
+        """Metrics: the settings that an update changes, by name."""
+        return {} if self.kl is None or self.kl.target is None else {"kl_coef": self.kl.value}
 
     def clip_range(self, length: float) -> float | None:
-        """Of log-ratios of whole responses of so many tokens, which rounding must leave alone; None where there is
-        none.
-        """
+        """Clip range of the sequence's log-ratio at this length, None if it is not clipped."""
         return None
 
-    def units(self, counted: Tensor) -> Tensor:
-        """Over how many metrics are means where the loss does not average tokens, 0-d: of the responses that count,
-        [P, K] bool, or of what they make together.
+    def metric_count(self, counted: Tensor) -> Tensor:
+        """Number of responses, or pairs, that metrics average over when the loss does not average tokens, 0-d.
+
+        counted: [P, K] bool, the responses that take part in the loss.
         """
         return counted.sum()
 
     def add_to(self, policy: PackedModel) -> None:  # noqa: B027 - most add nothing
-        """Adds what trains beside the policy, such as a critic."""
+        """Adds modules that train with the policy, such as a critic."""
 
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
-        """What is computed once an update, before the first optimizer step."""
+        """Runs once an update, before its first optimizer step: adapts the KL's weight. Subclasses add tensors."""
+        if self.kl is not None and self.kl.target is not None:
+            self.kl.adapt(mean_kl(minibatches, sum_over_processes))
         return minibatches
 
     @abstractmethod
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
         """The loss of one microbatch. on_policy: no optimizer step has been made since its old log-probs."""
+
+
+class GroupwiseObjective(Objective):
+    """The loss is a plain function of the log-probs of each prompt's responses: one pass of the fused head for all.
+
+    outputs: further outputs of that pass for each token (`TokenOutputs`).
+    """
+
+    outputs: tuple[str, ...] = ()
+
+    @abstractmethod
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        """Loss and metrics of some prompts, each summed over what it averages.
+
+        groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `counted` [P, K] and `Microbatch.prepared`.
+        """
+
+    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
+        row, counted = microbatch.row, microbatch.counted_responses()
+        tokens = max(1, microbatch.counted_tokens()) if self.averages_tokens else None
+        count = tokens or self.metric_count(counted).clamp(min=1)
+        responses = {
+            "old": microbatch.old_logprobs,
+            "ref": microbatch.ref_logprobs,
+            "rewards": microbatch.rewards,
+            "counted": counted,
+            **microbatch.prepared,
+        }
+
+        def head_loss(hidden: Tensor, head: Head) -> LossAndMetrics:
+            return linear_loss(
+                hidden,
+                head,
+                row.labels,
+                row.cu_seqlens_on_host,
+                self.sums,
+                responses_per_group=counted.shape[1],
+                of_tokens={"old_tokens": microbatch.old_token_logprobs, "ref_tokens": microbatch.ref_token_logprobs},
+                of_responses=responses,
+                outputs=self.outputs,
+                divisor=tokens or len(counted),
+            )
+
+        loss, metrics = policy(row, row.scored_at, head_loss)
+        return loss, {name: metric / count for name, metric in metrics.items()}
+
+
+def mean_kl(minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses) -> float:
+    """Mean of log π_old(y|x) − log π_ref(y|x) over the rollouts of all processes, in nats per response."""
+    log_ratios = [batch.old_logprobs - batch.ref_logprobs for batch in chain.from_iterable(minibatches)]
+    sums = torch.stack([torch.stack([part.sum(), part.new_tensor(part.numel())]) for part in log_ratios]).sum(0)
+    total, count = sum_over_processes(sums).tolist()
+    return total / count

@@ -1,112 +1,114 @@
-"""What the configurations of all online objectives have in common."""
+"""Flags that online objectives share."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from fastp3o.config import EVALUATION_FLAGS, SamplerConfig, StageConfig, TrainableConfig, option, required
+from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
+from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, StageConfig):
-    """Rollouts, rewards, evaluations: all but the objective's own settings."""
-
-    CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("updates", "offload", "eval_batch_size", "eval_at", "samples_every", "ptx_coef"),
-    )
+    """Rollouts, rewards and evaluations; objectives add their own settings."""
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
     reference: str | None = option(
-        None, "The KL's reference policy; the starting model if not given, which with LoRA takes no memory of its own."
+        None,
+        "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA.",
     )
     reference_every: int = option(
-        0, "The policy's own weights become the reference after every this many updates; 0: it stays."
+        0, "The policy's own weights become the reference after every this many updates; 0: it stays.", at_least=0
     )
     reference_decay: float = option(
         0.0,
         "The reference becomes decay * reference + (1 - decay) * policy after each update, an exponential mean; 0: it "
         "stays.",
+        at_least=0,
+        below=1,
     )
-    offload: bool = option(False, "Keep reference and reward model on the CPU between uses.")
+    offload: bool = option(False, "Keep reference and reward model on the CPU between uses.", changeable=True)
 
     learning_rate: float = option(
         1e-6, "Peak learning rate of AdamW (first author: 1e-6 at 1 B, 8e-6 at 125 M).", above=0, changeable=True
     )
-    updates: int = option(500, "Rounds of rollouts and inner epochs.")
+    updates: int = option(500, "Rounds of rollouts and inner epochs.", at_least=1, changeable=True)
     prompts_per_update: int = option(
-        64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64)."
+        64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64).", at_least=1
     )
     prompts_per_minibatch: int = option(
-        4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B)."
+        4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B).", at_least=1
     )
     responses_per_prompt: int = option(
-        2, "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged."
+        2,
+        "K: responses to each prompt. The paper's algorithm has 2; more give all K (K − 1) / 2 pairs, averaged.",
+        at_least=2,
     )
-    inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).")
+    inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
 
     ptx_data: str | None = option(
         None,
         "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files. All of "
         "--split are used, whatever --limit; --max_prompt_tokens and --max_response_tokens cut them.",
     )
-    ptx_coef: float = option(1.0, "Weight of the mix's loss, in nats per token, beside the objective's.")
-    ptx_batch_size: int = option(8, "Texts of the mix in each optimizer step, over all processes.")
+    ptx_coef: float = option(
+        1.0,
+        "Weight of the mix's loss, in nats per token, which is added to the objective's.",
+        above=0,
+        needs="ptx_data",
+        changeable=True,
+    )
+    ptx_batch_size: int = option(
+        8, "Texts of the mix in each optimizer step, over all processes.", at_least=1, needs="ptx_data"
+    )
 
-    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).")
+    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
     mask_truncated: bool = option(
         False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
     )
     dynamic_sampling: int = option(
-        0, "Sample the responses of a prompt again while all their rewards are equal, at most so often; 0 never."
+        0,
+        "Sample the responses of a prompt again while all their rewards are equal, at most this many times; 0 never.",
+        at_least=0,
     )
 
-    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.")
-    eval_responses_per_prompt: int = option(1, "Responses to each prompt in an evaluation.")
-    eval_at: str = option(
-        "", "Evaluate after these updates too, separated by commas; early ones show where a frontier bends."
+    eval_batch_size: int = option(64, "Prompts evaluated at once on one device.", at_least=1, changeable=True)
+    eval_responses_per_prompt: int = option(
+        1, "Responses to each prompt in an evaluation.", at_least=1, needs="eval_prompts"
     )
-    samples_every: int = option(20, "Print a table of sample responses every this many updates; 0 never.")
+    eval_at: str = option(
+        "",
+        "Evaluate after these updates too, separated by commas; early ones show where a frontier bends.",
+        needs="eval_prompts",
+        changeable=True,
+    )
+    samples_every: int = option(
+        20, "Print a table of sample responses every this many updates; 0 never.", at_least=0, changeable=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_trainable()
-        self.check_sampler()
-        self.check_rewards()
-        positive = ("updates", "prompts_per_update", "prompts_per_minibatch", "inner_epochs", "max_response_tokens")
-        self.check_at_least(1, *positive, "eval_batch_size", "eval_responses_per_prompt")
-        self.check_at_least(2, "responses_per_prompt")
-        self.check_at_least(1, "ptx_batch_size")
-        self.check_at_least(0, "samples_every", "reference_every", "dynamic_sampling")
-        self.check(self.ptx_coef > 0, "ptx_coef", "above 0")
-        self.check_alone("ptx_data", "ptx_coef", "ptx_batch_size")
-        self.check_reference()
         self.check_penalties(self.max_response_tokens)
-        numbers = all(part.strip().isdecimal() for part in self.eval_at.split(",") if self.eval_at)
-        self.check(numbers, "eval_at", "whole numbers separated by commas")
-        self.check(
-            max(self.evaluated_at, default=0) <= self.updates, "eval_at", f"updates of the run, at most {self.updates}"
-        )
-        self.check_alone("eval_prompts", *EVALUATION_FLAGS, "eval_at", "gold_reward", "eval_responses_per_prompt")
-        if self.prompts_per_update % self.prompts_per_minibatch:
-            raise ValueError(
-                f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
-                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
-            )
-
-    def check_reference(self) -> None:
-        self.check(0 <= self.reference_decay < 1, "reference_decay", "at least 0 and below 1")
         if self.reference_every and self.reference_decay:
             raise ValueError("--reference_every and --reference_decay exclude each other")
         if self.reference_moves and self.lora_rank:
             raise ValueError(
                 "--reference_every and --reference_decay need whole weights that train: without --lora_rank"
             )
+        if self.eval_at and not all(part.strip().isdecimal() for part in self.eval_at.split(",")):
+            raise ValueError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
+        if max(self.evaluated_at, default=0) > self.updates:
+            raise ValueError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
+        if self.prompts_per_update % self.prompts_per_minibatch:
+            raise ValueError(
+                f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
+                f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
+            )
 
     @property
     def from_mixture(self) -> int:
-        """How many of a prompt's responses a mixture of policy and reference samples: the last ones."""
+        """Number of a prompt's responses, the last ones, that a mixture of policy and reference samples."""
         return 0
 
     @property
@@ -130,5 +132,69 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         return {int(part) for part in self.eval_at.split(",")} if self.eval_at else set()
 
     def build(self) -> Objective:
-        """What this configuration trains with; each objective's own says which, under its name in `objective`."""
+        """The objective that this configuration trains with."""
         raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig(OnlineConfig):
+    """A penalty on the KL; each objective has its own default of the weight."""
+
+    kl_coef: float
+    target_kl: float | None = option(
+        None,
+        "KL of whole responses to the reference, in nats, that kl_coef is adapted to before each update. It is halved "
+        "if the rollouts' KL is below two thirds of the target, doubled if it is above one and a half times (Schulman "
+        "et al. 2017), and stays while the KL is on its way to the target. By default kl_coef is fixed.",
+        above=0,
+        changeable=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_kl and not self.kl_coef:
+            raise ValueError("--target_kl adapts --kl_coef, which must be above 0 to begin with")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScalingConfig(OnlineConfig):
+    """Scaling of rewards for objectives that see only their differences."""
+
+    reward_scaling: str = option(
+        "difference",
+        "Divide rewards by the running standard deviation of the reward differences of a pair; absolute: "
+        "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); none.",
+        choices=("difference", "absolute", "none"),
+    )
+    reward_clip: float = option(
+        10.0,
+        "Bound on scaled reward differences, or on scaled rewards with reward_scaling=absolute (first author: 10); "
+        "0 for none.",
+        at_least=0,
+        changeable=True,
+    )
+
+    def scaler(self) -> Scaler:
+        scaler = AbsoluteScaler if self.reward_scaling == "absolute" else DifferenceScaler
+        return scaler(self.reward_clip, scale=self.reward_scaling != "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(OnlineConfig):
+    """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
+
+    mixture: float = option(
+        0.0,
+        "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta that samples responses; 0: none.",
+        at_least=0,
+        at_most=1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mixture and self.lora_rank and not self.reference:
+            raise ValueError("--mixture samples from a reference of its own: with --lora_rank, name one by --reference")
+        if self.mixture and self.offload:
+            raise ValueError("--mixture and --offload exclude each other: the reference is sampled from, too")
+        if self.mixture and (self.sampler != "engine" or self.compile_rollouts):
+            raise ValueError("--mixture needs --sampler engine without --compile_rollouts")

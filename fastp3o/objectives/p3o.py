@@ -1,71 +1,76 @@
-"""Pairwise Proximal Policy Optimization (arXiv 2310.00212): the clipped loss on differences of rewards."""
+"""Pairwise Proximal Policy Optimization (P3O) and its unclipped gradient (PPG), arXiv 2310.00212."""
 
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 
-from fastp3o.config import objective_name
-from fastp3o.objectives.base import Microbatch, Objective, SumOverProcesses
-from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
-from fastp3o.objectives.reward_scaling import RewardScalingConfig, scaler_of
+from fastp3o.config import objective_name, option
+from fastp3o.objectives.base import Microbatch, Objective
+from fastp3o.objectives.config import KLConfig, RewardScalingConfig
+from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss
+from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD
 
-# Metrics that are means over responses, pairs or prompts of them, also where the loss is one over tokens.
-OF_PROMPTS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl")
+# These metrics are means over responses, pairs or prompts even if the loss is a mean over tokens.
+PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl")
 
 
 @dataclass(frozen=True, kw_only=True)
-class P3OConfig(P3OSettings, RewardScalingConfig, KLConfig):
+class P3OConfig(RewardScalingConfig, KLConfig):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("clip_range",)
-
+    clipping: str = option(
+        DEFAULTS.clipping,
+        "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
+        choices=CLIPPING,
+    )
+    clip_range: float = option(DEFAULTS.clip_range, "Epsilon of the clipping (paper: 0.2).", above=0, changeable=True)
+    ratio_cap: float = option(
+        DEFAULTS.ratio_cap, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1
+    )
+    kl_coef: float = option(
+        DEFAULTS.kl_coef,
+        "Beta, the weight of the KL to the reference (first author: 0.05).",
+        at_least=0,
+        changeable=True,
+    )
+    kl_reward: str = option(
+        DEFAULTS.kl_reward,
+        "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
+        choices=KL_REWARD,
+    )
     objective: str = objective_name("p3o")
-
-    def __post_init__(self) -> None:
-        RewardScalingConfig.__post_init__(self)
-        P3OSettings.__post_init__(self)
 
     def build(self) -> "P3O":
         return P3O(self)
 
 
 class P3O(Objective):
-    """No critic, and no change where all rewards of a prompt are shifted alike."""
+    """Needs no critic. Adding a constant to all rewards of a prompt changes nothing."""
+
+    kl: KLCoefficient
 
     def __init__(self, config: P3OConfig):
-        self.config = config
+        self.settings = P3OSettings(
+            clipping=config.clipping,
+            clip_range=config.clip_range,
+            ratio_cap=config.ratio_cap,
+            kl_coef=config.kl_coef,
+            kl_reward=config.kl_reward,
+        )
         self.averages_tokens = config.clipping == "token"
-        self.scaler = scaler_of(config)
+        self.scaler = config.scaler()
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
-    @property
-    def parts(self) -> dict[str, Stateful]:
-        return super().parts | self.kl.parts
-
-    @property
-    def adapted(self) -> dict[str, float]:
-        return self.kl.adapted
-
     def clip_range(self, length: float) -> float | None:
-        return self.config.clip_range if self.config.clipping in ("joint", "separate") else None
+        return self.settings.clip_range if self.settings.clipping in ("joint", "separate") else None
 
-    def units(self, counted: Tensor) -> Tensor:
-        """Responses that have another one to be compared with."""
+    def metric_count(self, counted: Tensor) -> Tensor:
+        """Number of responses that have another one to be compared with."""
         return (counted & (counted.sum(1, keepdim=True) > 1)).sum()
-
-    def prepare(
-        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
-    ) -> list[list[Microbatch]]:
-        """Rewards and log-probs are all that the loss takes."""
-        self.kl.adapt(minibatches, sum_over_processes)
-        return minibatches
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> P3OLossOutput:
         row = microbatch.row
-        settings = {setting.name: getattr(self.config, setting.name) for setting in fields(P3OSettings)}
 
         def p3o_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
             return linear_p3o_loss(
@@ -76,7 +81,7 @@ class P3O(Objective):
                 microbatch.old_logprobs,
                 microbatch.ref_logprobs,
                 microbatch.rewards,
-                P3OSettings(**(settings | {"kl_coef": self.kl.value})),
+                replace(self.settings, kl_coef=self.kl.value),
                 old_token_logprobs=microbatch.old_token_logprobs if self.averages_tokens else None,
                 valid_responses=microbatch.counted,
                 divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
@@ -85,7 +90,52 @@ class P3O(Objective):
 
         loss, metrics = policy(row, row.scored_at, p3o_loss)
         if self.averages_tokens:
-            # A minibatch weighs metrics as its loss, by tokens; a row none of which count has zeros in any case.
+            # The minibatch weighs all metrics by tokens. Every metric of a row without counted tokens is 0.
             share = microbatch.response_share / (microbatch.metrics_weight or 1.0)
-            metrics = metrics | {name: share * metrics[name] for name in OF_PROMPTS}
+            metrics = metrics | {name: share * metrics[name] for name in PROMPT_METRICS}
         return P3OLossOutput(loss, metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPGConfig(P3OConfig):
+    """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
+
+    objective: str = objective_name("ppg")
+    clipping: str = option("none", "The gradient has nothing to clip.", choices=("none",))
+    prompts_per_minibatch: int = option(
+        0, "Prompts of a round's only optimizer step; 0: all of the round's.", at_least=0
+    )
+    inner_epochs: int = option(
+        1, "A round's only pass: after a step the policy is no longer the one that sampled.", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        if not self.prompts_per_minibatch:
+            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
+        super().__post_init__()
+        for name, value, default in (
+            ("clip_range", self.clip_range, DEFAULTS.clip_range),
+            ("ratio_cap", self.ratio_cap, DEFAULTS.ratio_cap),
+            ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),
+        ):
+            if value != default:
+                raise ValueError(f"--{name} must be left as it is, as all ratios are 1, got {value!r}")
+        if self.inner_epochs != 1:
+            raise ValueError(
+                f"--inner_epochs must be 1, since the gradient is on-policy (p3o has more), got {self.inner_epochs}"
+            )
+        if self.minibatches_per_update != 1:
+            raise ValueError(
+                f"--prompts_per_minibatch ({self.prompts_per_minibatch}) must be --prompts_per_update "
+                f"({self.prompts_per_update}): the gradient is on-policy, and a round has one step (p3o has more)"
+            )
+
+    def build(self) -> "PPG":
+        return PPG(self)
+
+
+class PPG(P3O):
+    """P3O's loss with all ratios at 1."""
+
+    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = True) -> P3OLossOutput:
+        return super().loss(policy, microbatch, on_policy=True)

@@ -1,160 +1,160 @@
-"""What REINFORCE and its successors have in common: an advantage for each response, KL and entropy beside it.
+"""Policy gradients with an advantage for each response: REINFORCE, RLOO, GRPO and its kin, GSPO and REBEL.
 
-P prompts with K responses each and n tokens of some of them.
+They differ in the advantages, in what clips the ratios, and in the number that the sum over tokens is divided by.
+
+Shapes: P prompts with K responses each, n tokens of some of these prompts.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, field
-from typing import ClassVar, cast
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 
-from fastp3o.config import option
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
-from fastp3o.objectives.groupwise import groupwise_loss
-from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
-from fastp3o.objectives.reward_scaling import RewardScalingConfig, scaler_of
-from fastp3o_kernels.head.groups import Groups
-from fastp3o_kernels.losses import k2, k3
+from fastp3o.config import objective_name, option
+from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, Microbatch, SumOverProcesses
+from fastp3o.objectives.config import KLConfig, RewardScalingConfig
+from fastp3o.objectives.kl_coefficient import KLCoefficient
+from fastp3o.rewards.pairs import pairs
+from fastp3o.rewards.scaling import AbsoluteScaler
+from fastp3o_kernels import Groups
+from fastp3o_kernels.losses import group_advantages, k2, k3, ppo_clip, rebel, reinforce, rloo_advantages
 
-IN_THE_LOSS = {"k2": k2, "k3": k3}
-KL_ESTIMATOR = {
-    "help": "k1: log π_old − log π_ref of a response, subtracted from its reward, so that scale_advantages divides by "
-    "its deviation, too: where rewards are equal it decides alone, whatever kl_coef. k2, k3: Schulman's estimators, of "
-    "each token, in the loss; k2's gradient is that of the KL, k3's of the opposite one.",
-    "choices": ["k1", *IN_THE_LOSS],
-}
+TOKEN_KL = {"k2": k2, "k3": k3}
+
+# Options of several configurations, which have their own defaults. source: where a default is from.
+
+
+def kl_coef_option(default: float, source: str = "") -> Any:
+    return option(default, "Beta, the weight of the KL to the reference" + cited(source), at_least=0, changeable=True)
+
+
+def kl_estimator_option(default: str) -> Any:
+    return option(
+        default,
+        "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
+        "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
+        "each token, in the loss; k2's gradient is that of the KL, k3's that of the opposite KL.",
+        choices=("k1", *TOKEN_KL),
+        needs="kl_coef",
+    )
+
+
+def loss_mean_option(default: str) -> Any:
+    return option(
+        default,
+        "sequence: the mean over a response's tokens, then over responses (GRPO); token: the mean over all tokens of a "
+        "minibatch (DAPO); constant: the sum over a response's tokens by max_response_tokens (Dr. GRPO).",
+        choices=("sequence", "token", "constant"),
+    )
+
+
+def clip_low_option(default: float, source: str = "") -> Any:
+    return option(default, "Ratios count down to 1 − clip_low" + cited(source), above=0, below=1, changeable=True)
+
+
+def clip_high_option(default: float, source: str = "") -> Any:
+    return option(default, "Ratios count up to 1 + clip_high" + cited(source), above=0, changeable=True)
+
+
+def cited(source: str) -> str:
+    return f" ({source})." if source else "."
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("entropy_coef",)
-
-    reward_scaling: str = field(
-        default="none",
-        metadata={
-            "help": "Divide rewards by the running standard deviation of the reward differences of a pair "
-            "(difference), of the rewards themselves (absolute), or not (none).",
-            "choices": ["difference", "absolute", "none"],
-        },
+    reward_scaling: str = option(
+        "none",
+        "Divide rewards by the running standard deviation of the reward differences of a pair (difference), of the "
+        "rewards themselves (absolute), or not (none).",
+        choices=("difference", "absolute", "none"),
     )
-    reward_clip: float = option(0.0, "Bound on scaled reward differences, or rewards; 0 for none.")
-    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference.")
-    kl_estimator: str = field(default="k1", metadata=KL_ESTIMATOR)
-    entropy_coef: float = option(0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_alone("kl_coef", "kl_estimator")
-        self.check(self.entropy_coef >= 0, "entropy_coef", "0 or more")
-
-
-@dataclass(frozen=True)
-class AdvantageMicrobatch(Microbatch):
-    """A packed row with what its responses are worth beside others."""
-
-    advantages: Tensor  # [P, K] fp32
+    reward_clip: float = option(
+        0.0, "Bound on scaled reward differences, or rewards; 0 for none.", at_least=0, changeable=True
+    )
+    kl_coef: float = kl_coef_option(0.05)
+    kl_estimator: str = kl_estimator_option("k1")
+    entropy_coef: float = option(
+        0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.", at_least=0, changeable=True
+    )
 
 
-class PolicyGradient(Objective):
-    """Half an objective: what is missing are advantages, and the losses that they weigh."""
+class PolicyGradient(GroupwiseObjective):
+    """Subclasses say what the advantages are and which losses they weigh.
 
-    def __init__(self, config: PolicyGradientConfig, *, loss_mean: str):
+    loss_mean: how the losses of tokens are averaged, see `total`. `prepare` adds `advantages`, [P, K] fp32.
+    """
+
+    kl: KLCoefficient
+
+    def __init__(self, config: PolicyGradientConfig, *, loss_mean: str = "sum"):
         self.config, self.loss_mean = config, loss_mean
         self.averages_tokens = loss_mean == "token"
-        self.scaler = scaler_of(config)
+        self.outputs = ("entropy",) if config.entropy_coef else ()
+        self.scaler = config.scaler()
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Of the responses to some prompts, from their rewards: [P, K] -> [P, K]."""
+        """Advantages of the responses to some prompts, from their rewards: [P, K] -> [P, K]."""
 
     @abstractmethod
     def losses(self, groups: Groups) -> Tensor:
-        """Of responses or pairs of them, [P, M], or of tokens, [n]. `groups` has `advantages` [P, K] and all that
-        `groupwise_loss` gives.
-        """
-
-    @property
-    def parts(self) -> dict[str, Stateful]:
-        return super().parts | self.kl.parts
-
-    @property
-    def adapted(self) -> dict[str, float]:
-        return self.kl.adapted
+        """Losses of responses or of pairs of them, [P, M], or of tokens, [n]; `groups` has `advantages`, too."""
 
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
-        """Adds advantages to every microbatch."""
-        self.kl.adapt(minibatches, sum_over_processes)
-        microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
-        advantages = iter(self.all_advantages(list(map(self.rewards, microbatches)), sum_over_processes))
+        minibatches = super().prepare(policy, minibatches, sum_over_processes)
         return [
-            [AdvantageMicrobatch(**vars(microbatch), advantages=next(advantages)) for microbatch in minibatch]
+            [replace(each, prepared={"advantages": self.advantages(self.rewards(each))}) for each in minibatch]
             for minibatch in minibatches
         ]
 
     def rewards(self, microbatch: Microbatch) -> Tensor:
-        """[P, K], less the KL where it is a part of them."""
+        """[P, K]; the estimator k1 subtracts the KL here."""
         if self.config.kl_estimator != "k1":
             return microbatch.rewards
         return microbatch.rewards - self.kl.value * (microbatch.old_logprobs - microbatch.ref_logprobs)
 
-    def all_advantages(self, rewards: list[Tensor], sum_over_processes: SumOverProcesses) -> list[Tensor]:
-        """Of the responses of an update, in the same pieces."""
-        return [self.advantages(part) for part in rewards]
-
-    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        tokens = max(1, microbatch.counted_tokens()) if self.averages_tokens else None
-        return groupwise_loss(
-            policy,
-            microbatch,
-            self.sums,
-            of_responses={"advantages": cast(AdvantageMicrobatch, microbatch).advantages},
-            outputs=("entropy",) if self.config.entropy_coef else (),
-            divisor=tokens or len(microbatch.rewards),
-            units=tokens or self.units(microbatch.counted_responses()).clamp(min=1),
-        )
-
     def sums(self, groups: Groups) -> LossAndMetrics:
-        """Of some prompts: the loss, and what is reported of it."""
-        loss = self.total(groups, self.losses(groups), self.taking_part(groups))
+        loss = self.total(groups, self.losses(groups), self.takes_part(groups))
         metrics = self.metrics(groups)
-        if self.config.kl_estimator in IN_THE_LOSS and self.kl.value:
-            estimates = IN_THE_LOSS[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
-            loss = loss + self.kl.value * self.total(groups, estimates)
-            metrics[self.config.kl_estimator] = self.sum_for_mean(groups, estimates)
+        if self.config.kl_estimator in TOKEN_KL and self.kl.value:
+            estimates = TOKEN_KL[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
+            loss = loss + self.kl.value * self.total(groups, estimates, groups["counted"])
+            metrics[self.config.kl_estimator] = self.metric_sum(groups, estimates)
         if groups.entropy is not None:
-            loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy)
-            metrics["policy_entropy"] = self.sum_for_mean(groups, groups.entropy)
+            loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy, groups["counted"])
+            metrics["policy_entropy"] = self.metric_sum(groups, groups.entropy)
         return loss, metrics
 
-    def taking_part(self, groups: Groups) -> Tensor:
-        """Which of the losses count, [P, M] bool; of responses where they are of tokens."""
+    def takes_part(self, groups: Groups) -> Tensor:
+        """[P, M] bool: the losses that count; those of responses if the losses are of tokens."""
         return groups["counted"]
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        """Sums for means over what counts, `sum_for_mean`."""
+        """Each a `metric_sum`."""
         return {}
 
-    def sum_for_mean(self, groups: Groups, values: Tensor) -> Tensor:
-        """Over what counts, whatever divides the loss: over tokens [n] where the loss averages them, or else over
-        responses [P, K], where values of tokens count by their mean.
+    def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
+        """The sum over tokens that count, if the loss averages tokens; else over responses that count, of [P, K] values
+        or of the means of [n] ones.
         """
         if self.averages_tokens:
             return values.where(groups.of_tokens(groups["counted"]), 0.0).sum()
         return (groups.means(values) if values.dim() == 1 else values).where(groups["counted"], 0.0).sum()
 
-    def total(self, groups: Groups, values: Tensor, takes_part: Tensor | None = None) -> Tensor:
-        """The sum over prompts of means over [P, M] values. Values of tokens, [n], become a response's by their mean
-        (sequence), their sum (sum), or their sum over the longest response's length (constant); or what counts is the
-        sum over all tokens (token).
+    def total(self, groups: Groups, values: Tensor, takes_part: Tensor) -> Tensor:
+        """The sum over prompts of the means over [P, M] values, which are 0 if they take no part.
+
+        Values of tokens, [n], become a response's by loss_mean: their mean (sequence), their sum (sum), or their sum
+        divided by max_response_tokens (constant). With loss_mean "token" it is the sum over all tokens instead.
         """
-        takes_part = groups["counted"] if takes_part is None else takes_part
         if self.averages_tokens:
             return values.where(groups.of_tokens(takes_part), 0.0).sum()
         if values.dim() == 1:
@@ -162,3 +162,225 @@ class PolicyGradient(Objective):
             if self.loss_mean == "constant":
                 values = values / self.config.max_response_tokens
         return values.where(takes_part, 0.0).mean(1).sum()
+
+
+# --- RLOO and REINFORCE: a response is one action, unclipped. That is the policy's gradient as long as the policy has
+# not moved since it sampled, so a round is one pass by default.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOConfig(PolicyGradientConfig):
+    """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
+
+    objective: str = objective_name("rloo")
+    inner_epochs: int = option(
+        1, "Passes over each round's rollouts; the loss is on-policy only in the first step.", at_least=1
+    )
+
+    def build(self) -> "RLOO":
+        return RLOO(self)
+
+
+class RLOO(PolicyGradient):
+    """−A log π(y|x), A the reward less the mean of the prompt's other responses (Kool et al. 2019)."""
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return rloo_advantages(rewards)
+
+    def losses(self, groups: Groups) -> Tensor:
+        return reinforce(groups.logprobs, groups["advantages"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class REINFORCEConfig(RLOOConfig):
+    """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
+
+    objective: str = objective_name("reinforce")
+    reward_scaling: str = option(
+        "none",
+        "absolute: divide rewards by their running standard deviation; none. Differences within a prompt, which other "
+        "objectives scale, would be a baseline of their own.",
+        choices=("absolute", "none"),
+    )
+
+    def build(self) -> "REINFORCE":
+        return REINFORCE(self)
+
+
+class REINFORCE(RLOO):
+    """−A log π(y|x), A the reward less the mean over the update."""
+
+    def __init__(self, config: REINFORCEConfig):
+        super().__init__(config)
+        # Scaled differences within a prompt would lose what sets prompts apart.
+        self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        """Without the baseline, which `prepare` subtracts."""
+        return rewards
+
+    def prepare(
+        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+    ) -> list[list[Microbatch]]:
+        minibatches = super().prepare(policy, minibatches, sum_over_processes)
+        rewards = torch.cat([each.prepared["advantages"] for each in chain.from_iterable(minibatches)]).double()
+        total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_tensor(rewards.numel())])).tolist()
+        return [
+            [replace(each, prepared={"advantages": each.prepared["advantages"] - total / count}) for each in minibatch]
+            for minibatch in minibatches
+        ]
+
+
+# --- GRPO and its kin: clipped ratios of tokens, as PPO's, with the advantage of their response in its group. Each is a
+# configuration; every setting is an option of each.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedConfig(PolicyGradientConfig):
+    """Clipped ratios, and advantages within a prompt's responses."""
+
+    clip_low: float = clip_low_option(0.2)
+    clip_high: float = clip_high_option(0.2)
+    scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(ClippedConfig):
+    """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
+
+    objective: str = objective_name("grpo")
+    kl_coef: float = kl_coef_option(0.04, "arXiv 2402.03300: 0.04")
+    kl_estimator: str = kl_estimator_option("k3")
+    loss_mean: str = loss_mean_option("sequence")
+
+    def build(self) -> "GRPO":
+        return GRPO(self, loss_mean=self.loss_mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPOConfig(GRPOConfig):
+    """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
+
+    objective: str = objective_name("dr_grpo")
+    kl_coef: float = kl_coef_option(0.0, "arXiv 2503.20783: none")
+    loss_mean: str = loss_mean_option("constant")
+    scale_advantages: bool = option(False, "Divide advantages by the standard deviation of their prompt's rewards.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DAPOConfig(GRPOConfig):
+    """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
+
+    objective: str = objective_name("dapo")
+    clip_high: float = clip_high_option(0.28)
+    kl_coef: float = kl_coef_option(0.0, "arXiv 2503.14476: none")
+    loss_mean: str = loss_mean_option("token")
+    dynamic_sampling: int = option(
+        3,
+        "Sample the responses of a prompt again while all their rewards are equal, at most this many times; 0 never.",
+        at_least=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOPlusConfig(DAPOConfig):
+    """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
+
+    objective: str = objective_name("grpo_plus")
+    mask_truncated: bool = option(
+        True, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
+    )
+
+
+class GRPO(PolicyGradient):
+    """Clipped ratios of tokens."""
+
+    config: ClippedConfig
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return group_advantages(rewards, scale=self.config.scale_advantages)
+
+    def losses(self, groups: Groups) -> Tensor:
+        advantages = groups.of_tokens(groups["advantages"])
+        return self.clipped(groups.token_logprobs, groups["old_tokens"], advantages)
+
+    def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+        clip_low, clip_high = self.config.clip_low, self.config.clip_high
+        return ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+
+    def metrics(self, groups: Groups) -> dict[str, Tensor]:
+        return self.ratio_metrics(groups, groups.token_logprobs - groups["old_tokens"])
+
+    def ratio_metrics(self, groups: Groups, log_ratios: Tensor) -> dict[str, Tensor]:
+        ratios = log_ratios.detach().exp()
+        outside = (ratios < 1 - self.config.clip_low) | (ratios > 1 + self.config.clip_high)
+        values = {"ratio_mean": ratios, "clip_fraction": outside.to(ratios.dtype)}
+        return {name: self.metric_sum(groups, value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOConfig(ClippedConfig):
+    """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
+
+    objective: str = objective_name("gspo")
+    clip_low: float = clip_low_option(3e-4, "arXiv 2507.18071: 0.0003")
+    clip_high: float = clip_high_option(4e-4, "arXiv 2507.18071: 0.0004")
+    kl_coef: float = kl_coef_option(0.0, "arXiv 2507.18071: none")
+    kl_estimator: str = kl_estimator_option("k3")
+
+    def build(self) -> "GSPO":
+        return GSPO(self, loss_mean="sequence")
+
+
+class GSPO(GRPO):
+    """One clipped ratio for each response, the geometric mean of its tokens' ratios."""
+
+    config: GSPOConfig
+
+    def clip_range(self, length: float) -> float | None:
+        """The log-ratio of a response is that of the mean over its tokens, times their number."""
+        return length * min(self.config.clip_low, self.config.clip_high)
+
+    def losses(self, groups: Groups) -> Tensor:
+        means = groups.means(groups.token_logprobs), groups.means(groups["old_tokens"])
+        return self.clipped(*means, groups["advantages"])
+
+    def metrics(self, groups: Groups) -> dict[str, Tensor]:
+        return self.ratio_metrics(groups, groups.means(groups.token_logprobs - groups["old_tokens"]))
+
+
+# --- REBEL: a quadratic loss of pairs instead of clipping.
+
+
+@dataclass(frozen=True, kw_only=True)
+class REBELConfig(PolicyGradientConfig):
+    """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
+
+    objective: str = objective_name("rebel")
+    eta: float = option(
+        1.0,
+        "Size of the step: log-ratios of pairs are drawn to eta times the difference of rewards.",
+        above=0,
+        changeable=True,
+    )
+    kl_coef: float = kl_coef_option(0.0, "the step has its own to the old policy")
+
+    def build(self) -> "REBEL":
+        return REBEL(self)
+
+
+class REBEL(PolicyGradient):
+    """Regression to relative rewards: log-ratios of pairs become their differences of rewards; the mean over pairs."""
+
+    config: REBELConfig
+
+    def advantages(self, rewards: Tensor) -> Tensor:
+        return rewards
+
+    def losses(self, groups: Groups) -> Tensor:
+        logprobs, old, rewards = map(pairs, (groups.logprobs, groups["old"], groups["advantages"]))
+        losses = rebel(logprobs.flatten(0, 1), old.flatten(0, 1), rewards.flatten(0, 1), eta=self.config.eta)
+        return losses.view(logprobs.shape[:2])
+
+    def takes_part(self, groups: Groups) -> Tensor:
+        return pairs(groups["counted"]).all(-1)

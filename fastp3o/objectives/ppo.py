@@ -1,88 +1,83 @@
 """PPO for language models: a critic, advantages of tokens, clipped ratios of tokens.
 
 Schulman et al. 2017 with the habits of RLHF (Ziegler et al. 2019, Stiennon et al. 2020, Huang et al. 2024): a KL
-penalty at each token, clipped values, whitened advantages. N tokens of a packed row.
+penalty at each token, clipped values, whitened advantages.
+
+Shapes: N tokens of S responses, one after the other; response s has the tokens cu_seqlens[s] to cu_seqlens[s + 1].
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, cast
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.utils.rnn import pad_sequence
 
 from fastp3o.config import objective_name, option
-from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs
+from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs, scalars
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
-from fastp3o.objectives.critic import Critic
-from fastp3o.objectives.kl_coefficient import KLCoefficient, KLConfig
+from fastp3o.objectives.config import KLConfig
+from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
 from fastp3o_kernels.losses import ppo_clip
 
-# Log-probabilities of scored tokens, or these and entropies, [N] fp32 each.
-OfHead = Callable[[Tensor, Head, PackedRow], Tensor | tuple[Tensor, Tensor]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(KLConfig):
-    """PPO (arXiv 1707.06347): token by token, with a critic; every response of a prompt counts alone."""
-
-    CHANGEABLE: ClassVar[tuple[str, ...]] = (
-        *("clip_range", "gae_lambda", "critic_learning_rate", "value_coef", "value_clip_range"),
-        "entropy_coef",
-        "reward_clip",
-    )
+    """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 
     objective: str = objective_name("ppo")
-    clip_range: float = option(0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).")
-    kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.")
-    gae_lambda: float = option(0.95, "Lambda of generalised advantage estimation; nothing is discounted.")
-    critic_learning_rate: float = option(1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).")
-    entropy_coef: float = option(0.0, "Weight of an entropy bonus, the mean over tokens, in nats.")
-    value_coef: float = option(0.1, "Weight of the value loss beside the policy's (TRL: 0.1).")
-    value_clip_range: float = option(0.2, "Values move at most this far from the rollout's before their loss is cut.")
-    reward_scaling: str = field(
-        default="absolute",
-        metadata={
-            "help": "absolute: divide rewards by their running standard deviation (first author's code); none.",
-            "choices": ["absolute", "none"],
-        },
+    clip_range: float = option(
+        0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).", above=0, changeable=True
     )
-    reward_clip: float = option(10.0, "Bound on scaled rewards (first author: 10); 0 for none.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check(self.clip_range > 0, "clip_range", "above 0")
-        self.check(0 <= self.gae_lambda <= 1, "gae_lambda", "within 0 and 1")
-        self.check(self.critic_learning_rate > 0, "critic_learning_rate", "above 0")
-        self.check(self.entropy_coef >= 0, "entropy_coef", "0 or more")
-        self.check(self.value_coef >= 0, "value_coef", "0 or more")
-        self.check(self.value_clip_range > 0, "value_clip_range", "above 0")
-        self.check(self.reward_clip >= 0, "reward_clip", "0 or more")
+    kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.", at_least=0, changeable=True)
+    gae_lambda: float = option(
+        0.95,
+        "Lambda of generalised advantage estimation; nothing is discounted.",
+        at_least=0,
+        at_most=1,
+        changeable=True,
+    )
+    critic_learning_rate: float = option(
+        1e-5, "Peak learning rate of the critic's AdamW (OpenRLHF: 9e-6 at 7 B).", above=0, changeable=True
+    )
+    entropy_coef: float = option(
+        0.0, "Weight of an entropy bonus, the mean over tokens, in nats.", at_least=0, changeable=True
+    )
+    value_coef: float = option(
+        0.1, "Weight of the value loss; the policy's has weight 1 (TRL: 0.1).", at_least=0, changeable=True
+    )
+    value_clip_range: float = option(
+        0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
+    )
+    reward_scaling: str = option(
+        "absolute",
+        "absolute: divide rewards by their running standard deviation (first author's code); none.",
+        choices=("absolute", "none"),
+    )
+    reward_clip: float = option(
+        10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
+    )
 
     def build(self) -> "PPO":
         return PPO(self)
 
 
-@dataclass(frozen=True)
-class PPOMicrobatch(Microbatch):
-    """A packed row with what the critic made of it."""
-
-    old_values: Tensor  # [N] fp32, before each token, at the time of the rollout
-    advantages: Tensor  # [N] fp32, whitened over the update
-    returns: Tensor  # [N] fp32, the targets of the values
-
-
 class PPO(Objective):
-    """Token-level PPO."""
+    """Token-level PPO.
+
+    `prepare` adds, [N] fp32 each: `old_values`, the values before each token at the rollout; `advantages`, whitened
+    over the update; `returns`, the targets of the values.
+    """
 
     averages_tokens = True
+    kl: KLCoefficient
 
     def __init__(self, config: PPOConfig):
         self.config = config
@@ -93,36 +88,22 @@ class PPO(Objective):
     def learning_rates(self) -> Mapping[str, float]:
         return {"critic": self.config.critic_learning_rate}
 
-    @property
-    def parts(self) -> dict[str, Stateful]:
-        return super().parts | self.kl.parts
-
-    @property
-    def adapted(self) -> dict[str, float]:
-        return self.kl.adapted
-
     def add_to(self, policy: PackedModel) -> None:
-        """The critic, as a submodule of the policy: what wraps, trains and saves one does so with the other."""
+        """Adds the critic as a submodule of the policy: it is wrapped, trained and saved with the policy."""
         policy.critic = Critic(policy)
 
     @torch.no_grad()
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
-        """Adds values, advantages and returns to every microbatch."""
-        self.kl.adapt(minibatches, sum_over_processes)
-        microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
-        values = map_rows_in_lockstep([microbatch.row for microbatch in microbatches], policy.get_submodule("critic"))
+        minibatches = super().prepare(policy, minibatches, sum_over_processes)
+        microbatches = list(chain.from_iterable(minibatches))
+        values = map_rows_in_lockstep([each.row for each in microbatches], policy.get_submodule("critic"))
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
         whitened = whiten(advantages, sum_over_processes)
         prepared = iter(
-            PPOMicrobatch(
-                **vars(microbatch),
-                old_values=old_values,
-                advantages=white,
-                returns=old_values + advantage,
-            )
-            for microbatch, old_values, white, advantage in zip(microbatches, values, whitened, advantages, strict=True)
+            replace(each, prepared={"old_values": old, "advantages": white, "returns": old + advantage})
+            for each, old, white, advantage in zip(microbatches, values, whitened, advantages, strict=True)
         )
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
@@ -138,27 +119,83 @@ class PPO(Objective):
         return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        of_head: OfHead = label_entropies if self.config.entropy_coef else label_logprobs
-        found, values = with_values(policy, microbatch.row, of_head)
-        return ppo_loss(found, values, cast(PPOMicrobatch, microbatch), self.config)
+        row, critic = microbatch.row, policy.get_submodule("critic")
+
+        def logprobs_entropy_values(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, Tensor]:
+            if self.config.entropy_coef:
+                return *label_entropies(hidden, head, row), critic(row)
+            return label_logprobs(hidden, head, row), None, critic(row)
+
+        logprobs, entropy, values = policy(row, row.scored_at, logprobs_entropy_values)
+        return ppo_loss(logprobs, values, microbatch, self.config, entropy)
 
 
-def with_values(policy: nn.Module, row: PackedRow, of_head: OfHead) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor]:
-    """What `of_head` makes of hidden states and head, and the value before each scored token, [N] fp32."""
-    critic = policy.get_submodule("critic")
-    return policy(row, row.scored_at, lambda hidden, head: (of_head(hidden, head, row), critic(row)))
+class Critic(nn.Module):
+    """A model of its own, so that learning values does not move the policy.
+
+    It is a copy of the starting policy, with the same trainable parameters, and a value head in place of the language
+    head. The value head starts at zero: the first advantages are those without a critic.
+    """
+
+    def __init__(self, policy: PackedModel):
+        super().__init__()
+        self.body = copy.deepcopy(policy)
+        language_head = self.body.head().weight
+        self.value_head = nn.Linear(language_head.shape[1], 1, bias=False)
+        nn.init.zeros_(self.value_head.weight)
+        if language_head is not self.body.model.get_input_embeddings().weight:
+            # The critic does not use it.
+            self.body.model.get_output_embeddings().requires_grad_(False)
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """The value before each labelled token, [N] fp32."""
+        return self.body(row, row.scored_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
+
+
+def token_rewards(
+    rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, cu_seqlens: Tensor, *, kl_coef: float
+) -> Tensor:
+    """KL penalties of tokens, and a response's reward at its last token (Ziegler et al. 2019): [S], [N] x 2 -> [N]."""
+    kl_penalties = -kl_coef * (logprobs - ref_logprobs)
+    return kl_penalties.index_add(0, cu_seqlens[1:].long() - 1, rewards)
+
+
+def estimate_advantages(rewards: Tensor, values: Tensor, lengths: tuple[int, ...], *, gae_lambda: float) -> Tensor:
+    """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
+
+    Schulman et al. 2016, equation 16. A response that was cut off ends like any other.
+    """
+    rewards, values = (pad_sequence(list(x.split(lengths)), batch_first=True) for x in (rewards, values))
+    next_values = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], dim=1)
+    deltas = rewards + next_values - values
+    result = torch.zeros_like(deltas)
+    # Padding is zero, so a response's last advantage takes nothing from there.
+    later = deltas.new_zeros(len(deltas))
+    for t in range(deltas.shape[1] - 1, -1, -1):
+        later = deltas[:, t] + gae_lambda * later
+        result[:, t] = later
+    return torch.cat([advantages[:length] for advantages, length in zip(result, lengths, strict=True)])
+
+
+def whiten(values: list[Tensor], sum_over_processes: SumOverProcesses) -> list[Tensor]:
+    """Shifts and scales all values of all processes to mean 0 and standard deviation 1; shapes stay."""
+    together = torch.cat(values).double()
+    sums = torch.stack([together.new_tensor(len(together)), together.sum(), together.square().sum()])
+    count, total, squares = sum_over_processes(sums).tolist()
+    mean = total / count
+    deviation = max(squares / count - mean**2, 0.0) ** 0.5
+    return [((value - mean) / (deviation + 1e-8)) for value in values]
 
 
 def ppo_loss(
-    found: Tensor | tuple[Tensor, Tensor], values: Tensor, microbatch: PPOMicrobatch, config: PPOConfig
+    logprobs: Tensor, values: Tensor, microbatch: Microbatch, config: PPOConfig, entropy: Tensor | None = None
 ) -> LossAndMetrics:
-    """Clipped policy loss and clipped value loss, means over tokens that count.
+    """Clipped policy loss and clipped value loss, means over the tokens that count.
 
-    found: log-probs, or these and entropies, [N] fp32, as the values.
+    logprobs, values, entropy: [N] fp32. microbatch: as `PPO.prepare` leaves it.
     """
-    logprobs, entropy = found if isinstance(found, tuple) else (found, None)
-    advantages, old_values, returns = microbatch.advantages, microbatch.old_values, microbatch.returns
-    mean = partial(mean_where, takes_part=tokens_taking_part(microbatch))
+    old_values, advantages, returns = (microbatch.prepared[name] for name in ("old_values", "advantages", "returns"))
+    mean = partial(mean_where, takes_part=counted_token_mask(microbatch))
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
     policy_losses = ppo_clip(logprobs, microbatch.old_token_logprobs, advantages, clip_low=config.clip_range)
     policy_loss = mean(policy_losses)
@@ -183,8 +220,8 @@ def ppo_loss(
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def tokens_taking_part(microbatch: Microbatch) -> Tensor | None:
-    """[N] bool: which tokens take part in the loss; None for all."""
+def counted_token_mask(microbatch: Microbatch) -> Tensor | None:
+    """[N] bool: the tokens that take part in the loss; None for all."""
     if microbatch.counted is None:
         return None
     lengths = microbatch.row.cu_seqlens.diff()
@@ -192,7 +229,7 @@ def tokens_taking_part(microbatch: Microbatch) -> Tensor | None:
 
 
 def mean_where(values: Tensor, takes_part: Tensor | None) -> Tensor:
-    """0 where nothing takes part."""
+    """The mean over values that take part, 0 if there are none."""
     if takes_part is None:
         return values.mean()
     return values.where(takes_part, 0.0).sum() / takes_part.sum().clamp(min=1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastp3o.rewards.config import PenaltyConfig
 from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o_kernels.losses import overlong_penalty
+from fastp3o_kernels.overlong_penalty import overlong_penalty
 
 
 def penalties(rollouts: Rollouts, config: PenaltyConfig, longest: int) -> dict[str, Tensor]:

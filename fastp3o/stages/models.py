@@ -22,7 +22,7 @@ from fastp3o.stages.samplers import SampledModel
 from fastp3o.training.processes import on_main_process
 
 if TYPE_CHECKING:  # a run imports its own stage only
-    from fastp3o.objectives.offline.config import PreferenceConfig
+    from fastp3o.objectives.preferences import PreferenceConfig
     from fastp3o.stages.generate.config import GenerateConfig
 
 # Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.

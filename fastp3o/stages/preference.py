@@ -1,4 +1,4 @@
-"""Learning from fixed preferences, without sampling: DPO, KTO and their kin (`fastp3o.objectives.offline`)."""
+"""Learning from fixed preferences, without sampling: DPO, KTO and their kin (`fastp3o.objectives.preferences`)."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -19,8 +19,7 @@ from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.objectives.offline.config import PreferenceConfig
-from fastp3o.objectives.offline.kto import KTOConfig
+from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.reward import Reward, columns_of

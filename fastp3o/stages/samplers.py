@@ -6,8 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.whole_copy import WholeCopy
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.mixture import MixtureConfig
+from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rollouts.gathered_sampler import GatheredSampler
 from fastp3o.rollouts.mixture import MixtureSampler, PartlyFromMixture
 from fastp3o.rollouts.named_sampler import named_sampler
@@ -15,7 +14,7 @@ from fastp3o.rollouts.sampler import Sampler
 from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
 
 if TYPE_CHECKING:  # a run imports its own stage only
-    from fastp3o.objectives.offline.config import PreferenceConfig
+    from fastp3o.objectives.preferences import PreferenceConfig
     from fastp3o.stages.generate.config import GenerateConfig
 
 

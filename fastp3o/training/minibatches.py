@@ -93,10 +93,10 @@ def with_logprobs(
     every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
     tokens = partial(tokens_of, counted=counted)
 
-    def units_of(row: PackedRow) -> int:
-        return int(objective.units(every[list(row.groups)]))
+    def count_of(row: PackedRow) -> int:
+        return int(objective.metric_count(every[list(row.groups)]))
 
-    sizes = (tokens, tokens, units_of) if objective.averages_tokens else (prompts_of, units_of, units_of)
+    sizes = (tokens, tokens, count_of) if objective.averages_tokens else (prompts_of, count_of, count_of)
     shares = [list(chain.from_iterable(shares_of_minibatches(accelerator, minibatches, size))) for size in sizes]
     old_token_logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, policy))
     microbatches = iter(

@@ -5,9 +5,8 @@ import torch
 from transformers import get_scheduler
 
 from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chosen
-from fastp3o.objectives.grpo import GRPOConfig
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.ppg import PPGConfig
+from fastp3o.objectives.p3o import P3OConfig, PPGConfig
+from fastp3o.objectives.policy_gradient import GRPOConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.sft import SFTConfig
 
@@ -49,7 +48,7 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path, capsys, text, message):
     ("flags", "message"),
     [
         (["--kl_coef", "-1"], "--kl_coef must be 0 or more"),
-        (["--eval_at", "1,two"], "--eval_at must be whole numbers separated by commas"),
+        (["--eval_prompts", "e", "--eval_at", "1,two"], "--eval_at must be whole numbers separated by commas"),
         (["--clip_range", "0"], "--clip_range must be above 0"),
         (["--clipping", "both"], "clipping"),
         (["--prompts_per_update", "10", "--prompts_per_minibatch", "4"], "multiple of"),

@@ -32,7 +32,7 @@ def report_update(
     """ties: how often a prompt was sampled again."""
     own = config.responses_per_prompt - config.from_mixture
     metrics = update_metrics(run.accelerator, rollouts, scores, minibatches, step_metrics, noise, own)
-    metrics |= objective.adapted
+    metrics |= objective.adaptive_metrics
     if config.dynamic_sampling:
         metrics["sampled_again"] = ties / len(rollouts)
     rows = [microbatch.row for minibatch in minibatches for microbatch in minibatch]

@@ -14,8 +14,7 @@ from fastp3o.models.loading import require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
-from fastp3o.objectives.config import OnlineConfig
-from fastp3o.objectives.mixture import MixtureConfig
+from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.reward import Reward, columns_of
 from fastp3o.rewards.scoring import scores_of, weighted
 from fastp3o.rollouts.rollouts import Rollouts
@@ -89,7 +88,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         steps=config.updates,
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
-        parts=objective.parts,
+        parts=objective.stateful_parts,
         tensors=reference.tensors if isinstance(reference, MovingReference) else dict,
     )
     sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)

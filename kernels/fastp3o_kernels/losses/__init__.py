@@ -1,26 +1,39 @@
-"""Objectives as functions of log-probabilities, for `linear_loss`, `linear_logprobs` or a head of one's own.
+"""Losses as functions of log-probabilities, for `linear_loss`, `linear_logprobs` or a head of one's own.
 
-They return the loss of each pair, response or token, to be summed by an objective of `linear_loss` or averaged. P3O's,
-which have kernels of their own, are in `fastp3o_kernels.p3o`. What is known of a response beside the policy's log-probs
-(old and reference log-probs, rewards, advantages) is a constant everywhere.
+They return the loss of each pair, response or token, to be summed by an objective of `linear_loss` or averaged. Only
+the policy's log-probs get gradients: old and reference log-probs, rewards and advantages are constants everywhere.
+P3O's losses, which have kernels of their own, are in `fastp3o_kernels.p3o`.
 """
 
-from fastp3o_kernels.losses.apo import apo_down, apo_zero
-from fastp3o_kernels.losses.cpo import cpo
-from fastp3o_kernels.losses.discopop import discopop
-from fastp3o_kernels.losses.dpo import bpo, dpo
-from fastp3o_kernels.losses.grpo import dapo, group_advantages, grpo, grpo_plus, overlong_penalty
-from fastp3o_kernels.losses.gspo import gspo
-from fastp3o_kernels.losses.ipo import ipo
 from fastp3o_kernels.losses.kl import k1, k2, k3
-from fastp3o_kernels.losses.kto import kto, kto_reference_point
-from fastp3o_kernels.losses.nash_md import nash_md
-from fastp3o_kernels.losses.orpo import orpo
-from fastp3o_kernels.losses.policy_gradient import ppg, reinforce, rloo_advantages
-from fastp3o_kernels.losses.ppo_clip import ppo_clip
-from fastp3o_kernels.losses.rebel import rebel
-from fastp3o_kernels.losses.simpo import simpo
-from fastp3o_kernels.losses.slic import slic
+from fastp3o_kernels.losses.policy_gradient import (
+    dapo,
+    group_advantages,
+    grpo,
+    grpo_plus,
+    gspo,
+    nash_md,
+    ppg,
+    ppo_clip,
+    rebel,
+    reinforce,
+    rloo_advantages,
+)
+from fastp3o_kernels.losses.preferences import (
+    apo_down,
+    apo_zero,
+    bpo,
+    cpo,
+    discopop,
+    dpo,
+    ipo,
+    kto,
+    kto_reference_point,
+    orpo,
+    simpo,
+    slic,
+)
+from fastp3o_kernels.overlong_penalty import overlong_penalty
 
 __all__ = [
     "apo_down",

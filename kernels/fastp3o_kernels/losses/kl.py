@@ -1,8 +1,8 @@
 """Estimators of KL(π ‖ π_ref) from samples of π, tokens or responses (Schulman, "Approximating KL divergence", 2020).
 
-r = π_ref / π at a sample. What a loss follows is an estimator's gradient with the samples held fixed, which is not the
-gradient of what it estimates (arXiv 2506.09477); each docstring says whose it is on-policy. Off-policy, each wants the
-ratio π / π_old in front.
+r = π_ref / π at a sample. A loss follows an estimator's gradient with the samples held fixed, which is not the gradient
+of the estimated KL (arXiv 2506.09477): each docstring says which gradient it is on-policy. Off-policy, each must be
+multiplied by the ratio π / π_old.
 """
 
 import torch

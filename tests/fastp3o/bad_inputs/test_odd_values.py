@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from transformers.hf_argparser import string_to_bool
 
 from fastp3o.evaluation.win_rates.head_to_head import WinRateConfig
-from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.policy_gradient import RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.objectives.reinforce import RLOOConfig
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES, OnlineDPOConfig
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig

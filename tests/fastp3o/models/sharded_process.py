@@ -20,7 +20,7 @@ from fastp3o.models.reference import LoadedForEachUse, SecondModel
 from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.models.whole_copy import WholeCopy
-from fastp3o.objectives.critic import Critic
+from fastp3o.objectives.ppo import Critic
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Optimizer

@@ -13,14 +13,18 @@ from transformers import AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.grpo import DAPOConfig, DrGRPOConfig, GRPOConfig, GRPOPlusConfig
-from fastp3o.objectives.gspo import GSPOConfig
-from fastp3o.objectives.nash_md import NashMDConfig
-from fastp3o.objectives.online_dpo import BPOConfig, OnlineDPOConfig
-from fastp3o.objectives.online_ipo import OnlineIPOConfig
-from fastp3o.objectives.ppg import PPGConfig
-from fastp3o.objectives.rebel import REBELConfig
-from fastp3o.objectives.reinforce import REINFORCEConfig, RLOOConfig
+from fastp3o.objectives.p3o import PPGConfig
+from fastp3o.objectives.policy_gradient import (
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GRPOPlusConfig,
+    GSPOConfig,
+    REBELConfig,
+    REINFORCEConfig,
+    RLOOConfig,
+)
+from fastp3o.objectives.preferences import BPOConfig, NashMDConfig, OnlineDPOConfig, OnlineIPOConfig
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9

@@ -6,11 +6,10 @@ from accelerate import Accelerator
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.objectives.grpo import DAPOConfig, DrGRPOConfig, GRPOConfig
-from fastp3o.objectives.gspo import GSPOConfig
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.policy_gradient import DAPOConfig, DrGRPOConfig, GRPOConfig, GSPOConfig
 from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o.training.minibatches import pack_minibatches, with_logprobs

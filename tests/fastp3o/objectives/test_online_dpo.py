@@ -1,4 +1,4 @@
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 

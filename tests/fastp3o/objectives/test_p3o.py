@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.online import train
 from fastp3o_kernels import P3OLossOutput
 from fastp3o_kernels.p3o.output import METRICS

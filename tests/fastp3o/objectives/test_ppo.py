@@ -4,7 +4,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.objectives.ppo import PPO, PPOConfig, PPOMicrobatch, ppo_loss
+from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.ppo import PPO, PPOConfig, ppo_loss
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 
@@ -13,9 +14,10 @@ def run(model: str, folder: str, **changes) -> None:
     train(config(model, folder, PPOConfig, **changes))
 
 
-def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> PPOMicrobatch:
+def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> Microbatch:
     unused = torch.empty(0)
-    return PPOMicrobatch(None, unused, old_logprobs, unused, unused, unused, 1.0, old_values, advantages, returns)
+    prepared = {"old_values": old_values, "advantages": advantages, "returns": returns}
+    return Microbatch(None, unused, old_logprobs, unused, unused, unused, 1.0, prepared=prepared)
 
 
 def settings(**changes) -> PPOConfig:

@@ -10,12 +10,11 @@ import torch
 
 from fastp3o.config import parse_chosen
 from fastp3o.objectives import p3o
-from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.grpo import DAPOConfig, GRPOConfig, GRPOPlusConfig
+from fastp3o.objectives.base import Microbatch, mean_kl
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GRPOPlusConfig, RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.objectives.reinforce import RLOOConfig
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
@@ -79,9 +78,11 @@ def test_an_objective_is_chosen_by_name_and_told_in_the_configuration(workplace,
 # --- settings -------------------------------------------------------------------------------------------------------
 
 
-def microbatch(kl: float) -> Microbatch:
+def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
     zeros = torch.zeros(2, 2)
-    return Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros, 1.0)
+    rows = [Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros, 1.0) for kl in (1.0, 2.0, 6.0)]
+    assert mean_kl([rows[:1], rows[1:]], lambda sums: sums) == 3.0
+    assert mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5  # of another process
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def microbatch(kl: float) -> Microbatch:
 def test_the_coefficient_follows_a_kl_that_does_not_come_to_the_target_itself(kls, factor):
     coefficient = KLCoefficient(0.1, target=1.0)
     for kl in kls:
-        coefficient.adapt([[microbatch(kl)], [microbatch(kl), microbatch(kl)]], lambda sums: sums)
+        coefficient.adapt(kl)
     assert coefficient.value == pytest.approx(0.1 * factor)
 
 
@@ -114,7 +115,7 @@ def test_a_kl_that_answers_slowly_comes_to_its_target(start, pace, noise):
     """A policy that makes a part of its way to a KL of 1 / coefficient in each update, a tenth of a nat at most."""
     coefficient, kls, random = KLCoefficient(start, target=5.0), [0.0], Random(0)
     for _ in range(600):
-        coefficient.adapt([[microbatch(random.gauss(kls[-1], noise))]], lambda sums: sums)
+        coefficient.adapt(random.gauss(kls[-1], noise))
         kls.append(kls[-1] + max(-0.1, min(0.1, pace * (1 / coefficient.value - kls[-1]))))
     assert 5 / 1.5 < fmean(kls[200:]) < 5 * 1.5
 
@@ -122,16 +123,15 @@ def test_a_kl_that_answers_slowly_comes_to_its_target(start, pace, noise):
 def test_a_kl_that_never_answers_leaves_the_coefficient_in_reach():
     low, high = KLCoefficient(0.1, target=1.0), KLCoefficient(0.1, target=1.0)
     for _ in range(2000):
-        low.adapt([[microbatch(0.0)]], lambda sums: sums)
-        high.adapt([[microbatch(100.0)]], lambda sums: sums)
+        low.adapt(0.0)
+        high.adapt(100.0)
     assert (low.value, high.value) == (pytest.approx(0.1 / 1024), pytest.approx(102.4))
 
 
 def test_without_a_target_the_coefficient_stays():
     coefficient = KLCoefficient(0.1, target=None)
-    coefficient.adapt([[microbatch(100.0)]], lambda sums: sums)
+    coefficient.adapt(100.0)
     assert coefficient.value == 0.1
-    assert coefficient.adapted == {}
 
 
 @pytest.mark.parametrize("changes", [{"kl_coef": 1.0}, {"target_kl": None}])
@@ -157,7 +157,7 @@ def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, con
     train(config(tiny_model, "whole", config_class, updates=3, **settings))
     steps, coefficient = metrics("whole"), KLCoefficient(0.01, target=1e-3)
     for step in steps:
-        coefficient.adapt([[microbatch(step["kl"])]], lambda sums: sums)
+        coefficient.adapt(step["kl"])
         assert step["kl_coef"] == pytest.approx(coefficient.value)
     assert len({step["kl_coef"] for step in steps}) > 1
     train(config(tiny_model, "resumed", config_class, updates=2, save_every=1, **settings))

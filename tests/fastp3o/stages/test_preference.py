@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from fastp3o.config import parse_chosen
 from fastp3o.data import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.objectives.offline import OFFLINE_OBJECTIVES
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages import models, supervised
 from fastp3o.stages.preference import train, with_other_prompts
 from fastp3o.training import reference_logprobs

@@ -12,9 +12,9 @@ from accelerate.state import AcceleratorState
 from numpy import frombuffer
 from safetensors.torch import load_file
 
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.script import run_script
 from fastp3o.stages import online, reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig

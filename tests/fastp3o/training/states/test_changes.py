@@ -2,9 +2,9 @@ from dataclasses import fields
 
 import pytest
 
-from fastp3o.objectives.online_dpo import OnlineDPOConfig
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
 from fastp3o.training.states.changes import ResumeError, plain, require_same_run

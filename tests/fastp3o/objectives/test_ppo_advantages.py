@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o.objectives.advantages import estimate_advantages, token_rewards, whiten
+from fastp3o.objectives.ppo import estimate_advantages, token_rewards, whiten
 
 
 def ragged(lengths: list[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
