@@ -121,8 +121,8 @@ FLAGS = [
         ("p3o", f"--lr_schedule {name}", f"--lr-schedule: invalid choice: '{name}' (choose from ")
         for name in ("nosuch", "reduce_lr_on_plateau", "warmup_stable_decay", "cosine_with_min_lr", "greedy")
     ],
-    ("p3o", "--eval_at 1,two", "--eval_at must be whole numbers separated by commas"),
-    ("p3o", "--eval_at=-1", "--eval_at must be whole numbers separated by commas"),
+    ("p3o", "--eval_prompts prompts.jsonl --eval_at 1,two", "--eval_at must be whole numbers separated by commas"),
+    ("p3o", "--eval_prompts prompts.jsonl --eval_at=-1", "--eval_at must be whole numbers separated by commas"),
     ("p3o", "--eval_prompts prompts.jsonl --eval_at 1,99", "--eval_at must be updates of the run, at most 1"),
     ("p3o", "--rollout_memory 0", "--rollout_memory must be above 0"),
     ("p3o", "--kl_coef -1", "--kl_coef must be 0 or more"),
