@@ -1,8 +1,8 @@
-"""The whole comparison in one command; runs that are in runs.jsonl already are not run again.
+"""Runs the whole comparison; runs that are already in runs.jsonl are not run again.
 
 python -m benchmarks.frontier                                        everything
 python -m benchmarks.frontier --parts offsets --groups languages     some questions (runs/parts.py), on one group
-python -m benchmarks.frontier --only language-0-ppo --results again  some runs again, by how their names begin
+python -m benchmarks.frontier --only language-0-ppo --results again  repeats runs whose names begin so
 python -m benchmarks.frontier.report                                 tables and figures of recorded runs
 """
 

@@ -1,7 +1,7 @@
-"""What was to be shown, fixed before the runs, and whether they show it. Rules 1 to 5 are about the languages, where a
-utility is known.
+"""Rules that were fixed before the runs, and whether the runs obey them.
 
-Rewards, and so the bounds, are in standard deviations of the reward over responses of the fine-tuned policy.
+Rules 1 to 5 are about the languages, whose utility is known. Rewards, and so the bounds, are in standard deviations of
+the reward over responses of the fine-tuned policy.
 """
 
 import math
@@ -19,7 +19,7 @@ from benchmarks.frontier.tasks.groups import LANGUAGES, STUDIED
 from benchmarks.goals import NOT_MEASURED
 
 PASS, FAIL = "pass", "fail"
-UPDATES = 10  # that rounding would need to show
+UPDATES = 10  # enough for rounding to show
 RATES = 3  # tried for each algorithm
 MISSING_EOS = 0.02
 
@@ -31,7 +31,7 @@ class CheckedRule(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """The lower limit of a difference at a KL shall lie above `above`."""
+    """A rule that the lower limit of a difference at a KL lies above `above`."""
 
     comparison: Comparison
     kl: float
@@ -63,7 +63,7 @@ def invariance(study: Study) -> CheckedRule:
 
 
 def final_weights(study: Study, group: str, algorithm: str) -> pd.DataFrame:
-    """Their hashes without the offset (plain) and with it (shifted), of the seeds that ran both."""
+    """Hashes of the weights without the offset (plain) and with it (shifted), for the seeds that ran both."""
     plain, shifted = (study.runs_of(group, Arm(algorithm, offset)) for offset in ("none", "unlearnable"))
     plain = plain[plain["final_step"] >= UPDATES]
     return pd.concat({"plain": plain["sha256"], "shifted": shifted["sha256"]}, axis=1, join="inner")
@@ -95,7 +95,7 @@ def better_than_ppo_under_an_offset(study: Study) -> CheckedRule:
 
 
 def ppo_under_offset(study: Study) -> list[Arm]:
-    """At its chosen rate, and at every other that was tried there: noise may want slower steps."""
+    """PPO under the unlearnable offset at its chosen rate and at every other, as noise may want slower steps."""
     chosen = study.chosen_rate(LANGUAGES, "ppo")
     others = [Arm("ppo", "unlearnable", rate) for rate in LEARNING_RATES[LANGUAGES] if rate != chosen]
     return [Arm("ppo", "unlearnable"), *others]
@@ -106,7 +106,7 @@ def at_rate(arm: Arm) -> str:
 
 
 def measured_or_chosen(study: Study, bounds: list[Bound]) -> list[Bound]:
-    """Those at the chosen rate, and of the other rates those that enough runs get to."""
+    """The bounds at the chosen rate, and those at other rates that enough runs reach."""
     return [b for b in bounds if b.comparison.second.learning_rate is None or judged(study, [b])[1] != NOT_MEASURED]
 
 
@@ -122,14 +122,14 @@ def not_inferior_without_offset(study: Study) -> CheckedRule:
 
 
 def rates_on_selection_seeds(study: Study, algorithm: str) -> int:
-    """How many were tried there, where no result is from."""
+    """How many learning rates ran on the selection seeds."""
     runs = study.records.runs
     rates = runs.loc[runs["algorithm"] == algorithm, "learning_rate"].unique()
     return sum(len(study.runs_of(LANGUAGES, Arm(algorithm, learning_rate=rate), selection=True)) > 0 for rate in rates)
 
 
 def clipping(study: Study) -> CheckedRule:
-    """The gain is judged where clipping matters most: at the highest KL that enough pairs of runs reach."""
+    """Rule 5. The gain is judged at the highest KL that enough pairs of runs reach, where clipping matters most."""
     joint, none = (Arm(name, learning_rate=HIGH_LEARNING_RATE) for name in ("joint", "none"))
     excess = study.runs_of(LANGUAGES, none)["final_kl"] - study.runs_of(LANGUAGES, joint)["final_kl"]
     shared, below = excess.count(), (excess > 0).sum()
@@ -162,7 +162,7 @@ def ends_of_sequences(study: Study) -> CheckedRule:
         runs = pd.concat(study.runs_of(group, arm) for arm in ARMS)
         evaluations = study.evaluations_of(runs)["missing_eos"]
         if len(evaluations):
-            # Of equal ones the last by name and update.
+            # Among equals, the last by name and update.
             worst = evaluations.sort_index().sort_values(kind="stable")[-1:]
             ((run, update),), share = worst.index, worst.item()
             numbers.append(f"{group}: at most {share:.1%} ({run}, update {update:g})")
@@ -173,7 +173,7 @@ def ends_of_sequences(study: Study) -> CheckedRule:
 
 
 def judged(study: Study, bounds: list[Bound]) -> tuple[str, str]:
-    """Numbers and verdict of limits that shall hold together; too few pairs of runs for a limit: not measured."""
+    """Numbers and verdict of bounds that must hold together; "not measured" if one has too few pairs of runs."""
     numbers, parts = [], []
     for comparison, kl, outcome, above in bounds:
         found = difference(study, LANGUAGES, comparison, kl, outcome, comparisons=len(bounds))
@@ -185,7 +185,7 @@ def judged(study: Study, bounds: list[Bound]) -> tuple[str, str]:
 
 
 def together(parts: list[str]) -> str:
-    """One failure fails; otherwise all must have been measured."""
+    """FAIL if any part failed, otherwise NOT_MEASURED if any was not measured, otherwise PASS."""
     return next((verdict for verdict in (FAIL, NOT_MEASURED) if verdict in parts), PASS)
 
 

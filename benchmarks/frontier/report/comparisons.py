@@ -1,4 +1,4 @@
-"""Gains at matched KL: of every arm at its chosen learning rate, and between arms over the seeds they share."""
+"""Gains at equal KL: every arm at its chosen learning rate, and differences over the seeds that two arms share."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from benchmarks.frontier.tasks.offsets import OFFSETS
 from fastp3o.evaluation.matched_kl import Estimate, paired_difference
 
 KLS = {LANGUAGES: (1.0, 2.0, 4.0), DOCSTRINGS: (0.1, 0.2, 0.4)}  # nats per response
-# P3O and DPO see differences of rewards only, for which one kind of offset is proof enough.
+# P3O and DPO see only differences of rewards, so one kind of offset is proof enough for them.
 ARMS = [Arm(name, offset) for name in ALGORITHMS for offset in OFFSETS if name == "ppo" or offset != "learnable"]
 
 
@@ -42,7 +42,7 @@ COMPARISONS = [
 
 
 def rivals_at_other_rates(study: Study, group: str) -> list[Comparison]:
-    """Joint clipping against PPO and DPO at rates that the selection seeds did not choose, as far as they ran."""
+    """Joint clipping against PPO and DPO at rates that ran but were not chosen."""
     arms = [
         Arm(algorithm, learning_rate=rate)
         for algorithm in ("ppo", "dpo")
@@ -57,7 +57,7 @@ def rivals_at_other_rates(study: Study, group: str) -> list[Comparison]:
 
 
 def matched_kls(study: Study, group: str) -> tuple[float, ...]:
-    """The KLs to compare at: of the languages all, of the docstrings those that most seeds of every algorithm reach."""
+    """The KLs to compare at: all for the languages; for docstrings, those that most seeds of every algorithm reach."""
     if group != DOCSTRINGS:
         return KLS[group]
     arms = [Arm(algorithm) for algorithm in ALGORITHMS if len(study.runs_of(group, Arm(algorithm)))]
@@ -73,13 +73,13 @@ def reached(gains: Series) -> bool:
 def difference(
     study: Study, group: str, comparison: Comparison, kl: float, outcome: str, comparisons: int = 1
 ) -> Estimate | None:
-    """Over the seeds at which both arms have a gain; None where there are none."""
+    """The paired difference over the seeds at which both arms have a gain; None without such seeds."""
     first, second = (study.gains(group, arm, kl, outcome).dropna().to_dict() for arm in comparison[1:])
     return paired_difference(first, second, comparisons)
 
 
 def levels(study: Study, group: str) -> list[list[str]]:
-    """Every arm. Header first."""
+    """The gains of every arm. Header first."""
     kls = matched_kls(study, group)
     lines = [["algorithm", "learning rate", "offset", "seeds", "first KL", "gain", *(f"at KL {kl:g}" for kl in kls)]]
     for arm in ARMS:
@@ -92,7 +92,7 @@ def levels(study: Study, group: str) -> list[list[str]]:
 
 
 def differences(study: Study, group: str) -> tuple[list[list[str]], int]:
-    """Every comparison, and the number of intervals that hold together. Header first."""
+    """The table of all comparisons, header first, and how many intervals hold together in it."""
     kls = matched_kls(study, group)
 
     def found(count: int) -> cells.Differences:

@@ -15,7 +15,7 @@ SCALED = ("joint", "joint-absolute")
 
 
 def clipping(study: Study, group: str) -> list[list[str]]:
-    """Final KL of each seed, and the proxy's gain at matched KL. Header first."""
+    """Final KL of each seed, and the proxy's gain at equal KL. Header first."""
     lines = [["clipping", "final KL by seed", "final KL", "first KL", *(f"gain at KL {kl:g}" for kl in HIGH_KLS)]]
     for algorithm in CLIPPINGS:
         arm = Arm(algorithm, learning_rate=HIGH_LEARNING_RATE)
@@ -27,7 +27,7 @@ def clipping(study: Study, group: str) -> list[list[str]]:
 
 
 def end_columns(group: str) -> dict[str, str]:
-    """Of the frame of runs, with their names in tables."""
+    """Columns of the frame of runs, and their names in tables."""
     return {"final_kl": "final KL"} | {f"final_{key}": f"final gain, {name}" for key, name in OUTCOMES[group].items()}
 
 
@@ -43,7 +43,7 @@ def scaling(study: Study, group: str) -> list[list[str]]:
 
 
 def kl_coefs(study: Study, group: str) -> list[list[str]]:
-    """Every algorithm with every KL coefficient: its ends, and the proxy's gain at matched KL. Header first."""
+    """Every algorithm with every KL coefficient: its ends, and the proxy's gain at equal KL. Header first."""
     kls, columns = matched_kls(study, group), end_columns(group)
     lines = [["algorithm", "KL coefficient", *columns.values(), *(f"gain at KL {kl:g}" for kl in kls)]]
     for algorithm in ALGORITHMS:
@@ -56,7 +56,7 @@ def kl_coefs(study: Study, group: str) -> list[list[str]]:
 
 
 def ends(study: Study, group: str, algorithm: str) -> list[Evaluations]:
-    """The final KL and proxy gain of every run of the sweep; runs of one seed together, as they are not independent."""
+    """Final KL and proxy gain of every run of the sweep, grouped by seed: runs of one seed are not independent."""
     runs = pd.concat(study.runs_of(group, Arm(algorithm, kl_coef=kl_coef)) for kl_coef in KL_COEFS[algorithm])
     points = runs[["final_kl", "final_reward"]].set_axis(["kl", "reward"], axis=1)
     return [seed_points.to_dict("records") for _, seed_points in points.groupby(SEED, sort=False)]

@@ -15,25 +15,25 @@ FIRST = "joint"
 
 
 def tuned_arm(study: Study, algorithm: str, kl: float) -> Arm | None:
-    """None where no setting has been chosen for the KL."""
+    """The algorithm with the setting that was chosen for the KL, None if none was chosen."""
     setting = study.tuned.get(RETUNED, {}).get("settings", {}).get(algorithm, {}).get(f"{kl:g}")
     return setting and Arm(algorithm, **setting, responses_per_prompt=usual_responses(algorithm))
 
 
 def usual_responses(algorithm: str) -> int:
-    """To each prompt, in the runs of `tuning.run_with`."""
+    """Responses per prompt in the runs of `tuning.run_with`."""
     return 4 if algorithm in BY_GROUPS else 2
 
 
 def shares(study: Study, optimum: Optimum, arm: Arm, kl: float) -> Series:
-    """Proxy gain at a KL over the best gain there, by task and seed; NaN where that is not known."""
+    """Proxy gain at a KL over the best gain there, by task and seed; NaN if the best gain is not known."""
     gains = study.gains(RETUNED, arm, kl, "reward")
     best = {task: best_gain(points, kl) for task, points in known_points(optimum).groupby("task")}
     return gains / Series([best.get(task, np.nan) for task, _ in gains.index], gains.index, dtype=float)
 
 
 def best_gain(points: DataFrame, kl: float) -> float:
-    """Of one task; NaN beyond what is known."""
+    """The best gain at a KL on one task; NaN beyond the known points."""
     return float(np.interp(kl, points["kl"], points["reward_gain"], left=np.nan, right=np.nan))
 
 
@@ -74,7 +74,7 @@ def comparisons(study: Study) -> list[tuple[Comparison, float]]:
 
 
 def differences(study: Study) -> tuple[list[list[str]], int]:
-    """Paired differences, and the number of intervals that hold together. Header first."""
+    """The table of paired differences, header first, and how many intervals hold together in it."""
 
     def found(count: int) -> cells.Differences:
         return {
@@ -102,7 +102,7 @@ def in_fours(study: Study) -> list[list[str]]:
 
 
 def trials(study: Study) -> list[list[str]]:
-    """Every setting that ran on the selection seeds: proxy gains there. Header first."""
+    """Proxy gains of every setting that ran on the selection seeds. Header first."""
     header = ["algorithm", "K", "own parameter", "learning rate", "KL coefficient", "seeds", "first KL", "final KL"]
     lines = [header + [f"gain at KL {kl:g}" for kl in ENVELOPE_KLS]]
     for algorithm in EVERYONE:
@@ -116,7 +116,7 @@ def trials(study: Study) -> list[list[str]]:
 
 
 def tried(study: Study, algorithm: str) -> list[Arm]:
-    """On the selection seeds, in the form that the algorithm has in the envelope."""
+    """The settings of an algorithm that ran on the selection seeds, with its usual number of responses."""
     runs = study.records.runs
     rates = {*runs.loc[runs["algorithm"] == algorithm, "learning_rate"], *TRIAL_RATES[algorithm]}
     arms = [

@@ -1,4 +1,4 @@
-"""More responses to fewer prompts, compared where runs had cost the same: in computed tokens, and in seconds."""
+"""More responses to fewer prompts, compared at equal cost: computed tokens, or seconds."""
 
 from collections.abc import Iterable
 
@@ -16,12 +16,12 @@ from fastp3o.evaluation.matched_kl import paired_difference
 
 FEWEST = min(EQUAL_TOKENS)
 COSTS = ("tokens", "seconds")
-# What a cost buys: of the proxy less the KL times its coefficient, which is what training maximises, and the utility.
+# Outcomes at equal cost: proxy gain less β KL, which training maximises, and the gain in utility.
 BOUGHT = {"objective": "reward − β KL", "gold_gain": "gold gain"}
 
 
 def arm_of(study: Study, algorithm: str, responses: int) -> Arm | None:
-    """At the rate that was chosen for the algorithm in RETUNED; None where that has not run."""
+    """The algorithm at the rate that RETUNED chose for it; None if it has not run."""
     chosen = question_arm(study, algorithm)
     arm = chosen and Arm(algorithm, "none", chosen.learning_rate, LONG_KL_COEF, responses)
     return arm if arm and len(study.runs_of(LONG_PROMPTS, arm)) else None
@@ -33,7 +33,7 @@ def arms(study: Study) -> list[Arm]:
 
 
 def evaluations(study: Study, runs: DataFrame) -> DataFrame:
-    """Of these runs, by name and update: with what each had cost, and what training maximises."""
+    """Evaluations of these runs, by name and update, with the `tokens` spent and `objective`, reward − β KL."""
     found = study.evaluations_of(runs).reset_index("step")
     prompts = runs.set_index("name")["prompts_per_update"].reindex(found.index)
     return found.assign(
@@ -43,7 +43,7 @@ def evaluations(study: Study, runs: DataFrame) -> DataFrame:
 
 
 def at_cost(study: Study, arm: Arm, cost: str, spent: float, bought: str) -> Series:
-    """By task and seed: what a run had where it had cost so much; NaN where it never did."""
+    """The outcome `bought` of each run when it had spent this much, by task and seed; NaN if it never did."""
     runs = study.runs_of(LONG_PROMPTS, arm)
     by_run = dict(list(evaluations(study, runs).groupby(level="run")))
     found = [float(np.interp(spent, by_run[name][cost], by_run[name][bought], right=np.nan)) for name in runs["name"]]
@@ -51,7 +51,7 @@ def at_cost(study: Study, arm: Arm, cost: str, spent: float, bought: str) -> Ser
 
 
 def budgets(study: Study, compared: Iterable[Arm]) -> dict[str, float]:
-    """Of each cost what every run of these arms has spent at its end; nothing of no arms."""
+    """For each cost, the amount that every run of these arms has spent by its end. Empty without arms."""
     runs = [study.runs_of(LONG_PROMPTS, arm) for arm in compared]
     ends = [evaluations(study, some).groupby(level="run")[list(COSTS)].max() for some in runs]
     return {cost: min(end[cost].min() for end in ends) for cost in COSTS} if ends else {}
@@ -90,7 +90,7 @@ def written(cost: str, value: float) -> str:
 
 
 def more_responses(study: Study) -> dict[str, tuple[Arm, Arm]]:
-    """Each K against 2, of every algorithm; what has run."""
+    """Every algorithm with each K against 2, if both have run."""
     return {
         f"{arm.algorithm}: K {arm.responses_per_prompt} − K {FEWEST}": (arm, fewest)
         for arm in arms(study)
@@ -99,8 +99,8 @@ def more_responses(study: Study) -> dict[str, tuple[Arm, Arm]]:
 
 
 def rivals(study: Study) -> dict[str, tuple[Arm, Arm]]:
-    """Algorithms with as many responses: P3O against the others, and its one pass over a round against RLOO's; what
-    has run.
+    """Pairs of algorithms with equally many responses that have run: P3O against the others, and P3O with one pass
+    against RLOO.
     """
     pairs = [("joint", name) for name in MANY_RESPONSES if name != "joint"] + [("joint_once", "rloo")]
     return {
@@ -112,8 +112,8 @@ def rivals(study: Study) -> dict[str, tuple[Arm, Arm]]:
 
 
 def differences(study: Study, pairs: dict[str, tuple[Arm, Arm]]) -> tuple[list[list[str]], int]:
-    """Of some pairs at equal KL and where both had cost what the cheaper one has at its end, and the number of
-    intervals that hold together. Header first.
+    """The table of differences at equal KL and at the cost of the cheaper run's end, header first, and how many
+    intervals hold together in it.
     """
     wanted = [
         *((kl, outcome) for outcome in OUTCOMES[LONG_PROMPTS] for kl in ENVELOPE_KLS),

@@ -17,7 +17,7 @@ def rates_tried(study: Study, group: str, algorithm: str) -> list[float]:
 
 
 def table(study: Study, group: str) -> list[list[str]]:
-    """Proxy gains at matched KL; the chosen rate in bold. Header first. Other rates may not have run on all seeds."""
+    """Proxy gains at equal KL, the chosen rate in bold; others may not have run on all seeds. Header first."""
     kls = matched_kls(study, group)
     header = ["algorithm", "learning rate", "seeds of the", "seeds", "first KL", "final KL"]
     lines = [header + [f"gain at KL {kl:g}" for kl in kls]]
@@ -37,9 +37,9 @@ def table(study: Study, group: str) -> list[list[str]]:
 
 
 def spreads(study: Study, group: str) -> list[list[str]]:
-    """How far mean gains lie apart: over the learning rates of an algorithm, and over algorithms at chosen rates.
+    """The range of mean gains over the learning rates of an algorithm, and over algorithms at their chosen rates.
 
-    On the seeds of the results, among arms of which enough seeds reach the KL. Header first.
+    Only arms of which enough seeds of the results reach the KL count. Header first.
     """
     lines = [["KL", *ALGORITHMS, "algorithms"]]
     for kl in matched_kls(study, group):
@@ -50,7 +50,7 @@ def spreads(study: Study, group: str) -> list[list[str]]:
 
 
 def mean_gains(study: Study, group: str, kl: float) -> DataFrame:
-    """Proxy, by learning rate and algorithm; NaN where too few seeds reach the KL."""
+    """Mean proxy gains by learning rate and algorithm; NaN if too few seeds reach the KL."""
 
     def mean_gain(algorithm: str, rate: float) -> float:
         gains = study.gains(group, Arm(algorithm, learning_rate=rate), kl, "reward")

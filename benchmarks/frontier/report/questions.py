@@ -15,16 +15,16 @@ DEFAULT_CLIP_RANGE = 0.2
 
 
 class Point(NamedTuple):
-    """Runs with one value of what a question varies; arm is None where its learning rate has not been chosen."""
+    """Runs with one value of the setting that a question varies; arm is None if its learning rate was not chosen."""
 
     algorithm: str
     value: float
     group: str
     arm: Arm | None
-    rate_factor: float = 1.0  # of the chosen rate
+    rate_factor: float = 1.0  # times the chosen rate
 
 
-# What is compared, by its name.
+# The name of a comparison -> its two sides.
 Pairs = dict[str, tuple[Point, Point]]
 
 
@@ -60,7 +60,7 @@ def questions(study: Study) -> list[Question]:
 
 
 def question_arm(study: Study, algorithm: str) -> Arm | None:
-    """The runs of `questions.tuned_run`; None where no setting has been chosen."""
+    """The runs of `runs.questions.tuned_run`; None if no setting was chosen."""
     base = algorithm.partition("-")[0]
     arms = [tuned_arm(study, base, kl) for kl in ENVELOPE_KLS if kl <= QUESTIONS_KL]
     chosen = [arm for arm in arms if arm is not None]
@@ -101,7 +101,7 @@ def sizes(study: Study) -> list[Point]:
 
 
 def with_default(points: list[Point], default: float) -> Pairs:
-    """Each value with the default, of every algorithm."""
+    """Every algorithm with each value against its default."""
     return {
         f"{point.algorithm}: {point.value:g} − {other.value:g}": (point, other)
         for point in points
@@ -111,7 +111,7 @@ def with_default(points: list[Point], default: float) -> Pairs:
 
 
 def joint_with_any_rival(points: list[Point]) -> Pairs:
-    """Joint clipping as it is by default with others at every value: their best may be another than their default."""
+    """Joint clipping with its default against others at every value, as theirs may be better than their default."""
     joint = next(point for point in points if (point.algorithm, point.value) == ("joint", DEFAULT_CLIP_RANGE))
     return {
         f"joint with {joint.value:g} − {point.algorithm} with {point.value:g}": (joint, point)
@@ -121,7 +121,7 @@ def joint_with_any_rival(points: list[Point]) -> Pairs:
 
 
 def joint_with_rivals(points: list[Point], varied: str) -> Pairs:
-    """Joint clipping with each rival, at every value and both at their chosen rate or both at that part of it."""
+    """Joint clipping against each rival, at every value and with the same factor on both chosen rates."""
     return {
         f"joint − {other.algorithm}, {varied} {point.value:,.7g}{part(point)}": (point, other)
         for point in points
@@ -151,7 +151,7 @@ def table(study: Study, question: Question) -> list[list[str]]:
 
 
 def difference(study: Study, first: Point, second: Point, kl: float, outcome: str, count: int = 1) -> Estimate | None:
-    """Over the seeds at which both have a gain; None where there are none."""
+    """The paired difference over the seeds at which both have a gain; None without such seeds."""
     if first.arm is None or second.arm is None:
         return None
     gains = (study.gains(point.group, point.arm, kl, outcome).dropna().to_dict() for point in (first, second))
@@ -159,7 +159,7 @@ def difference(study: Study, first: Point, second: Point, kl: float, outcome: st
 
 
 def differences(study: Study, question: Question) -> tuple[list[list[str]], int]:
-    """Paired, and the number of intervals that hold together; what has no runs is left out. Header first."""
+    """The table of paired differences that have runs, header first, and how many intervals hold together in it."""
     wanted = [(kl, outcome) for outcome in OUTCOMES[RETUNED] for kl in ENVELOPE_KLS]
 
     def found(count: int) -> cells.Differences:

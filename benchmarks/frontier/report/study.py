@@ -1,4 +1,4 @@
-"""The recorded runs that a table or a figure is about, as frames with a line a seed."""
+"""The recorded runs that a table or a figure shows, as frames with one row per seed."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +11,7 @@ from benchmarks.frontier.runs.records import RESULTS, SEED, Records, load
 from benchmarks.frontier.runs.tuning import tuned
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, GROUPS
 
-# By what a run is judged: the reward it was trained on and, where the task has one, the utility behind that reward.
+# The outcomes that a run is judged by: the reward it was trained on and, if the task has one, the true utility.
 OUTCOMES = {group: {"reward": "proxy", "gold": "gold"} for group in GROUPS} | {DOCSTRINGS: {"reward": "proxy"}}
 
 
@@ -29,20 +29,18 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """All runs with the chosen learning rates, group -> algorithm -> rate, and what else was chosen, as
-    `tuning.tuned` has it.
-    """
+    """All runs, the chosen learning rates (group -> algorithm -> rate) and the other choices of `tuning.tuned`."""
 
     records: Records
     rates: dict[str, dict[str, float]]
     tuned: dict[str, dict[str, dict]] = field(default_factory=dict)
 
     def chosen_rate(self, group: str, algorithm: str) -> float | None:
-        """Of variants of joint clipping that of joint."""
+        """The rate chosen for the algorithm; variants of joint clipping have joint's. None if none was chosen."""
         return self.rates.get(group, {}).get(algorithm.partition("-")[0])
 
     def runs_of(self, group: str, arm: Arm, *, selection: bool = False) -> DataFrame:
-        """On the seeds of the results, or on those that learning rates were chosen on; indexed by task and seed."""
+        """An arm's runs on the seeds of the results, or on the selection seeds; indexed by task and seed."""
         if arm.learning_rate is None:
             arm = arm._replace(learning_rate=self.chosen_rate(group, arm.algorithm))
         if arm.kl_coef is None:
@@ -53,25 +51,25 @@ class Study:
 
     @cached_property
     def arms(self) -> dict[tuple, DataFrame]:
-        """By group, the fields of Arm, the offset's standard deviation, and whether the seeds are selection seeds."""
+        """Runs by group, the fields of Arm, the offset's standard deviation, and whether the seed is for selection."""
         runs = self.records.runs.assign(selection=~self.records.runs["seed"].isin(SEEDS))
         return dict(list(runs.set_index(SEED).groupby(["group", *Arm._fields, "offset_sd", "selection"], sort=False)))
 
     def gains(self, group: str, arm: Arm, kl: float, outcome: str) -> Series:
-        """At a KL in nats per response, by task and seed; NaN where a run has none there."""
+        """An arm's gains at a KL (nats per response), by task and seed; NaN if a run has none there."""
         return self.records.at_kl(self.runs_of(group, arm), kl, outcome)
 
     def evaluations_of(self, runs: DataFrame) -> DataFrame:
-        """A line an evaluation, indexed by the run's name and the update."""
+        """One row per evaluation, indexed by the run's name and the update."""
         evaluations = self.records.evaluations
         return evaluations[evaluations["run"].isin(runs["name"])].set_index(["run", "step"])
 
 
 def load_study() -> Study:
-    """What is committed."""
+    """The committed records and choices."""
     return Study(load(RESULTS / "runs.jsonl"), chosen_rates(), tuned())
 
 
 def enough(count: int) -> bool:
-    """Whether so many seeds speak for all: a comparison that most seeds never reach is one of the seeds that do."""
+    """Whether this many seeds speak for all. A comparison that only few seeds reach would be one of those seeds."""
     return count >= 0.75 * len(SEEDS)

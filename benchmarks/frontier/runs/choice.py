@@ -9,24 +9,24 @@ from benchmarks.frontier.runs.plan import ALGORITHMS, EVERYONE, KL_COEFS, SETTIN
 from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
 
-# Where learning rates are compared, in nats per response, and how much further a run must get, so that others get
-# there too.
+# The KL (nats per response) at which learning rates are compared, and how much further a run must get, so that runs on
+# other seeds reach it as well.
 SELECTION_KL = {LANGUAGES: 4.0, DOCSTRINGS: 0.2}
 MARGIN = 1.5
-# The same for every KL of the envelope, whose runs are shorter: others get about as far.
+# The same for every KL of the envelope; its runs are shorter, and get about equally far.
 ENVELOPE_MARGIN = 1.1
 
 
 def choose_rates(group: str, records: Records) -> None:
     """Writes each algorithm's learning rate with the highest mean gain at the selection KL, over its selection runs.
 
-    A rate with which a run does not get beyond that KL, or passes it before the first evaluation, is not chosen: lower
+    A rate is not chosen if one of its runs does not get beyond that KL, or passes it before the first evaluation: lower
     rates are better at a KL as long as they reach it.
     """
     kl = SELECTION_KL[group]
     runs = records.runs[records.runs["name"].isin([run.name for run in rates(group)])]
     gains = records.at_kl(runs, kl, "reward").where(runs["final_kl"] >= MARGIN * kl)
-    # Without a gain in one of its runs a rate has no mean.
+    # A rate with a run without a gain has no mean.
     by_rate = gains.groupby([runs["algorithm"], runs["learning_rate"]])
     means = by_rate.agg(lambda values: values.mean(skipna=False)).unstack().reindex(list(ALGORITHMS))
     without = means.index[means.isna().all(axis=1)]
@@ -38,8 +38,8 @@ def choose_rates(group: str, records: Records) -> None:
 
 
 def choose_own_parameters(group: str, records: Records) -> None:
-    """Writes for each algorithm that has one, and each KL of the envelope, the parameter with the highest mean gain
-    there, among its trials; none where no trial gets that far.
+    """Writes each algorithm's own parameter, if it has one, with the highest mean gain at each KL of the envelope; none
+    for a KL that no trial reaches.
     """
     chosen = {}
     for algorithm, values in tuning.OWN_TRIALS.items():
@@ -51,8 +51,8 @@ def choose_own_parameters(group: str, records: Records) -> None:
 
 
 def choose_settings(group: str, records: Records) -> None:
-    """Writes for each algorithm and KL of the envelope the setting with the highest mean gain there, among its trials;
-    none where no trial gets that far.
+    """Writes each algorithm's setting with the highest mean gain at each KL of the envelope; none for a KL that no
+    trial reaches.
     """
     chosen = {}
     for algorithm in EVERYONE:
@@ -68,17 +68,17 @@ def choose_settings(group: str, records: Records) -> None:
 def best_by_kl(
     group: str, algorithm: str, records: Records, settings: Iterable[tuning.Setting]
 ) -> dict[str, tuning.Setting]:
-    """For each KL of the envelope that any of them gets to."""
+    """The best setting for each KL of the envelope that any of them reaches."""
     trials = {setting: list(tuning.trial(group, algorithm, setting)) for setting in settings}
     found = {f"{kl:g}": best(records, trials, kl) for kl in tuning.ENVELOPE_KLS}
     return {kl: setting for kl, setting in found.items() if setting is not None}
 
 
 def best(records: Records, trials: Mapping[tuning.Setting, list[Run]], kl: float) -> tuning.Setting | None:
-    """That with the highest mean proxy gain at a KL, over the seeds on which all that have run did so.
+    """The setting with the highest mean proxy gain at a KL, over the seeds on which all settings have run.
 
-    A setting of which a run does not get beyond the KL by the margin, or passes it before the first evaluation, is not
-    chosen; None if that holds for all.
+    A setting is not chosen if one of its runs does not get beyond the KL by the margin, or passes it before the first
+    evaluation. None if that holds for all.
     """
     recorded = {name: place for place, name in enumerate(records.runs["name"])}
     seeds = [{run.seed for run in runs if run.name in recorded} for runs in trials.values()]

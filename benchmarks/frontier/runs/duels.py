@@ -1,7 +1,7 @@
-"""Policies head to head on the evaluation prompts, by the reward model and by the utility behind it.
+"""Win rates of policies on the evaluation prompts, by the reward model and by the true utility.
 
-Twice: as the runs ended, each at its own KL, and each where its run reached one KL. The second models are trained
-again up to there, which gives the same bits as the runs had.
+There are two comparisons: at the end of the runs, each at its own KL, and at one KL for all. Models of the second are
+trained again up to that KL, which gives the bits that the runs had.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from fastp3o.models.loading import load_tokenizer
 
 FIRST = "joint"
 START = "sft"
-# Nats per response. Win rates on the docstrings are too near to one half for a KL to matter.
+# Nats per response. Win rates on docstrings are too close to one half for a KL to matter.
 EQUAL_KL = {LANGUAGES: 4.0}
 
 
@@ -43,7 +43,7 @@ def as_they_ended(runs: Iterable[Run], folder: Path, records: Records) -> dict[R
 def at_equal_kl(
     pool: Executor, runs: Iterable[Run], kl: float, tasks: dict[str, Task], folder: Path, records: Records
 ) -> dict[Run, Player]:
-    """Models of recorded runs where they reached `kl`, trained again in a folder of their own."""
+    """The models of recorded runs when they reached `kl`, trained again in a folder of their own."""
     stopped = folder / "at_equal_kl"
     updates = {run: update_at(run.name, records.histories[run.name], kl) for run in runs}
     futures = {run: pool.submit(train_and_record, run, tasks[run.task], stopped, up) for run, up in updates.items()}
@@ -52,7 +52,7 @@ def at_equal_kl(
 
 
 def update_at(name: str, evaluations: Evaluations, kl: float) -> int:
-    """The update nearest to where the run first gets `kl` nats away. ValueError if not between two evaluations."""
+    """The update closest to the first crossing of `kl` (nats). ValueError if that is not between two evaluations."""
     update = gain_at_kl(evaluations, kl, metric="step")
     if update is None:
         raise ValueError(f"{name}: no evaluation reached KL {kl:g} after the first one")
@@ -66,10 +66,10 @@ def model_folder(run: Run, folder: Path) -> str:
 def win_rates(
     pool: Executor, tasks: dict[str, Task], players: dict[Run, Player], equal_kl: float | None
 ) -> list[dict[str, Any]]:
-    """Joint clipping against every other algorithm and the start of all: means over seeds with their intervals.
+    """Joint clipping against every other algorithm and the start: mean win rates over seeds with their intervals.
 
-    first_kl, second_kl: means of the players' KLs, in nats per response. equal_kl: where all were stopped, None if
-    nowhere.
+    first_kl, second_kl: means of the players' KLs, in nats per response. equal_kl: where all were stopped, None for
+    the ends of runs.
     """
     lines = DataFrame({"run": run, "task": run.task, "seed": run.seed} for run in players)
     futures = [
@@ -90,13 +90,13 @@ def win_rates(
 
 
 def mean_kls(players: dict[Run, Player]) -> dict[str, float]:
-    """Of each algorithm, and 0 of the start."""
+    """The mean KL of each algorithm; the start's is 0."""
     lines = DataFrame({"algorithm": run.algorithm, "kl": player.kl} for run, player in players.items())
     return {START: 0.0} | lines.groupby("algorithm")["kl"].mean().to_dict()
 
 
 def win_rates_of_seed(players: dict[Run, Player], task: Task) -> list[dict[str, Any]]:
-    """Of joint clipping by rival and by reward ("reward", and "gold" where the utility is known)."""
+    """Joint clipping's win rates by rival and by reward ("reward", and "gold" if the utility is known)."""
     seed = next(iter(players)).seed
     models = {run.algorithm: player.model for run, player in players.items()} | {START: task.policy}
     responses = {name: scored_responses(model, task, seed) for name, model in models.items()}
@@ -111,7 +111,7 @@ def win_rates_of_seed(players: dict[Run, Player], task: Task) -> list[dict[str, 
 
 
 def scored_responses(model: str, task: Task, seed: int) -> dict[str, Responses]:
-    """To all evaluation prompts, with each kind of reward."""
+    """Responses to all evaluation prompts, with each kind of reward."""
     settings = TASK_SETTINGS[group_of(task.name)]
     config = WinRateConfig(
         first=model,

@@ -1,5 +1,5 @@
-"""The runs of the plan that are not recorded yet, and what follows from finished ones: learning rates and other
-settings, the optimum that no policy can pass, and win rates.
+"""Executes the runs of the plan that are not recorded yet. From finished ones follow learning rates and other settings,
+the optimum that no policy can pass, and win rates.
 """
 
 import json
@@ -23,7 +23,7 @@ from benchmarks.frontier.tasks.groups import SIZES, WRONG_LABELS, base_of, group
 from benchmarks.frontier.tasks.optimum import optimum
 from benchmarks.frontier.tasks.task import Task, make
 
-# What the runs of a part decide.
+# A part -> the choice that its runs decide.
 CHOICES = {
     "rates": choose_rates,
     "own_parameters": choose_own_parameters,
@@ -35,9 +35,9 @@ CHOICES = {
 def execute(
     groups: Iterable[str], parts: Iterable[str], results: Path, folder: Path, *, only: str = "", workers: int | None
 ) -> None:
-    """Every run of some parts of the plan that `results`/runs.jsonl lacks and whose name begins with `only`.
+    """Executes the runs of some parts that `results`/runs.jsonl lacks and whose names begin with `only`.
 
-    folder: of what runs start from, of trained models and logs. workers: runs at a time, one thread each.
+    folder: holds the tasks, trained models and logs. workers: runs at a time, one thread each.
     """
     results.mkdir(parents=True, exist_ok=True)
     records, trained = results / "runs.jsonl", folder / "trained"
@@ -59,13 +59,13 @@ def execute(
 
 
 def waiting(runs: list[Run], records: Path) -> list[Run]:
-    """Those that are not recorded, each once."""
+    """The runs that are not recorded, each once."""
     done = set(recorded.load(records).runs["name"])
     return [run for run in dict.fromkeys(runs) if run.name not in done]
 
 
 def make_tasks(pool: Executor, names: set[str], folder: Path) -> dict[str, Task]:
-    """Those first that others take their parts from, as no two processes may make one."""
+    """Makes the tasks, first those whose parts others reuse: no two processes may make the same one."""
     bases = {base_of(name) for name in names if group_of(name) in (*WRONG_LABELS, *SIZES)}
     made: dict[str, Task] = {}
     for some in (sorted(bases), sorted(names)):
@@ -84,8 +84,8 @@ def record_all(
 
 
 def compare_finished(pool: Executor, group: str, results: Path, folder: Path) -> None:
-    """The optimum, and win rates: as the runs of all algorithms ended, if their models are here, and at equal KL, if
-    that has not been recorded. Nothing while some of these runs are missing, as `only` leaves them.
+    """Writes the win rates of a group's finished runs: as they ended, if their models are here, and at equal KL, if not
+    recorded yet. Does nothing while some of these runs are missing, as with `only`.
     """
     runs, trained, path = list(algorithms(group)), folder / "trained", results / "win_rates.json"
     if waiting(runs, results / "runs.jsonl"):
@@ -102,7 +102,7 @@ def compare_finished(pool: Executor, group: str, results: Path, folder: Path) ->
 
 
 def write_optima(pool: Executor, names: set[str], folder: Path, path: Path) -> None:
-    """Of those tasks that have none yet, also where all of their runs are recorded, as `only` may have left them."""
+    """Writes the optimum of the tasks that have none yet, even if all their runs are recorded."""
     curves = json.loads(recorded.read(path) or "{}")
     tasks = make_tasks(pool, names - curves.keys(), folder)
     missing = {name: pool.submit(optimum, task) for name, task in tasks.items()}
@@ -114,12 +114,12 @@ def read_win_rates(path: Path) -> list[dict[str, Any]]:
 
 
 def write_win_rates(rates: list[dict[str, Any]], path: Path) -> None:
-    """In place of those of the same duels."""
+    """Writes the rates, replacing those of the same duels."""
     new = set(map(duel_of, rates))
     kept = [rate for rate in read_win_rates(path) if duel_of(rate) not in new]
     path.write_text(json.dumps(kept + rates, indent=1) + "\n")
 
 
 def duel_of(rate: dict[str, Any]) -> tuple[str, float | None]:
-    """What tells duels apart: the group of tasks, and the KL where all were stopped."""
+    """The key of a duel: the group of tasks, and the KL at which all were stopped."""
     return rate["task"], rate["equal_kl"]

@@ -23,16 +23,16 @@ from fastp3o.stages.online import train
 from fastp3o.training.log_files import EVALUATIONS, METRICS
 from scripts.online import OBJECTIVES
 
-# Optimizer steps of an inner epoch.
+# optimizer steps of an inner epoch
 MINIBATCHES = 4
 
 
 def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = None) -> dict[str, Any]:
-    """Trains in `folder`/run.name, where the finished model stays, and returns the run with what came out.
+    """Trains in `folder`/run.name, where the finished model stays, and returns the run with its results.
 
-    updates: stop after so many, with the bits that the whole run has there; None for the whole run.
+    updates: stop after this many, with the bits that the whole run has there; None for the whole run.
     """
-    # A command that was killed leaves what its runs had written: those of the next one must not meet it.
+    # A killed command leaves the files of its runs, which runs of the next one must not meet.
     output, log_file = folder / f"{run.name}.{os.getpid()}", folder / f"{run.name}.{os.getpid()}.log.txt"
     folder.mkdir(parents=True, exist_ok=True)
     # Runs of one process must not share what accelerate keeps.
@@ -79,7 +79,7 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
     if updates is not None:
         reached = [at for at in settings["eval_at"].split(",") if int(at) <= updates]
         settings |= {"updates": updates, "eval_at": ",".join(reached)}
-    # As many optimizer steps, whatever the number of prompts.
+    # The number of optimizer steps does not depend on that of prompts.
     settings["prompts_per_minibatch"] = run.prompts_per_update // MINIBATCHES
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
     if run.own_parameter:
@@ -87,12 +87,12 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
     return OBJECTIVES[objective](**(settings | own_settings))
 
 
-# Rewards have unit deviation already; the running deviation would divide PPO's by that of the offset. And values must
-# be free to reach an offset of tens.
+# Rewards already have unit deviation; a running deviation would divide PPO's by that of the offset. Values must be free
+# to reach an offset of tens.
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
-# Algorithm -> its name among the objectives, where that is another, and what sets it apart from other runs. RLOO's loss
-# is on-policy in the first steps alone, so it makes the one pass of its default.
+# Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
+# steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
     **{
@@ -116,13 +116,13 @@ OWN_PARAMETERS = {
 
 
 def rounded_evaluations(folder: Path) -> list[dict[str, float]]:
-    """The run's evaluations, to six significant digits, which is beyond their standard errors."""
+    """The run's evaluations, rounded to six significant digits, which is finer than their standard errors."""
     lines = (folder / EVALUATIONS).read_text().splitlines()
     return [{name: float(f"{value:.6g}") for name, value in json.loads(line).items()} for line in lines]
 
 
 def costs(folder: Path) -> dict[str, list[float]]:
-    """What the run had cost by each evaluation: seconds, without those of evaluations, and tokens of its responses."""
+    """The run's cost by each evaluation: seconds, without those of evaluations, and response tokens."""
     updates = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     steps = [json.loads(line)["step"] for line in (folder / EVALUATIONS).read_text().splitlines()]
     return {

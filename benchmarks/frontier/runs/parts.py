@@ -1,4 +1,4 @@
-"""Which questions are asked of which groups of tasks, in the order in which they run."""
+"""The questions of each group of tasks, in the order in which they run."""
 
 from collections.abc import Callable, Iterator
 
@@ -13,7 +13,7 @@ FIRST: tuple[Part, ...] = (
     *(plan.rates, plan.algorithms, plan.offsets, plan.clipping, plan.responses, plan.scaling, plan.kl_coefs),
     plan.other_rates,
 )
-# The first three choose what those after them need.
+# The first three choose the settings of the later ones.
 TUNED: tuple[Part, ...] = (
     *(tuning.own_parameters, tuning.trial_rates, tuning.trial_kl_coefs),
     *(tuning.envelope, tuning.groups_of_four),
@@ -30,5 +30,5 @@ PARTS = tuple(dict.fromkeys(part.__name__ for parts in PLAN.values() for part in
 
 
 def parts_of(group: str) -> dict[str, Part]:
-    """By name."""
+    """The parts of a group, by name."""
     return {part.__name__: part for part in PLAN[group]}

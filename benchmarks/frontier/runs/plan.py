@@ -1,4 +1,4 @@
-"""What a run is, and every run of the first comparison, by the question it answers.
+"""The fields of a run, and every run of the first comparison, by the question that it answers.
 
 Arms of a comparison share task and seed: prompts, order and sampling noise are the same.
 """
@@ -13,7 +13,7 @@ from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, RETUNED, TAS
 ALGORITHMS = ("joint", "separate", "none", "ppo", "dpo")
 CLIPPINGS = ("joint", "separate", "none")
 NEWER = ("rloo", "grpo", "dr_grpo", "dapo", "gspo", "rebel")
-# Joint clipping with one pass over a round, as RLOO makes it; PPO with half its clip range, which was better for it.
+# Joint clipping with one pass over a round, like RLOO; PPO with half its clip range, which was better for it.
 VARIANTS = ("joint_once", "ppo_narrow")
 PUBLISHED = (*ALGORITHMS, *NEWER)
 EVERYONE = (*PUBLISHED, *VARIANTS)
@@ -28,7 +28,7 @@ SEEDS = tuple(range(8))
 HIGH_LEARNING_RATE = 1.2e-3
 OFFSET_SD = 10.0
 
-# The weight of the KL penalty, in standard deviations of the reward a nat; of DPO its own beta.
+# The weight of the KL penalty, in standard deviations of the reward per nat; for DPO its own beta.
 KL_COEFS = dict.fromkeys(EVERYONE, (0.03, 0.1, 0.3)) | {"dpo": (0.1, 0.3, 1.0)}
 
 PROMPTS_PER_UPDATE = {LANGUAGES: 64, RETUNED: 64, DOCSTRINGS: 32}
@@ -36,7 +36,7 @@ PROMPTS_PER_UPDATE = {LANGUAGES: 64, RETUNED: 64, DOCSTRINGS: 32}
 # The chosen learning rates: group -> algorithm -> rate.
 SETTINGS = Path(__file__).parent / "settings.json"
 
-# Fields of a run that the first recorded ones lack.
+# Fields that the first recorded runs lack.
 LATER = ("own_parameter", "reward_factor")
 
 
@@ -53,12 +53,12 @@ class Run:
     offset_sd: float = 0.0  # standard deviation over prompts, in standard deviations of the reward
     responses_per_prompt: int = 2
     prompts_per_update: int = 64
-    own_parameter: float = 0.0  # what one_run.OWN_PARAMETERS names of the algorithm; 0: as it is by default
+    own_parameter: float = 0.0  # the algorithm's entry in one_run.OWN_PARAMETERS; 0: its default
     reward_factor: float = 1.0  # rewards are multiplied by it
 
     @property
     def name(self) -> str:
-        """All fields in their order; of the later ones those that are not as they are by default."""
+        """All fields in their order; LATER ones only if they are not the default."""
         values = asdict(self)
         later = {field: values.pop(field) for field in LATER}
         named = [f"{value:g}" if isinstance(value, float) else str(value) for value in values.values()]
@@ -93,7 +93,7 @@ def basic_run(group: str, task: str, algorithm: str, rate: float, seed: int) -> 
 
 
 def algorithms(group: str) -> Iterator[Run]:
-    """Every algorithm at its chosen rate. Raises ValueError where none has been chosen."""
+    """Every algorithm at its chosen rate. ValueError if none was chosen."""
     chosen = chosen_rates()
     if group not in chosen:
         raise ValueError(f"{SETTINGS} has no learning rates for {group}: run the part `rates` first")
@@ -104,7 +104,7 @@ def algorithms(group: str) -> Iterator[Run]:
 
 def offsets(group: str) -> Iterator[Run]:
     """An offset that depends on the prompt: both kinds for PPO, the unlearnable one at two lower rates too, as noise
-    may want slower steps; one for joint clipping, and for the others one on one seed a task, as a proof.
+    may want slower steps; one for joint clipping, and one for the others on one seed per task, as a proof.
     """
     for run in algorithms(group):
         kinds = {"ppo": ("unlearnable", "learnable"), "joint": ("unlearnable",)}.get(run.algorithm, ())
@@ -154,7 +154,7 @@ def other_rates(group: str) -> Iterator[Run]:
 
 
 def neighbours(group: str, rate: float) -> list[float]:
-    """The next lower and the next higher trial rate, where there is one."""
+    """The next lower and the next higher trial rate, if there is one."""
     trials = LEARNING_RATES[group]
     place = trials.index(rate)
     return [*trials[max(place - 1, 0) : place], *trials[place + 1 : place + 2]]

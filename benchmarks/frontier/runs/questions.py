@@ -1,4 +1,4 @@
-"""What else moves the frontier: one setting at a time, where tuning led, and K at equal cost."""
+"""Runs that vary one setting at a time from the tuned ones, and K at equal cost."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +13,11 @@ CLIP_RANGES = {
     "grpo": (0.05, 0.1, 0.2, 0.5),  # its ratios count down to 1 − ε, above 0
 }
 
-# joint-difference is P3O as it is by default: rewards divided by the running deviation of their differences.
+# joint-difference is P3O's default: rewards divided by the running deviation of their differences.
 SCALED = ("joint", "joint-difference", "ppo", "grpo", "rloo")
 RIVALS = ("joint", "ppo", "dpo")
-# Of the rate that was chosen for the small policy; larger ones want a lower one, which two of them show. The whole rate
-# runs on half of the seeds.
+# Factors on the rate that was chosen for the small policy, as larger ones want a lower rate. The whole rate runs on
+# half of the seeds.
 SIZE_RATES = {"size_1m": (0.5, 1.0), "size_6m": (0.25, 0.5)}
 
 # Responses to each prompt -> prompts of an update: equally many computed tokens within a twentieth, as long prompts
@@ -30,14 +30,14 @@ LONG_KL_COEF = 0.1
 
 
 def tuned_run(group: str, algorithm: str, seed: int) -> Run:
-    """With the setting that was chosen in RETUNED."""
+    """The algorithm's run with the setting that RETUNED chose."""
     base = algorithm.partition("-")[0]
     setting = setting_for_questions(RETUNED, base)
     return replace(run_with(RETUNED, task_of(group, seed), base, setting, seed), algorithm=algorithm)
 
 
 def clip_range(group: str) -> Iterator[Run]:
-    """The clip range from 0.05 to 1, without what is the default."""
+    """Clip ranges from 0.05 to 1."""
     for seed in SEEDS:
         for algorithm, clips in CLIP_RANGES.items():
             for clip in clips:
@@ -45,7 +45,9 @@ def clip_range(group: str) -> Iterator[Run]:
 
 
 def reward_factor(group: str) -> Iterator[Run]:
-    """Rewards multiplied by 0.1 and by 10. DPO, which reads which reward is higher, on one seed a task, as a proof."""
+    """Rewards multiplied by 0.1 and by 10. DPO, which only reads which reward is higher, runs on one
+    seed per task, as a proof.
+    """
     for seed in SEEDS:
         proof = ("dpo",) if seed % (len(SEEDS) // 2) == 0 else ()
         for algorithm in (*SCALED, *proof):
@@ -54,14 +56,14 @@ def reward_factor(group: str) -> Iterator[Run]:
 
 
 def wrong_labels(group: str) -> Iterator[Run]:
-    """With reward models that learned from more wrong labels, which the group says."""
+    """Runs with reward models of more wrong labels, by the group."""
     for seed in SEEDS:
         for algorithm in RIVALS:
             yield tuned_run(group, algorithm, seed)
 
 
 def sizes(group: str) -> Iterator[Run]:
-    """With larger policies, which the group says."""
+    """Runs with larger policies, by the group."""
     for factor in SIZE_RATES[group]:
         for seed in SEEDS if factor < 1 else SEEDS[::2]:
             for algorithm in RIVALS:

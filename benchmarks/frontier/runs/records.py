@@ -1,4 +1,4 @@
-"""The runs as they were recorded, in two pandas frames."""
+"""The recorded runs in two pandas frames."""
 
 import json
 from collections.abc import Iterable
@@ -21,20 +21,20 @@ EVALUATION_FIELDS = (
     *("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts"),
     *("seconds", "response_tokens"),
 )
-SEED = ["task", "seed"]  # what paired runs have in common
+SEED = ["task", "seed"]  # shared by paired runs
 
 
 @dataclass(frozen=True)
 class Records:
-    """A line a run and a line an evaluation, in the order they were recorded in; rewards as if their factor were 1.
+    """One row per run and one per evaluation, in recorded order; rewards are divided by their factor.
 
-    runs: name, group, the fields of plan.Run, seconds, sha256 (of the final weights), and what came out:
-        first_kl: of the first evaluation after the start, below which no gain is known; NaN without one
-        final_step, final_kl, final_missing_eos: of the last evaluation
-        final_reward, final_gold: gains of the last evaluation over the first, NaN where there is no gold utility
+    runs: name, group, the fields of plan.Run, seconds, sha256 (of the final weights), and the results:
+        first_kl: KL of the first evaluation after the start, below which no gain is known; NaN without one
+        final_step, final_kl, final_missing_eos: values of the last evaluation
+        final_reward, final_gold: gains of the last evaluation over the first, NaN without a gold utility
     evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), their
         gains over the run's start, reward_gain and gold_gain, reward_std (over prompts), missing_eos, prompts, and
-        what it had cost until then, where that was recorded: seconds and response_tokens.
+        its cost until then, if recorded: seconds and response_tokens.
     """
 
     runs: DataFrame
@@ -42,17 +42,17 @@ class Records:
 
     @cached_property
     def histories(self) -> dict[str, Evaluations]:
-        """The evaluations of each run, as `gain_at_kl` takes them."""
+        """The evaluations of each run, in the form of `gain_at_kl`."""
         return {name: lines.to_dict("records") for name, lines in self.evaluations.groupby("run", sort=False)}
 
     def at_kl(self, runs: DataFrame, kl: float, outcome: str) -> Series:
-        """The gain of `outcome` at a KL of some of the runs, by their index; NaN where a run has none there."""
+        """Gains of some runs in `outcome` at a KL, by their index; NaN if a run has none there."""
         gains = [gain_at_kl(self.histories[name], kl, outcome) for name in runs["name"]]
         return Series(gains, index=runs.index, dtype=float)
 
 
 def load(path: Path) -> Records:
-    """What a runs.jsonl holds, be it not there yet. ValueError where a run was recorded twice."""
+    """Reads a runs.jsonl, which may not exist yet. ValueError if a run was recorded twice."""
     records = to_frames(json.loads(line) for line in read(path).splitlines())
     names = records.runs["name"]
     if names.duplicated().any():
@@ -61,7 +61,7 @@ def load(path: Path) -> Records:
 
 
 def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
-    """From lines of runs.jsonl: the fields of plan.Run with seconds, sha256, evaluations and costs."""
+    """Records from lines of runs.jsonl: the fields of plan.Run with seconds, sha256, evaluations and costs."""
     lines = [{field: getattr(Run, field) for field in LATER} | line for line in lines]
     names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
@@ -78,7 +78,7 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
 
 
 def evaluations_of(line: dict[str, Any]) -> list[dict[str, float]]:
-    """With what each had cost, and rewards over their factor."""
+    """Evaluations with their costs, and rewards divided by their factor."""
     factor, costs = line["reward_factor"], line.get("costs", {})
     return [
         evaluation
@@ -89,7 +89,7 @@ def evaluations_of(line: dict[str, Any]) -> list[dict[str, float]]:
 
 
 def ends(evaluations: DataFrame) -> DataFrame:
-    """What came out of each run, by its name."""
+    """The results of each run, by its name."""
     by_run = evaluations.groupby("run", sort=False)
     first, last = (by_run.nth(number).set_index("run") for number in (1, -1))
     return DataFrame(
@@ -105,7 +105,7 @@ def ends(evaluations: DataFrame) -> DataFrame:
 
 
 def by_task(values: Series) -> list[list[float]]:
-    """The values there are, by task: the strata of an interval."""
+    """The values that are not NaN, by task: the strata of an interval."""
     return [list(stratum.dropna()) for _, stratum in values.groupby("task", sort=False)]
 
 

@@ -1,7 +1,7 @@
-"""Every algorithm tuned by the same rules, over learning rate and KL coefficient, and run where that led.
+"""Runs that tune every algorithm by the same rules, over learning rate and KL coefficient, and runs at the result.
 
-What is defined by a group of responses, its mean and deviation, takes four responses to half as many prompts: of two
-responses GRPO's advantages are signs. The other algorithms take pairs, and groups of four for comparison.
+Algorithms that use a group's mean and deviation take four responses to half as many prompts: with two responses GRPO's
+advantages are only signs. The others take pairs, and groups of four for comparison.
 """
 
 import json
@@ -36,17 +36,17 @@ OWN_TRIALS = {"rebel": (1.0, 3.0, 10.0), "gspo": (0.01, 0.03, 0.003)}
 MIDDLE = 1  # of an algorithm's KL_COEFS
 LARGE, SMALL = 2, 0
 
-# Where settings are chosen, in nats per response, each for itself, and whose of these settings the questions vary.
+# The KLs (nats per response) for which settings are chosen, and the one whose settings the questions vary.
 ENVELOPE_KLS = (1.0, 2.0)
 QUESTIONS_KL = 2.0
 
-# What the selection seeds chose, by group: "settings" -> algorithm -> KL -> the fields of Setting, and before them
+# Choices of the selection seeds, by group: "settings" -> algorithm -> KL -> the fields of Setting, and before them
 # "own_parameters" -> algorithm -> KL -> value.
 TUNED = Path(__file__).parent / "tuned.json"
 
 
 class Setting(NamedTuple):
-    """What of an algorithm is tried."""
+    """One combination that is tried of an algorithm's settings."""
 
     learning_rate: float
     kl_coef: float
@@ -58,7 +58,7 @@ def tuned() -> dict:
 
 
 def own_parameters_of(group: str, algorithm: str) -> list[float]:
-    """What was chosen for any KL; 0, the default, of algorithms that have none to choose. ValueError where none was."""
+    """The values chosen for any KL; 0, the default, for algorithms without one. ValueError if none was chosen."""
     if algorithm not in OWN_TRIALS:
         return [0.0]
     chosen = tuned().get(group, {}).get("own_parameters", {})
@@ -68,7 +68,7 @@ def own_parameters_of(group: str, algorithm: str) -> list[float]:
 
 
 def settings(group: str, algorithm: str) -> dict[float, Setting]:
-    """By KL, lowest first. ValueError where nothing was chosen."""
+    """The chosen settings by KL, lowest first. ValueError if nothing was chosen."""
     chosen = tuned().get(group, {}).get("settings", {})
     if algorithm not in chosen:
         raise ValueError(f"{TUNED} has no settings of {algorithm} for {group}: run the part `trial_rates` first")
@@ -76,7 +76,7 @@ def settings(group: str, algorithm: str) -> dict[float, Setting]:
 
 
 def setting_for_questions(group: str, algorithm: str) -> Setting:
-    """That of the highest KL up to theirs that a setting was chosen for."""
+    """The setting for the highest KL, up to QUESTIONS_KL, that one was chosen for."""
     chosen = settings(group, algorithm)
     return chosen[max(kl for kl in chosen if kl <= QUESTIONS_KL)]
 
@@ -87,23 +87,23 @@ def run_with(group: str, task: str, algorithm: str, setting: Setting, seed: int)
 
 
 def in_fours(run: Run) -> Run:
-    """Four responses to half as many prompts as pairs have: equally many responses."""
+    """The run with four responses to half as many prompts: equally many responses."""
     return replace(run, responses_per_prompt=4, prompts_per_update=PROMPTS_PER_UPDATE[RETUNED] // 2)
 
 
 def trial(group: str, algorithm: str, setting: Setting) -> Iterator[Run]:
-    """On every selection seed."""
+    """The setting on every selection seed."""
     for task, seed in zip(TASKS[group], SELECTION_SEEDS[group], strict=True):
         yield run_with(group, task, algorithm, setting, seed)
 
 
 def own_trial(algorithm: str, own: float) -> Setting:
-    """At the middle rate and KL coefficient."""
+    """The setting with this parameter, at the middle rate and KL coefficient."""
     return Setting(TRIAL_RATES[algorithm][0], KL_COEFS[algorithm][MIDDLE], own)
 
 
 def own_parameters(group: str) -> Iterator[Run]:
-    """REBEL's eta and GSPO's clip range."""
+    """Trials of REBEL's eta and GSPO's clip range."""
     for algorithm, trials in OWN_TRIALS.items():
         for own in trials:
             yield from trial(group, algorithm, own_trial(algorithm, own))
@@ -130,7 +130,7 @@ def trial_kl_coefs(group: str) -> Iterator[Run]:
 
 
 def envelope(group: str) -> Iterator[Run]:
-    """Every algorithm with the settings that were chosen for any KL; seeds of both tasks by turns."""
+    """Every algorithm with the settings that were chosen for any KL; seeds of both tasks in turns."""
     half = len(SEEDS) // 2
     for seed in [seed for pair in zip(SEEDS[:half], SEEDS[half:], strict=True) for seed in pair]:
         for algorithm in EVERYONE:

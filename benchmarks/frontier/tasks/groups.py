@@ -1,12 +1,12 @@
 """The tasks by name, and the groups whose results are reported together."""
 
 LANGUAGES, DOCSTRINGS = "languages", "docstrings"
-# The languages once more, for the comparison of all algorithms. Where they are made on another machine than LANGUAGES
-# were, their reward models differ by its rounding: as groups of their own, their runs are paired with no others.
+# The languages again, for the comparison of all algorithms. Made on another machine, their reward models differ from
+# those of LANGUAGES by rounding, so they are groups of their own and their runs are paired with no others.
 RETUNED, LONG_PROMPTS = "retuned", "long_prompts"
 
-# Groups like RETUNED but for one thing: the share of wrong labels that the reward model learned from, and the policy's
-# number of parameters.
+# Groups that differ from RETUNED in one thing: the share of wrong labels that the reward model learned from, or the
+# policy's number of parameters.
 WRONG_LABELS = {"wrong_labels_20": 0.2, "wrong_labels_35": 0.35}
 SIZES = {"size_1m": 1_000_000, "size_6m": 6_000_000}
 
@@ -18,7 +18,7 @@ TASKS = {
     **{group: (f"{group}-0", f"{group}-1") for group in (RETUNED, LONG_PROMPTS, *WRONG_LABELS, *SIZES)},
 }
 GROUPS = tuple(TASKS)
-# Those of which every part of the first comparison is asked.
+# The groups of the first comparison.
 STUDIED = (LANGUAGES, DOCSTRINGS)
 
 
@@ -27,5 +27,5 @@ def group_of(task: str) -> str:
 
 
 def base_of(task: str) -> str:
-    """The task with the same language in RETUNED, which those of WRONG_LABELS and SIZES take their parts from."""
+    """The RETUNED task with the same language; tasks of WRONG_LABELS and SIZES reuse its parts."""
     return TASKS[RETUNED][TASKS[group_of(task)].index(task)]

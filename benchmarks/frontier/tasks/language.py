@@ -1,7 +1,7 @@
 """An artificial language with a known utility of responses, to compare algorithms at a size that trains in seconds.
 
 A prompt is "topic3 style1 w017 w045 w092 w003", a response is words. Topic and style colour the choice of every word;
-of the four words of the prompt only the last matters, as the first previous word: the others make prompts distinct.
+only the last of the prompt's four words matters, as the first previous word: the others make prompts distinct.
 """
 
 import re
@@ -9,9 +9,9 @@ import re
 import numpy as np
 
 TOPICS, STYLES, CONTEXT = 10, 4, 4
-LONG_PROMPT = 122  # words of a long one, topic and style included
+LONG_PROMPT = 122  # words of a long prompt, including topic and style
 CLASSES, WORDS = 12, 120  # word w belongs to class w // 10
-MAX_TOKENS = 32  # of a response with its end-of-sequence
+MAX_TOKENS = 32  # of a response, including its end-of-sequence
 VOCABULARY = [
     *(f"topic{topic}" for topic in range(TOPICS)),
     *(f"style{style}" for style in range(STYLES)),
@@ -19,22 +19,22 @@ VOCABULARY = [
 ]
 
 WORDS_WITHOUT_END, HAZARD = 10, 0.1
-RANK = 8  # of the table of words after words, so that a small model can learn it
-SPREAD = 0.96  # standard deviation of a logit's three parts; makes words of 3.5 nats
+RANK = 8  # of the table of next words, so that a small model can learn it
+SPREAD = 0.96  # standard deviations of a logit's three parts; a word then has 3.5 nats
 
 FREE_LENGTH = 14
 PENALTY_PER_WORD = 0.25  # beyond the free length: the best responses end before the longest
 PENALTY_PER_REPEAT = 0.15
 
 PROMPT = re.compile(rf"topic(\d) style([0-{STYLES - 1}])(?: w\d\d\d)* w(0\d\d|1[01]\d)")
-INDEX = {word: index - TOPICS - STYLES for index, word in enumerate(VOCABULARY)}  # negative: of prompts only
+INDEX = {word: index - TOPICS - STYLES for index, word in enumerate(VOCABULARY)}  # negative: they occur only in prompts
 
 
 class Language:
     """The tables of one language.
 
     probabilities: of the next word, [topics, styles, previous words, next words].
-    class_weights: what a topic makes of a word's class, [topics, classes].
+    class_weights: the worth of a class of words in a topic, [topics, classes].
     """
 
     def __init__(self, seed: int):
@@ -45,8 +45,8 @@ class Language:
         odds = np.exp(SPREAD * (after_word + on_topic + in_style))
         self.probabilities = odds / odds.sum(axis=-1, keepdims=True)
         cumulative = odds.cumsum(axis=-1)
-        self.cumulative = cumulative / cumulative[..., -1:]  # its last is exactly 1
-        # Half is common to all topics, or a small model would find no way in; no topic is hopeless or easy.
+        self.cumulative = cumulative / cumulative[..., -1:]  # the last one is exactly 1
+        # Topics share half, so that a small model can begin to learn; no topic is hopeless or easy.
         weights = rng.normal(size=CLASSES) + rng.normal(size=(TOPICS, CLASSES))
         self.class_weights = (weights - weights.mean(axis=1, keepdims=True)) / weights.std(axis=1, keepdims=True)
         self.scale = 1.0
@@ -74,7 +74,7 @@ class Language:
         return [text_of(drawn[:length]) for drawn, length in zip(words, lengths, strict=True)]
 
     def continued(self, prompts: list[str], count: int, rng: np.random.Generator) -> list[list[int]]:
-        """So many words that go on from each prompt."""
+        """The next `count` words after each prompt."""
         topics, styles, previous = np.array([parsed(prompt) for prompt in prompts]).T
         words = np.empty((len(prompts), count), dtype=int)
         for position in range(count):
@@ -87,7 +87,7 @@ class Language:
         prompt, 0 is the utility of saying nothing.
 
         Σ_classes weight(topic, class) √count(class), less a penalty for each repeated word and for each word beyond the
-        14th. Topics and styles, which a policy may say, are words without a class.
+        14th. Topics and styles, which a policy may emit, have no class.
 
         Raises ValueError for a response with another word.
         """
@@ -105,7 +105,7 @@ class Language:
 
 
 class LongPrompts(Language):
-    """The same tables and utility, and prompts of 122 words, which the language itself goes on with from a short one.
+    """The same tables and utility, with prompts of 122 words: the language itself continues a short one.
 
     Their last word is the first previous word of a response; all words but topic and style show these two once more.
     """
@@ -117,7 +117,7 @@ class LongPrompts(Language):
 
 
 def parsed(prompt: str) -> tuple[int, int, int]:
-    """(topic, style, last word). Raises ValueError for what is not a prompt."""
+    """(topic, style, last word). ValueError if it is not a prompt."""
     match = PROMPT.fullmatch(prompt)
     if match is None:
         raise ValueError(f"expected a prompt such as 'topic3 style1 w017 w045 w092 w003', got {prompt!r}")

@@ -14,7 +14,7 @@ from fastp3o.rollouts.rollouts import Rollouts
 class OffsetReward:
     """A reward in its standard deviations, plus `sd` times an offset, both on the grid; all times `factor`.
 
-    mean, std: of the reward's scores over the responses that standardise it.
+    mean, std: those of the scores by which the reward is standardised.
     """
 
     reward: Reward

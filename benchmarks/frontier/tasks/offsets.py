@@ -1,4 +1,4 @@
-"""Offsets δ(x) of the reward, equal for all responses to a prompt: preferences stay, a critic's task grows."""
+"""Offsets δ(x) of the reward, equal for all responses to a prompt: preferences stay, and a critic has more to learn."""
 
 import hashlib
 import re
@@ -15,8 +15,8 @@ Offset = Callable[[str], float]
 def learnable(prompt: str) -> float:
     """A number that the prompt's text shows; over prompts its mean is about 0 and its standard deviation about 1.
 
-    Half of the variance is the topic's, half the style's, in equal steps each. In other prompts it is how far in the
-    alphabet the second word's first letter is: the first word is often a heading, such as "MODULE:" in all of them.
+    Half of the variance is the topic's, half the style's, in equal steps each. For other prompts it is the place in
+    the alphabet of the second word's first letter: the first word is often a heading, such as "MODULE:" in all of them.
     """
     topic_and_style = re.match(r"topic(\d) style(\d)", prompt)
     if topic_and_style:
@@ -32,7 +32,7 @@ def even_step(index: int, count: int) -> float:
 
 
 def unlearnable(prompt: str) -> float:
-    """A normal number out of a cryptographic hash of the prompt: nothing predicts it for a prompt that was not seen."""
+    """A normal number from a cryptographic hash of the prompt, which nothing predicts for an unseen prompt."""
     bits = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:6])
     return NormalDist().inv_cdf((bits + 0.5) / 2**48)
 

@@ -1,4 +1,4 @@
-"""The best any policy can do at a KL: the reward's exponential tilt of the fine-tuned policy, from weighted samples.
+"""The best that any policy can do at a KL: the fine-tuned policy tilted by exp(reward), from weighted samples.
 
 max_π E_π[r] − β KL(π || π_SFT) has the solution π ∝ π_SFT exp(r / β). Weights exp(r / β) on samples of π_SFT give its
 reward and its KL without training anything, as long as the effective sample size stays large.

@@ -1,4 +1,4 @@
-"""Data of a language for all three stages, and an untrained model that speaks no other."""
+"""Data of a language for all three stages, and an untrained model with only its words."""
 
 import json
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ DEMONSTRATIONS = 16_000
 TRAIN_PAIRS, EVAL_PAIRS = 22_000, 1_000
 TRAIN_PROMPTS, EVAL_PROMPTS = 4096, 128
 
-# Labels follow P(a over b) = σ(PREFERENCE_SCALE (u(a) − u(b))), then a twentieth is turned round: who knows the utility
-# agrees with 77% of them.
+# Labels follow P(a over b) = σ(PREFERENCE_SCALE (u(a) − u(b))), then a twentieth is flipped. The true utility agrees
+# with 77% of them.
 PREFERENCE_SCALE, FLIPPED = 1.7, 0.05
 
 END, PAD = "<end>", "<pad>"
@@ -46,7 +46,7 @@ REWARD_MODEL: dict[str, Any] = LIMITS | {
 
 @dataclass(frozen=True)
 class Shape:
-    """Of an untrained Llama, and the learning rate that it is fine-tuned with."""
+    """The shape of an untrained Llama, and the learning rate of its fine-tuning."""
 
     hidden_size: int = 64
     intermediate_size: int = 152
@@ -54,7 +54,7 @@ class Shape:
     learning_rate: float = 6e-3
 
 
-# Parameters -> a shape that has so many.
+# Number of parameters -> the shape.
 SHAPES = {100_000: Shape(), 1_000_000: Shape(192, 560, 2, 3e-3), 6_000_000: Shape(384, 1216, 3, 1.5e-3)}
 
 
@@ -96,7 +96,7 @@ def preferences(language: Language, prompts: list[str], rng: np.random.Generator
 
 
 def with_wrong_labels(records: list[dict[str, str]], share: float, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Preferences of which a share is turned round in all, in place of those that are so already."""
+    """Preferences with this share flipped in total, instead of those already flipped."""
     turned = rng.random(len(records)) < (share - FLIPPED) / (1 - 2 * FLIPPED)
     return [
         record | {"chosen": record["rejected"], "rejected": record["chosen"]} if turn else record
@@ -113,7 +113,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, str]]) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a word. Other words read as padding, as loaders try the tokenizer with one that it need not know."""
+    """A tokenizer with one token per word. Unknown words read as padding, since loaders try it with one."""
     vocabulary = {word: index for index, word in enumerate([END, PAD, *VOCABULARY])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,4 +1,4 @@
-"""What all runs of a task start from: a fine-tuned policy, a reward model and prompts, made once."""
+"""The start of all runs of a task: a fine-tuned policy, a reward model and prompts, made once."""
 
 import json
 import os
@@ -66,7 +66,7 @@ TASK_SETTINGS: dict[str, dict[str, Any]] = {
         "sampler": "transformers",
     },
 }
-# Until the KLs for which the optimum is known are behind them.
+# Enough to pass the KLs for which the optimum is known.
 TASK_SETTINGS[RETUNED] = TASK_SETTINGS[LANGUAGES] | {"updates": 20, "eval_at": "1,2,3,5,7,10,14", "sampler": "engine"}
 TASK_SETTINGS |= dict.fromkeys([*WRONG_LABELS, *SIZES], TASK_SETTINGS[RETUNED])
 # Larger policies move faster.
@@ -76,7 +76,7 @@ TASK_SETTINGS[LONG_PROMPTS] = TASK_SETTINGS[RETUNED] | synthetic.LONG_LIMITS
 
 @dataclass(frozen=True)
 class Task:
-    """Folders of what is given, and the reward's mean and standard deviation over samples of the fine-tuned policy."""
+    """Folders of models and data, and the reward's mean and standard deviation over the fine-tuned policy's samples."""
 
     name: str
     policy: str
@@ -85,7 +85,7 @@ class Task:
     eval_prompts: str
     reward_mean: float
     reward_std: float
-    gold: Callable[[list[str], list[str]], list[float]] | None  # the utility behind the reward, where it is known
+    gold: Callable[[list[str], list[str]], list[float]] | None  # the true utility, if it is known
 
     def gold_reward(self) -> Reward | None:
         if self.gold is None:
@@ -94,7 +94,7 @@ class Task:
 
 
 def make(name: str, folder: Path) -> Task:
-    """The task, from `folder` where it has been made already."""
+    """The task, read from `folder` if it was made before."""
     made = folder / name / "task.json"
     if not made.exists():
         given = what_is_given(name, folder)
@@ -107,7 +107,7 @@ def make(name: str, folder: Path) -> Task:
 
 
 def number_of(name: str) -> int:
-    """Of the task in its group, which is the seed of its language."""
+    """The task's number in its group, which is the seed of its language."""
     return TASKS[group_of(name)].index(name)
 
 
@@ -141,7 +141,7 @@ def make_language(
 
 
 def learn_wrong_labels(folder: Path, data: Path, policy: str, share: float, seed: int) -> str:
-    """The reward model of a language's preferences with so many wrong labels; those that evaluate it stay."""
+    """A reward model from preferences with this share of wrong labels; those that evaluate it stay."""
     folder.mkdir(parents=True, exist_ok=True)
     preferences = synthetic.read_jsonl(data / "preferences.train.jsonl")
     preferences = synthetic.with_wrong_labels(preferences, share, np.random.default_rng([seed, 2]))
@@ -159,7 +159,7 @@ def fine_tune_size(folder: Path, data: Path, parameters: int, seed: int) -> str:
 
 
 def fine_tune(folder: Path, data: Path, seed: int, **settings: Any) -> str:
-    """The model of `folder`/init on the demonstrations in `data`."""
+    """Fine-tunes the model of `folder`/init on the demonstrations in `data`."""
     output = folder / "sft"
     shutil.rmtree(output, ignore_errors=True)
     sft.train(
@@ -176,7 +176,7 @@ def fine_tune(folder: Path, data: Path, seed: int, **settings: Any) -> str:
 
 
 def learn_preferences(folder: Path, data: Path, policy: str, seed: int, **settings: Any) -> str:
-    """A reward model that begins as the policy, of the preferences in `data`."""
+    """Trains a reward model on the preferences in `data`, starting from the policy."""
     output = folder / "reward_model"
     shutil.rmtree(output, ignore_errors=True)
     reward_model.train(
@@ -194,7 +194,7 @@ def learn_preferences(folder: Path, data: Path, policy: str, seed: int, **settin
 
 
 def make_docstrings(folder: Path) -> dict[str, str]:
-    """The quickstart's data and models, and a second pass of fine-tuning on responses alone, to learn to end them."""
+    """The quickstart's data and models, with a second pass of fine-tuning only on responses, to learn to end them."""
     subprocess.run(
         ["bash", str(REPOSITORY / "scripts" / "quickstart.sh")],
         env=os.environ | {"FASTP3O_RUN": str(folder.absolute())},
