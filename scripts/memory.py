@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.config import TrainableConfig, option, parse, required
-from fastp3o.models.checkpoint import errors_naming
+from fastp3o.models.loading import errors_naming
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing

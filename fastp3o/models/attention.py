@@ -1,11 +1,11 @@
 """Attention over the segments of a packed row, for any transformers model: flash_attn, torch's varlen_attn, or SDPA.
 
-The first backend that supports a call takes it. All are causal, aligned at the end of a segment's keys, with grouped
-heads and a sliding window.
+The first backend that supports a call computes it. All are causal, aligned at the end of a segment's keys, with
+grouped heads and a sliding window.
 
-    flash_attn     fp16 and bf16 on a GPU, where it is installed; has soft capping
+    flash_attn     fp16 and bf16 on a GPU, if it is installed; has soft capping
     varlen_attn    fp16 and bf16 on a GPU, part of torch; no soft capping
-    one by one     everything else: any dtype and device, one kernel for each segment
+    one by one     any dtype and device, one kernel for each segment
 
 Rollouts go the same way, with a cache of keys and values in place of segments (`fastp3o.rollouts`).
 
@@ -36,8 +36,8 @@ except ImportError:
 
 logger = get_logger(__name__)
 
-# transformers treats names with "flash" in a way of its own. For a name without a mask function it makes no mask, and
-# does not wait for the device in every pass to see whether positions begin anew somewhere.
+# transformers treats names with "flash" specially. For a name without a mask function it makes no mask, and does not
+# wait for the device in every pass to see whether positions begin anew somewhere.
 NAME = "fastp3o_segments"
 # Head size that both libraries take.
 LARGEST_HEAD = 256
@@ -50,7 +50,7 @@ class KeyValueCache(Protocol):
     """
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keeps those of a row of prompts."""
+        """Keeps the keys and values of a row of prompts."""
 
     def attend(
         self,
@@ -63,7 +63,7 @@ class KeyValueCache(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Attention [T, H, D] of tokens that each continue a response, whose keys and values are kept."""
+        """Attention [T, H, D] of tokens that each continue a response. Keeps their keys and values."""
 
 
 def segment_attention(
@@ -81,9 +81,9 @@ def segment_attention(
     cache: KeyValueCache | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer; `segments` and `cache` come with the call of the model.
+    """The attention that transformers calls in each layer; `segments` and `cache` come with the call of the model.
 
-    With segments tokens attend within them, and a cache keeps their keys and values. Without, every token continues a
+    With segments, tokens attend within them, and a cache keeps their keys and values. Without, every token continues a
     response of the cache.
 
     Args:
@@ -91,17 +91,14 @@ def segment_attention(
         sliding_window: keys that a query sees at most, its own included. softcap: of the scaled products (Gemma 2).
 
     Returns:
-        [1, T, H, D], and no weights.
-
-    Raises:
-        ValueError: for a batch that is not packed, and for dropout.
+        [1, T, H, D], and no weights. Raises ValueError for a batch that is not packed, and for dropout.
     """
     if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
         raise ValueError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
     if dropout:
         raise ValueError(f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0")
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
-        # Rotary embeddings leave queries and keys in fp32, values come in half precision.
+        # Rotary embeddings leave queries and keys in fp32, while values are in half precision.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
@@ -124,13 +121,13 @@ AttentionInterface.register(NAME, segment_attention)
 
 
 def fastest_backend(query: Tensor, softcap: float | None):
-    """The first backend that takes these queries."""
+    """The first backend that supports these queries."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD:
         if flash_attn_varlen_func is not None:
             return by_flash_attn
         if softcap:
             logger.warning_once(
-                "This model caps its attention's products, which of the fast backends flash-attn alone can do: without "
+                "This model caps its attention's products, and flash-attn is the only fast backend that can: without "
                 "it segments are computed one by one. Install flash-attn (pip install 'fastp3o[flash]')."
             )
         elif varlen_attn is not None and query.shape[-1] % 8 == 0:
@@ -139,7 +136,7 @@ def fastest_backend(query: Tensor, softcap: float | None):
 
 
 class GatherKeys(torch.autograd.Function):
-    """Keys of all segments from the tokens' own; gradients are added in a fixed order."""
+    """Gathers the keys of all segments from those of the tokens. Gradients are added in a fixed order."""
 
     @staticmethod
     def forward(ctx, tokens, shared):
@@ -178,7 +175,7 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
 
 @cache
 def has_grouped_heads(function: Callable) -> bool:
-    """torch's kernel, from 2.13 on. Asked in every layer, so looked up once."""
+    """Whether torch's kernel has them, as from 2.13 on. Every layer asks, so the answer is kept."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
@@ -239,7 +236,7 @@ def with_softcap(query, key, value, scale, window, softcap):
 
 
 def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool: whether a query sees a key, the last of both at the same position."""
+    """[queries, keys] bool: whether a query sees a key. The last query and key are at the same position."""
     everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
     past = everything.tril(keys - queries)
     return past if window is None else past.triu(keys - queries - window + 1)

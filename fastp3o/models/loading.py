@@ -1,44 +1,55 @@
-"""Tokenizers and models as the stages take them; those that are not whole, or do not fit together, are refused.
+"""Tokenizers and models from checkpoints: a folder or a hub name. Broken or incomplete ones are refused.
 
-Of several processes the main one alone loads weights; the others have their models on the meta device, for `shard`.
+Only the main process loads weights; the others have their models on the meta device, for `shard`.
 """
 
-from contextlib import suppress
+import logging
+import warnings
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-
-from fastp3o.models.checkpoint import (
-    base_of,
-    errors_naming,
-    from_checkpoint,
-    has_tokenizer,
-    listed,
-    load_config,
-    require_whole,
-    with_adapters,
-    without_weights,
+from transformers.utils import (
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    GENERATION_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+    find_adapter_config_file,
 )
+from transformers.utils.hub import get_checkpoint_shard_files
+
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import is_main_process
 
 CPU = torch.device("cpu")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+NAMED = 3  # weights or tokens in an error
+# Endings of settings that make passes in training mode random: dropout, and noise of the routers of experts.
+NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
+
+# --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a model.
 
-    Raises ValueError where there is none, where it has no end-of-sequence token, as responses could not end, and where
-    it has tokens that the model does not.
+    Raises ValueError if there is none, if it has no end-of-sequence token, as responses could not end, and if it has
+    tokens that the model does not have.
     """
     with errors_naming(name):
         if not has_tokenizer(name):
@@ -62,9 +73,9 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def require_same_vocabulary(
     reference: str, policy: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> None:
-    """Raises ValueError where a reference gives log-probabilities of other tokens than those of the policy.
+    """Raises ValueError if a reference gives log-probabilities of other tokens than the policy's.
 
-    tokenizer: the policy's. Of a reference without a tokenizer the number of tokens alone is compared.
+    tokenizer: the policy's. If the reference has no tokenizer, only the numbers of tokens are compared.
     """
     expected = f"a reference needs the policy's vocabulary, and that of {reference} is not that of {policy}: "
     with errors_naming(reference):
@@ -81,6 +92,9 @@ def require_same_vocabulary(
         raise ValueError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
 
 
+# --- models ---------------------------------------------------------------------------------------------------------
+
+
 def load_policy(
     name: str,
     *,
@@ -89,11 +103,11 @@ def load_policy(
     trust_remote_code: bool = False,
     trains: bool = False,
 ) -> PackedModel:
-    """A causal LM without dropout or noise of its routers: a policy's log-probabilities must not be random. LoRA
+    """A causal LM, without dropout or noise of its routers: a policy's log-probabilities must not be random. LoRA
     adapters are merged into it.
 
-    Raises ValueError where the checkpoint is not whole, where the model cannot be run on packed rows, and where the
-    training mode of one that trains gives other log-probabilities all the same.
+    Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows, and if a model that
+    trains gives other log-probabilities in training mode all the same.
     """
     base = base_of(name)
     if not is_main_process():
@@ -119,10 +133,10 @@ def load_reward_model(
 ) -> PackedModel:
     """A sequence classifier with one output.
 
-    new_head: also take a causal LM's checkpoint, to which a scalar head is added that starts at zero.
+    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero.
 
-    Raises ValueError where the checkpoint is not whole or its head was not trained, where the model has no linear
-    `score` head over hidden states, or more than one output, or cannot be run on packed rows.
+    Raises ValueError if the checkpoint is incomplete or its head was not trained, if the model has no linear `score`
+    head over hidden states, or more than one output, and if it cannot be run on packed rows.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
     if not is_main_process():
@@ -150,3 +164,159 @@ def load_reward_model(
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
     return require_packable(PackedModel(model.to(device)), name)
+
+
+def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """A model without dropout or noise of routers, and transformers' lists of missing, unexpected and mismatched
+    weights.
+    """
+    with errors_naming(name), without_load_report():
+        off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
+        if has_file(name, GENERATION_CONFIG_NAME):
+            GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
+        for each in {name, base_of(name)}:
+            weight_files(each)  # transformers would load other formats
+        return model_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
+        )
+
+
+def without_weights(
+    model_class: Any, name: str, *, dtype: torch.dtype, trust_remote_code: bool, **settings: int
+) -> Any:
+    """The same model on the meta device."""
+    with errors_naming(name):
+        off = noise_off(load_config(name, trust_remote_code).to_dict())
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
+        with torch.device("meta"):
+            return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def noise_off(config: dict[str, Any]) -> dict[str, Any]:
+    """Zero for every probability of dropout and every noise of routing in a model's configuration. Nested
+    configurations that have any are given whole.
+    """
+    off: dict[str, Any] = {}
+    for key, value in config.items():
+        # PhiMoE's routers also take it as a threshold in evaluation, so without it this would be another model.
+        if (config.get("model_type"), key) == ("phimoe", "router_jitter_noise"):
+            continue
+        if isinstance(value, float) and key.endswith(NOISE):
+            off[key] = 0.0
+        elif isinstance(value, dict) and (inside := noise_off(value)):
+            off[key] = value | inside
+    return off
+
+
+def require_whole(
+    name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
+) -> None:
+    """Raises ValueError if the checkpoint's weights are not those of the model, which would get random ones."""
+    mismatched = {key: f"{key} {list(found)} instead of {list(own)}" for key, found, own in loading["mismatched_keys"]}
+    problems = {
+        "lacks": sorted(set(loading["missing_keys"]) - may_lack),
+        "also has": sorted(set(loading["unexpected_keys"]) - may_exceed),
+        "has in another size": list(mismatched.values()),
+    }
+    if any(problems.values()):
+        found = "; it ".join(f"{problem} {listed(keys)}" for problem, keys in problems.items() if keys)
+        raise ValueError(f"the checkpoint {name} does not hold the weights of its model: it {found}")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def base_of(name: str) -> str:
+    """The model that LoRA adapters belong to; a model without adapters is its own base."""
+    with errors_naming(name):
+        if find_adapter_config_file(name) is None:
+            return name
+        from peft import PeftConfig
+
+        return PeftConfig.from_pretrained(name).base_model_name_or_path
+
+
+def with_adapters(model: Any, name: str) -> Any:
+    """The model with LoRA adapters. Raises ValueError if some are missing, for which peft only warns."""
+    from peft import PeftModel
+
+    with errors_naming(name), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        weight_files(name)  # peft would load other formats
+        return PeftModel.from_pretrained(model, name)
+
+
+def weight_files(name: str) -> list[Path]:
+    """The files of a model's weights, or of LoRA adapters without their base; those of a hub model are downloaded.
+
+    Raises ValueError if they are not safetensors: other formats can hold code, and loading may run it.
+    """
+    for file in (ADAPTER_SAFE_WEIGHTS_NAME,) if base_of(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shards = get_checkpoint_shard_files(name, found)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [found]
+            return [Path(shard) for shard in shards]
+    raise ValueError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
+
+
+def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
+    return AutoConfig.from_pretrained(base_of(name), trust_remote_code=trust_remote_code)
+
+
+def has_tokenizer(name: str) -> bool:
+    """Whether there is one: for some models without, transformers makes up an empty tokenizer."""
+    return any(has_file(name, file) for file in TOKENIZER_FILES)
+
+
+def has_file(name: str, file: str) -> bool:
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def errors_naming(name: str) -> Iterator[None]:
+    """Turns the errors of transformers, safetensors and the hub, which share no base class, into a ValueError in one
+    line that names the model and, if one is broken, the file of weights.
+    """
+    path = Path(name)
+    if path.is_file():
+        raise ValueError(f"cannot load {name}: it is a file, and models are folders")
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"cannot load {name}: there is no such folder")  # nor can it be a hub name
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot load {name}: {broken_weights(path) or error}") from error
+
+
+def broken_weights(folder: Path) -> str | None:
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file} is not whole: {error}"
+    return None
+
+
+def listed(names: list[str]) -> str:
+    """The first few names and the number of the others."""
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Silences transformers' table of missing and unexpected weights, which `require_whole` reports as an error."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_no_load_report)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_load_report)
+
+
+def is_no_load_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()

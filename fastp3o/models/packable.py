@@ -1,4 +1,4 @@
-"""Which models may run on packed rows: those that give every response what it gets alone. Others are refused."""
+"""Refuses models that give a response in a packed row other results than without its neighbours."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,15 +18,15 @@ SLIDING = "sliding_attention"
 ISOLATING_LAYERS = {"full_attention", SLIDING}
 PROMPTS = [[11, 3, 5, 7], [2, 9]]
 RESPONSES = [[[4, 8, 6], [10, 5]], [[7], [3, 11, 12, 4, 9]]]
-# Of log-probabilities or scores, on average: rounding stays far below, and a leak or a wrong position far above.
+# Mean difference of log-probabilities or scores: rounding stays far below, a leak or a wrong position far above.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 NOTING = "fastp3o_segments_on_trial"
 
 
 def require_packable(model: PackedModel, name: str) -> PackedModel:
-    """Returns the model after a look at its kind and a trial on a few tokens.
+    """Returns the model after a check of its layers and a trial on a few tokens.
 
-    Raises ValueError where a packed row gives other results than its responses alone, with the reason if known.
+    Raises ValueError, with the reason if it is known, if a packed row gives other results than its single responses.
     """
     inner = model.model
     refused = f"{name} ({type(inner).__name__}) cannot be run on packed sequences: "
@@ -44,7 +44,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
         )
     try:
         trial = trial_of(model)
-    except Exception as error:  # from anywhere in a model that does not hand the segments on
+    except Exception as error:  # from anywhere in a model that does not pass the segments on
         raise ValueError(f"{refused}a trial failed with: {error}") from error
     difference = (trial.packed - trial.alone).abs().mean().item()
     if not isfinite(difference):
@@ -64,7 +64,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
 
 
 def require_trainable(model: PackedModel, name: str) -> PackedModel:
-    """Returns the model after a trial in training mode. Raises ValueError where that gives other results."""
+    """Returns the model after a trial in training mode. Raises ValueError if that gives other results."""
     with on_trial(model) as (run, row):
         noise = (run(model.train(), row) - run(model.eval(), row)).abs().mean().item()
     if not noise <= TOLERANCE[model.model.dtype]:
@@ -77,8 +77,8 @@ def require_trainable(model: PackedModel, name: str) -> PackedModel:
 
 
 class Trial(NamedTuple):
-    """Log-probabilities, or a reward model's scores, of a few responses: in one row, and from transformers alone.
-    windows: that attention was called with.
+    """Log-probabilities, or a reward model's scores, of a few responses. packed: in one row. alone: one by one, from
+    transformers. windows: the sliding windows that attention was called with.
     """
 
     packed: Tensor
@@ -100,8 +100,8 @@ def trial_of(model: PackedModel) -> Trial:
 
 @contextmanager
 def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, PackedRow], Tensor], PackedRow]]:
-    """What gives a model's values of a row, and a row. In the block no gradients are kept; behind it model and random
-    generators are as they were.
+    """A function of model and row, and a row for it. No gradients are kept within the block, and it leaves the model's
+    mode and the random generators unchanged.
     """
     inner = model.model
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
@@ -118,7 +118,7 @@ def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list
 
 @contextmanager
 def noting_windows(model: PreTrainedModel) -> Iterator[set[int]]:
-    """The sliding windows that the model's attention is called with in a block."""
+    """Collects the sliding windows that the model's attention is called with in the block."""
     windows: set[int] = set()
 
     def noting(*args: Any, **options: Any) -> tuple[Tensor, None]:
@@ -135,7 +135,7 @@ def noting_windows(model: PreTrainedModel) -> Iterator[set[int]]:
 
 
 def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:
-    """The ids within a small vocabulary; transformers' classifiers skip padding, so none of them is that."""
+    """The ids, cut to a small vocabulary. None is padding, which transformers' classifiers skip."""
     largest = model.config.get_text_config().vocab_size - 1
     return [min(token + (token == model.config.pad_token_id), largest) for token in ids]
 

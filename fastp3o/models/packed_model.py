@@ -1,6 +1,6 @@
 """Policy, reference or reward model over packed rows: hidden states -> log-probabilities, loss or scores.
 
-D hidden size, V vocabulary; a row has T tokens, S responses and N scored tokens.
+D hidden size; a row has T tokens, S responses and N labelled tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,32 +23,32 @@ Result = TypeVar("Result")
 class PackedModel(nn.Module):
     """A transformers model over packed rows: its body, then a function of some hidden states and the head.
 
-    Everything happens within one forward call, which gathers a sharded model's weights. There are no logits, unless
-    that function computes them.
+    Everything happens within one forward call, which gathers a sharded model's weights. Only that function may compute
+    logits.
 
-    relative_positions: whether positions count by their differences alone. longest_sequence: tokens that prompt and
-    response may take together, None for no limit.
+    relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
+    may take together, None for no limit.
     """
 
     def __init__(self, model: PreTrainedModel):
-        """Raises ValueError for a model, or a configuration of another, that is in a PackedModel already."""
+        """Raises ValueError if the model, or another one with the same configuration, is in a PackedModel already."""
         super().__init__()
         if model.config._attn_implementation == attention.NAME:
             raise ValueError("the model, or another with the same configuration object, is in a PackedModel already")
         self.model = model
         self.relative_positions = end_of_positions(model.config) is None
         self.longest_sequence = longest_sequence(model.config)
-        # transformers' SDPA forgets soft capping.
+        # transformers' SDPA ignores soft capping.
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
         model.set_attn_implementation(attention.NAME)
-        # It waits for the device in every pass of some models, and packed rows have no padding.
-        cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = no_warning
+        # transformers' look for padding waits for the device in every pass, and packed rows have none.
+        cast(Any, model.base_model).warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def forward(self, row: PackedRow, at: Tensor, compute: Callable[[Tensor, Head], Result]) -> Result:
-        """What `compute` makes of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
+        """`compute` of the hidden states [n, D] at the tokens `at` [n] of the row, and of the head.
 
-        Raises ValueError for a sequence beyond the reach of the model's positions.
+        Raises ValueError for a sequence that is longer than the model's positions reach.
         """
         self.check_reach(max(row.segments.key_lengths))
         hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
@@ -60,7 +60,7 @@ class PackedModel(nn.Module):
         return output.last_hidden_state.squeeze(0)
 
     def check_reach(self, tokens: int) -> None:
-        """Raises ValueError where so many tokens of prompt and response together are more than positions allow."""
+        """Raises ValueError if positions end before this many tokens of prompt and response together."""
         if self.longest_sequence is not None and tokens > self.longest_sequence:
             name = self.model.name_or_path
             raise ValueError(
@@ -71,13 +71,13 @@ class PackedModel(nn.Module):
 
     def recompute_activations(self) -> None:
         """Gradient checkpointing: the backward pass computes each layer's activations again."""
-        # Its name before transformers 5.23, where the old one warns.
+        # The name before transformers 5.23, which warns of it.
         old = self.model.gradient_checkpointing_enable
         getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
     @contextmanager
     def with_own_attention(self) -> Iterator[PreTrainedModel]:
-        """The model with transformers' attention, for rectangular batches: `generate` samples from them."""
+        """The model with transformers' attention, for rectangular batches, as `generate` takes."""
         self.model.set_attn_implementation(self.own_attention)
         try:
             yield self.model
@@ -85,7 +85,7 @@ class PackedModel(nn.Module):
             self.model.set_attn_implementation(attention.NAME)
 
     def layers(self) -> nn.ModuleList:
-        """The body's, from the lowest. Raises ValueError where it has no list as long as the configuration says."""
+        """The body's layers, from the lowest. Raises ValueError if it has no list as long as the configuration says."""
         body, count = self.model.base_model, self.model.config.get_text_config().num_hidden_layers
         for module in body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -93,17 +93,13 @@ class PackedModel(nn.Module):
         raise ValueError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
-        """Raises ValueError where the head is not a plain linear layer, such as one with a LoRA adapter."""
+        """Raises ValueError if the head is not a plain linear layer; one with a LoRA adapter is not."""
         return head_of(self.model)
-
-
-def no_warning(*_: object) -> None:
-    """In place of transformers' look for padding."""
 
 
 @contextmanager
 def evaluation_mode(model: PackedModel) -> Iterator[None]:
-    """Out of training mode, in which there is dropout and gradient checkpointing keeps no keys and values."""
+    """Leaves training mode, in which there is dropout, and gradient checkpointing keeps no keys and values."""
     was_training = model.training
     model.eval()
     try:
@@ -115,7 +111,7 @@ def evaluation_mode(model: PackedModel) -> Iterator[None]:
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """Where positions end: those that the model can compute, or else those that its configuration declares.
 
-    Rotary positions go on behind those that the model was trained for, but what it says there is worth nothing.
+    Rotary positions go on after those that the model was trained for, but its predictions there are worth nothing.
     """
     end = end_of_positions(config)
     config = config.get_text_config()
@@ -127,10 +123,10 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 
 def end_of_positions(config: PretrainedConfig) -> int | None:
-    """Tokens of a sequence with positions of its own, None for no end.
+    """Tokens of a sequence that have positions of their own, None for no end.
 
-    Absolute position embeddings end somewhere. Dynamic and longrope rotary positions turn otherwise once a sequence is
-    longer than the original length, and with it all its neighbours in a row.
+    Absolute position embeddings end somewhere. Dynamic and longrope rotary positions change once a sequence is longer
+    than the original length, and those of its neighbours in the row with them.
     """
     config = config.get_text_config()
     kinds = rope_kinds(config)
@@ -147,30 +143,30 @@ def end_of_positions(config: PretrainedConfig) -> int | None:
 
 
 def rope_kinds(config: PretrainedConfig) -> list[dict]:
-    """Parameters of rotary positions; some models have them for each kind of layer."""
+    """Parameters of rotary positions, one for each kind of layer that has its own."""
     rope = getattr(config, "rope_parameters", None)
     return [kind for kind in rope.values() if isinstance(kind, dict)] or [rope] if rope else []
 
 
 def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
-    """Log-probabilities of the scored tokens of a row, [N] fp32; differentiable."""
+    """Log-probabilities of a row's labelled tokens, [N] fp32; differentiable."""
     return model(row, row.scored_at, lambda hidden, head: label_logprobs(hidden, head, row))
 
 
 def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
-    """The same from the hidden states [N, D] that predict them."""
+    """The same, from the hidden states [N, D] that predict the labels."""
     return linear_logprobs(hidden, head, row.labels, **chunks_of(row))
 
 
 def label_entropies(hidden: Tensor, head: Head, row: PackedRow) -> tuple[Tensor, Tensor]:
-    """The same, and the entropy of what each scored token was sampled from, in nats; differentiable."""
+    """The same, and the entropy of each prediction, in nats; differentiable."""
     outputs = linear_logprobs(hidden, head, row.labels, outputs=("entropy",), **chunks_of(row))
     assert outputs.entropy is not None
     return outputs.logprobs, outputs.entropy
 
 
 def chunks_of(row: PackedRow) -> dict[str, Any]:
-    """The loss cuts its chunks between prompts; the same chunks give the same bits."""
+    """Where to cut the chunks of logits: between prompts, as losses do, since the same chunks give the same bits."""
     K = row.responses_per_prompt or 1
     return {"cu_seqlens": row.cu_seqlens_on_host if K > 1 else None, "responses_per_prompt": K}
 
@@ -181,7 +177,7 @@ def scores(model: nn.Module, row: PackedRow) -> Tensor:
 
 
 def scalars(hidden: Tensor, weight: Tensor) -> Tensor:
-    """One number for each hidden state, in fp32 whatever the precision: [N, D], [1, D] -> [N]."""
+    """One number for each hidden state, in fp32 in every precision: [N, D], [1, D] -> [N]."""
     with torch.autocast(hidden.device.type, enabled=False):
         # A sum, since squeezing gives a view, whose hooks FSDP could lose.
         return F.linear(hidden.float(), weight.float()).sum(1)

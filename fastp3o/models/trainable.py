@@ -14,8 +14,8 @@ from fastp3o.models.sharding import whole
 
 
 def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
-    """Leaves to train what the configuration names, and everything where it names nothing; a reward model's head, which
-    begins at zero, trains in any case.
+    """Freezes all but what the configuration names, or nothing. A reward model's head, which begins at zero, always
+    trains.
     """
     if config.lora_rank:
         add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
@@ -31,11 +31,10 @@ def scores_responses(model: PackedModel) -> bool:
 
 
 def freeze_below(model: PackedModel, layers: int) -> None:
-    """Leaves only the top `layers` of the body and the norm behind them to train, as the first author did with two.
+    """Freezes all but the top `layers` of the body and the norm after them; the first author trained two.
 
-    Embeddings and head are frozen, so that activations below and the gradient of the head are never made (but for a
-    reward model's head, see `choose_trainable`).
-    Raises ValueError where the model has fewer layers.
+    Embeddings and head are frozen, so that activations below and the gradient of the head are never made.
+    Raises ValueError if the model has fewer layers.
     """
     body = model.model.base_model
     stack = model.layers()
@@ -51,10 +50,10 @@ def freeze_below(model: PackedModel, layers: int) -> None:
 
 
 def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> None:
-    """Freezes the model and adds LoRA adapters without dropout (peft), to all linear layers but the head or to those
+    """Freezes the model and adds LoRA adapters without dropout (peft), to all linear layers except the head or to those
     named, separated by commas.
 
-    Raises ValueError where the head is among them, which the losses would not see, and where peft is not installed.
+    Raises ValueError if the head is named, whose adapter losses would not see, and if peft is not installed.
     """
     try:
         from peft import LoraConfig
@@ -84,17 +83,17 @@ def as_it_is(weight: Tensor) -> Tensor:
 def whole_model(
     model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] = as_it_is
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A model without adapters and its weights, into which LoRA adapters are merged; the model given stays as it is.
+    """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
 
     A sharded model's weights are gathered one after the other, on all processes. Merged weights are in fp32, in which
-    transformers then loads all. dtype: of the other weights that are returned; None for their own. keep: where each
-    weight is kept while the others are gathered.
+    transformers then loads all. dtype: of the other returned weights; None for their own. keep: moves each weight to
+    where it waits for the others.
     """
     weights = whole_weights(model, dtype, keep)
     merged = getattr(model, "_hf_peft_config_loaded", False)
     if dtype in (None, model.dtype) and not merged:
         return model, weights
-    # Saving notes the dtype in the configuration, and the model given goes on with its own.
+    # Saving writes the dtype into the configuration, and the given model goes on with its own.
     config = copy.deepcopy(model.config)
     with torch.device("meta"):
         plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
@@ -108,7 +107,7 @@ def whole_weights(
     model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    kept: dict[tuple[int, str], Tensor] = {}  # weights that are tied stay so, unless one of them is adapted
+    kept: dict[tuple[int, str], Tensor] = {}  # tied weights stay tied, unless one of them is adapted
     for name, part in model.state_dict(keep_vars=True).items():
         if ".lora_" in name:
             continue
@@ -128,10 +127,10 @@ def whole_weights(
 
 
 def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> Tensor:
-    """What an adapter adds to the weight of its layer, in fp32: rounding it, or the sum, to half precision loses what
-    is small beside the weight, and with it much of what was learned.
+    """The product that an adapter adds to the weight of its layer, in fp32: rounded to half precision, it or the sum
+    would lose what is small next to the weight, and with it much of what was learned.
 
-    dtype: that passes are made in, to which the adapter's own weights are rounded; None for theirs.
+    dtype: of the passes, to which the adapter's own weights are rounded; None for theirs.
     """
     inside = {
         id(part): nn.Parameter(whole(part.detach()).to(dtype or part.dtype).float(), requires_grad=False)

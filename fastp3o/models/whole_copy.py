@@ -1,4 +1,4 @@
-"""A whole copy of a sharded model on each process, for the time in which it samples."""
+"""A whole copy of a sharded model on each process, to sample from."""
 
 import copy
 from collections.abc import Iterator
@@ -20,18 +20,18 @@ ALIGNMENT = 128
 class WholeCopy:
     """Plain tensors, which processes read without waiting for one another, and a CUDA graph at their addresses.
 
-    Where they do not fit the memory, one layer is whole at a time: each pass gathers all of them again, and a process
-    that has made all of its passes goes on gathering for the others.
+    If they do not fit the memory, one layer is whole at a time: each pass gathers all layers again, and a process that
+    has made all of its passes goes on gathering for the others.
 
-    model: filled within `gathered` alone; its memory is given back outside.
+    model: has weights only within `gathered`; outside, its memory is given back.
     """
 
     def __init__(self, model: PackedModel, device: torch.device, dtype: torch.dtype, *, by_layer: bool = False):
-        """Of a model before it is sharded. dtype: of the passes."""
+        """model: not sharded yet. dtype: of the passes."""
         self.by_layer = by_layer
         layers = [list(layer.parameters()) for layer in model.layers()]
         of_layers = {id(parameter) for layer in layers for parameter in layer}
-        # What is outside the layers comes first.
+        # Weights outside the layers come first.
         groups = [[parameter for parameter in model.parameters() if id(parameter) not in of_layers], *layers]
         sizes = [sum(map(room_of, group)) for group in groups]
         begins = [0, *(sizes[0] if by_layer else sum(sizes[:number]) for number in range(1, len(groups)))]
@@ -60,7 +60,7 @@ class WholeCopy:
 
     @contextmanager
     def gathered(self, sharded: PackedModel) -> Iterator[None]:
-        """The weights of the sharded model, from all processes, for the time of a block."""
+        """Within the block, the copy has the weights of the sharded model."""
         self.memory.untyped_storage().resize_(self.bytes)
         self.parts = {name: parameter.detach() for name, parameter in sharded.named_parameters()}
         for group in self.groups[:1] if self.by_layer else self.groups:
@@ -87,12 +87,12 @@ class WholeCopy:
         self.gather(self.groups[number])
 
     def anybody_passes(self, this_one: bool) -> bool:
-        """Whether a process begins a pass now. All ask before each pass, and until none does."""
+        """Whether any process begins a pass now. All ask before each pass, and until none does."""
         passing = torch.tensor(int(this_one), device=self.memory.device)
         dist.all_reduce(passing)
         return bool(passing)
 
 
 def room_of(parameter: nn.Parameter) -> int:
-    """Elements that it takes with what is left free behind it."""
+    """Elements that it takes, with those left free after it."""
     return -(-parameter.numel() // ALIGNMENT) * ALIGNMENT

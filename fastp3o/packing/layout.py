@@ -3,7 +3,7 @@
     [x, y1, y2]         queries x+y1 see the keys x+y1, queries y2 the keys x+y2
 
 and without as [x, y1], [x, y2]. An index gathers the keys of a row, so that each segment of queries has its keys in one
-piece. Positions of every response begin at len(x), and its first token is predicted by the last token of x.
+piece. Positions of every response begin at len(x), and the last token of x predicts its first token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +23,17 @@ class Segment:
 
     ids: Ids
     first_position: int
-    scored_from: int  # the first of `ids` that is scored
+    scored_from: int  # the first of `ids` that is labelled
     context: range  # tokens of the row, the shared prompt
-    predicted_by: int | None  # the token of the row that predicts the first of `ids`, where that is scored
+    predicted_by: int | None  # the token of the row that predicts the first of `ids`, if that is labelled
 
 
-# A prompt, its responses, the token of the row where the group starts, whether prompts are scored -> segments.
+# A prompt, its responses, the token of the row where the group starts, whether prompts are labelled -> segments.
 Layout = Callable[[Ids, Sequence[Ids], int, bool], Iterator[Segment]]
 
 
 def shared_layout(prompt: Ids, responses: Sequence[Ids], start: int, score_prompt: bool) -> Iterator[Segment]:
-    """The prompt once, before the first response; further responses see it where it lies."""
+    """The prompt once, before the first response; further responses see it there."""
     yield prompt_and_response(prompt, responses[0], score_prompt)
     last_of_prompt = start + len(prompt) - 1
     for response in responses[1:]:

@@ -1,4 +1,4 @@
-"""Which groups share a packed row, and values of rows back in the order of the groups."""
+"""Distributes groups over packed rows, and puts values of rows back into the order of the groups."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from fastp3o.packing.packed_row import PackedRow
 class Packing(NamedTuple):
     """How groups are packed.
 
-    tokens_per_row: of one packed row, so of one forward pass. share_prompts: the prompt of several responses is in
-    the row once.
+    tokens_per_row: tokens of one packed row, that is of one forward pass. share_prompts: the prompt of several
+    responses is in the row once.
     """
 
     tokens_per_row: int
@@ -31,9 +31,9 @@ def pack(
 ) -> list[PackedRow]:
     """Packs groups into as few rows of `packing.tokens_per_row` tokens as first-fit decreasing finds.
 
-    Groups stay whole: one that is longer gets a row of its own, longer than the rest. Scored are the responses' tokens,
-    end-of-sequence included; with `score_prompts` (one response each) the prompt's too, but for the first, which
-    nothing predicts. `groups` numbers the groups; if not given, they are counted.
+    Groups stay whole: one that is longer gets a longer row of its own. The responses' tokens are labelled,
+    end-of-sequence included; with `score_prompts` (one response each) the prompt's too, except the first, which nothing
+    predicts. groups: their numbers, by default 0, 1, ...
 
     Raises ValueError for an empty prompt or response, naming its group.
     """
@@ -63,7 +63,7 @@ def check_groups(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], *, 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
     """Values of the rows' responses, [S] each -> [P, K], in the order in which the groups were given to `pack`.
 
-    Raises ValueError where groups differ in their number of responses.
+    Raises ValueError if groups differ in their number of responses.
     """
     responses_per_prompt = rows[0].responses_per_prompt
     if responses_per_prompt is None or any(row.responses_per_prompt != responses_per_prompt for row in rows):
@@ -101,9 +101,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Splits indices into `parts` lists of equally many, with sums of sizes as even as a greedy choice makes them.
+    """Splits indices into `parts` lists of equal length, with sums of sizes as even as a greedy choice makes them.
 
-    Raises ValueError where the indices do not divide evenly.
+    Raises ValueError if the indices do not divide evenly.
     """
     if len(sizes) % parts:
         raise ValueError(f"{len(sizes)} groups cannot be split evenly into {parts} parts")
@@ -118,5 +118,5 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def efficiency(rows: Sequence[PackedRow], tokens_per_row: int) -> float:
-    """Share of the rows' room that holds tokens; the rest is room left, never padding that is computed."""
+    """Share of the rows' room that holds tokens. The rest is left empty; no padding is computed."""
     return sum(row.tokens for row in rows) / sum(max(row.tokens, tokens_per_row) for row in rows)

@@ -1,6 +1,6 @@
-"""A packed row: several groups one behind the other, and what attention and losses need to keep them apart.
+"""A packed row: several groups one after the other, and what attention and losses need to keep them apart.
 
-T tokens of a row, S responses in it, N scored tokens, G segments, U gathered keys.
+T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered keys.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ def to_device(value: Any, device: torch.device) -> Any:
 class SharedKeys(OnDevice):
     """Where keys come from when several segments see the same prompt."""
 
-    tokens: Tensor  # [U] int64, the token of the row behind each key
-    own: Tensor  # [T] int64, the key that lies in a token's own segment
-    # For each further response of a group: tokens of the row that its segment sees too, and the keys they are there.
-    # No token comes twice in one of them, so adding up their gradients is deterministic.
+    tokens: Tensor  # [U] int64, the token of the row that each key belongs to
+    own: Tensor  # [T] int64, the key of each token in its own segment
+    # For each further response of a group: tokens of the row that its segment sees too, and their keys there. No token
+    # comes twice in one of them, so adding up their gradients is deterministic.
     repeats: tuple[tuple[Tensor, Tensor], ...]
 
 
@@ -49,23 +49,23 @@ class Segments(OnDevice):
     cu_keys: Tensor  # [G + 1] int32
     query_lengths: tuple[int, ...]  # the same on the host
     key_lengths: tuple[int, ...]
-    shared: SharedKeys | None  # None where the keys are the tokens themselves
+    shared: SharedKeys | None  # None if keys are those of the tokens, in their order
 
 
 @dataclass(frozen=True)
 class PackedRow(OnDevice):
-    """One row as a model takes it, and which of its tokens predict what."""
+    """One row as a model takes it, and which of its tokens predict which labels."""
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64
     segments: Segments
-    scored_at: Tensor  # [N] int64, tokens of the row whose hidden state predicts a scored token
-    labels: Tensor  # [N] int64, the scored tokens
-    cu_seqlens: Tensor  # [S + 1] int32, where each response's scored tokens begin in [N]
+    scored_at: Tensor  # [N] int64, tokens of the row whose hidden states predict the labels
+    labels: Tensor  # [N] int64, the labelled tokens
+    cu_seqlens: Tensor  # [S + 1] int32, where each response's labels begin in [N]
     scored_lengths: tuple[int, ...]  # their lengths on the host
     ends_at: Tensor  # [S] int64, each response's last token in the row
-    groups: tuple[int, ...]  # the number of each group of the row, in its order
-    responses_per_prompt: int | None  # None where groups differ in it
+    groups: tuple[int, ...]  # the number of each group, in the order of the row
+    responses_per_prompt: int | None  # None if groups differ in it
 
     @property
     def tokens(self) -> int:
@@ -73,7 +73,7 @@ class PackedRow(OnDevice):
 
     @property
     def cu_seqlens_on_host(self) -> Tensor:
-        """The same offsets on the CPU, wherever the row is: losses cut their chunks without waiting for a device."""
+        """The same offsets, always on the CPU: losses cut their chunks without waiting for a device."""
         return offsets(self.scored_lengths)
 
 

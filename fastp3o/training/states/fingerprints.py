@@ -16,7 +16,7 @@ from datasets import Dataset
 from huggingface_hub import snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from fastp3o.models.checkpoint import base_of, errors_naming, weight_files
+from fastp3o.models.loading import base_of, errors_naming, weight_files
 from fastp3o.rewards.names import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
