@@ -35,15 +35,13 @@ from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
-from fastp3o_kernels.rows import logits_kernel, on_policy_kernel, sequence_kernel, statistics_kernel
+from fastp3o_kernels.rows import logits_kernel, sequence_kernel
 
 # The file of each kernel.
 KERNELS = {
     "logprobs_kernel": logits_kernel,
     "dlogits_kernel": logits_kernel,
-    "on_policy_kernel": on_policy_kernel,
-    "statistics_kernel": statistics_kernel,
-    "entropy_dlogits_kernel": statistics_kernel,
+    "statistics_kernel": logits_kernel,
     "pair_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
     "scale_kernel": scale_kernel,
@@ -108,34 +106,27 @@ def logits_configurations(V: int) -> Iterator[Configuration]:
     # Logits from outside: of any dtype, and their gradient has it too. The head's own: fp32, transformed.
     outside = [(dtype, dtype, False, False) for dtype in ELEMENT_BYTES]
     from_head = [("fp32", out, bias, cap) for out in ELEMENT_BYTES for bias in (False, True) for cap in (False, True)]
-    for dtype, _, bias, cap in dict.fromkeys((dtype, None, bias, cap) for dtype, _, bias, cap in outside + from_head):
-        yield logits_configuration("logprobs_kernel", V, dtype, None, bias, cap, None)
-    for kernel in ("dlogits_kernel", "on_policy_kernel"):
-        for dtype, out, bias, cap in dict.fromkeys(outside + from_head):
-            yield logits_configuration(kernel, V, dtype, out, bias, cap, False)
-        for dtype, out, bias, cap in outside:
-            yield logits_configuration(kernel, V, dtype, out, bias, cap, True)
-    for dtype, bias, cap in dict.fromkeys((dtype, bias, cap) for dtype, _, bias, cap in outside + from_head):
-        yield logits_configuration("statistics_kernel", V, dtype, None, bias, cap, None)
-    for dtype, out, bias, cap in dict.fromkeys(outside + from_head):
-        yield logits_configuration("entropy_dlogits_kernel", V, dtype, out, bias, cap, None)
+    every = dict.fromkeys(outside + from_head)
+    for dtype, bias, cap in dict.fromkeys((dtype, bias, cap) for dtype, _, bias, cap in every):
+        yield logits_configuration("logprobs_kernel", V, dtype, None, bias, cap)
+        yield logits_configuration("statistics_kernel", V, dtype, None, bias, cap)
+    for dtype, out, bias, cap in every:
+        for entropy in (False, True):
+            yield logits_configuration("dlogits_kernel", V, dtype, out, bias, cap, entropy=entropy)
 
 
 def logits_configuration(
-    kernel: str, V: int, dtype: str, out: str | None, bias: bool, cap: bool, scale: bool | None
+    kernel: str, V: int, dtype: str, out: str | None, bias: bool, cap: bool, *, entropy: bool = False
 ) -> Configuration:
-    """out: dtype of the gradient, scale: whether it is multiplied by an incoming one; None for a kernel without."""
-    on_policy = kernel == "on_policy_kernel"
-    largest = on_policy_kernel.BLOCK_BYTES // ELEMENT_BYTES[dtype] if on_policy else logits_kernel.BLOCK_V
-    constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": logits_kernel.block_size(V, largest)}
-    if kernel in ("logprobs_kernel", "on_policy_kernel"):
-        constants["GROUP"] = logits_kernel.LOAD_BYTES // ELEMENT_BYTES[dtype]
-    if scale is not None:
-        constants["HAS_SCALE"] = scale
+    """out: dtype of the gradient, None for a kernel without."""
+    constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": logits_kernel.block_size(V)}
     pointers = {"logits_ptr": dtype, "bias_ptr": "bf16" if bias else "fp32"}
+    if kernel == "logprobs_kernel":
+        constants["GROUP"] = logits_kernel.LOAD_BYTES // ELEMENT_BYTES[dtype]
     if out is not None:
+        constants["HAS_ENTROPY"] = entropy
         pointers["dlogits_ptr"] = out
-    parts = [dtype + (f" to {out}" if out else ""), "bias" * bias, "softcap" * cap, "scaled" * bool(scale), f"V {V}"]
+    parts = [dtype + (f" to {out}" if out else ""), "bias" * bias, "softcap" * cap, "entropy" * entropy, f"V {V}"]
     return configuration(kernel, ", ".join(filter(None, parts)), pointers, constants)
 
 

@@ -129,11 +129,6 @@ GOALS = [
     Goal("logits → log-probs, forward", "≥ 92% of the copy bandwidth", bandwidth("forward", 0.92)),
     Goal("backward in place", "≥ 92% of it", bandwidth("backward", 0.92)),
     Goal(
-        "on-policy fused pass",
-        "≥ 85% of it, at 4 bytes an element",
-        bandwidth("on-policy forward and backward", 0.85),
-    ),
-    Goal(
         "logits-level loss, forward + backward",
         "≥ 5 × eager",
         lambda results: at_least(speedups(results, "logits", "eager".__eq__), 5, "{:.1f} ×"),

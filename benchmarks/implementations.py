@@ -46,11 +46,6 @@ def logits_fastp3o(logits: Tensor, inputs: Inputs) -> Tensor:
     return logits_p3o_loss(logits, inputs.labels, inputs.cu_seqlens, *inputs.pairs, inplace_backward=True).loss
 
 
-def logits_fastp3o_on_policy(logits: Tensor, inputs: Inputs) -> Tensor:
-    given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
-    return logits_p3o_loss(logits, *given, on_policy=True, inplace_backward=True).loss
-
-
 def logits_eager(logits: Tensor, inputs: Inputs) -> Tensor:
     return p3o_of(eager_logprobs(logits, inputs.labels), inputs)
 
@@ -62,11 +57,6 @@ def logits_compiled(logits: Tensor, inputs: Inputs) -> Tensor:
 def hidden_fastp3o(inputs: Inputs) -> Tensor:
     given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
     return linear_p3o_loss(inputs.hidden, inputs.weight, *given).loss
-
-
-def hidden_fastp3o_on_policy(inputs: Inputs) -> Tensor:
-    given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
-    return linear_p3o_loss(inputs.hidden, inputs.weight, *given, on_policy=True).loss
 
 
 def hidden_fastp3o_logprobs(inputs: Inputs) -> Tensor:

@@ -34,9 +34,6 @@ class Inputs:
         shift = sums - self.sums
         return replace(self, sums=sums, old_logprobs=self.old_logprobs + shift, ref_logprobs=self.ref_logprobs + shift)
 
-    def on_policy(self) -> "Inputs":
-        return replace(self, old_logprobs=self.sums)
-
     def a_third_clipped(self) -> "Inputs":
         """Every third pair moved past the clip range the way its rewards want it to: its gradient is zero."""
         old = self.old_logprobs.clone()

@@ -154,7 +154,7 @@ OBJECTIVES: dict[str, Objective] = {
 def ours(problem: Problem, name: str) -> Tensor:
     inputs = problem.inputs
     given = inputs.hidden, inputs.weight, inputs.labels, inputs.cu_seqlens, OBJECTIVES[name]
-    known = {"of_tokens": problem.of_tokens, "of_responses": problem.of_responses}
+    known = {"token_tensors": problem.of_tokens, "response_tensors": problem.of_responses}
     return linear_loss(*given, responses_per_group=2, **known).loss
 
 

@@ -28,10 +28,9 @@ def main() -> None:
         logprobs = linear_logprobs(hidden, head, labels, memory_budget=budget)
         old = sequence_logprobs(logprobs, cu_seqlens).view(-1, 2)
     for clipping in ("joint", "separate", "none", "token"):
-        given = labels, cu_seqlens, old, old, rewards, P3OSettings(clipping=clipping)
         old_tokens = {"old_token_logprobs": logprobs} if clipping == "token" else {}
-        for on_policy in (False, True):
-            chosen = {"on_policy": on_policy, **old_tokens}
+        for old_logprobs, chosen in ((old, old_tokens), (None, {})):
+            given = labels, cu_seqlens, old_logprobs, old, rewards, P3OSettings(clipping=clipping)
             (2 * linear_p3o_loss(hidden, head, *given, **chosen, memory_budget=budget).loss).backward()
             logits = (hidden @ weight.T).detach().requires_grad_()
             logits_p3o_loss(logits, *given, **chosen).loss.backward()

@@ -117,13 +117,6 @@ def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, tokens):
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_fastp3o_on_policy(benchmark, head, tokens):
-    inputs = inputs_of(head, tokens).on_policy()
-    run_both(benchmark, "fastp3o", implementations.hidden_fastp3o_on_policy, inputs, "on-policy forward and backward")
-
-
-@pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
     inputs = inputs_of(head, tokens).a_third_clipped()
     run_both(benchmark, "fastp3o", implementations.hidden_fastp3o, inputs, "forward and backward, a third clipped")

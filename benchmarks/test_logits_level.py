@@ -2,7 +2,7 @@
 
     python -m pytest benchmarks/test_logits_level.py
 
-The least traffic, for elements of b bytes: forward N V b, backward in place 2 N V b, both 3 N V b, on-policy 2 N V b.
+The least traffic, for elements of b bytes: forward N V b, backward in place 2 N V b, both 3 N V b.
 """
 
 from collections.abc import Callable
@@ -60,14 +60,14 @@ def case_of(name: str, passes: str, logits: Logits, accesses: int) -> Case:
     return Case("logits", name, passes, N, D, V, dtype, float(accesses * size), 0, gradient_bytes)
 
 
-def run_both(benchmark, name, loss_of: LossOf, inputs, passes="forward and backward", accesses=3) -> None:
+def run_both(benchmark, name, loss_of: LossOf, inputs) -> None:
     logits = Logits(inputs)
 
     def run(fresh: Tensor):
         return torch.autograd.grad(loss_of(fresh, logits.inputs), fresh)
 
-    case = case_of(name, passes, logits, accesses)
-    measure(benchmark, case, logits.restored, run, logits.copy(), accesses / 2)
+    case = case_of(name, "forward and backward", logits, 3)
+    measure(benchmark, case, logits.restored, run, logits.copy(), 3 / 2)
 
 
 def gradient_error(loss_of: LossOf, inputs: Inputs) -> float:
@@ -94,15 +94,6 @@ def test_forward_and_backward(benchmark, name, loss_of, head, tokens):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, tokens):
     run_both(benchmark, name, loss_of, inputs_of(head, tokens))
-
-
-@pytest.mark.parametrize("head", HEADS, ids=str)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_fastp3o_on_policy(benchmark, head, tokens):
-    inputs = inputs_of(head, tokens).on_policy()
-    run_both(
-        benchmark, "fastp3o", implementations.logits_fastp3o_on_policy, inputs, "on-policy forward and backward", 2
-    )
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])

@@ -84,7 +84,7 @@ def padded_p3o_loss(
             tokens.cu_seqlens,
             p3o_of_pairs(settings),
             responses_per_group=K,
-            of_responses=of_responses,
+            response_tensors=of_responses,
             divisor=(P if averaged_prompts is None else averaged_prompts) * pairs_per_prompt,
         )
 

@@ -107,8 +107,12 @@ class Objective(ABC):
         return minibatches
 
     @abstractmethod
-    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
-        """The loss of one microbatch. on_policy: no optimizer step has been made since its old log-probs."""
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+        """The loss of one microbatch."""
+
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+        """The loss at the first optimizer step of an update, when the policy still is the one that sampled."""
+        return self.loss(policy, microbatch)
 
 
 class GroupwiseObjective(Objective):
@@ -126,7 +130,7 @@ class GroupwiseObjective(Objective):
         groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `counted` [P, K] and `Microbatch.prepared`.
         """
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         row, counted = microbatch.row, microbatch.counted_responses()
         tokens = max(1, microbatch.counted_tokens()) if self.averages_tokens else None
         count = tokens or self.metric_count(counted).clamp(min=1)
@@ -146,8 +150,11 @@ class GroupwiseObjective(Objective):
                 row.cu_seqlens_on_host,
                 self.sums,
                 responses_per_group=counted.shape[1],
-                of_tokens={"old_tokens": microbatch.old_token_logprobs, "ref_tokens": microbatch.ref_token_logprobs},
-                of_responses=responses,
+                token_tensors={
+                    "old_tokens": microbatch.old_token_logprobs,
+                    "ref_tokens": microbatch.ref_token_logprobs,
+                },
+                response_tensors=responses,
                 outputs=self.outputs,
                 divisor=tokens or len(counted),
             )

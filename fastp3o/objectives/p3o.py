@@ -69,7 +69,20 @@ class P3O(Objective):
         """Number of responses that have another one to be compared with."""
         return (counted & (counted.sum(1, keepdim=True) > 1)).sum()
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> P3OLossOutput:
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
+        return self.p3o_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
+
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
+        """The old log-probs are the policy's own: every ratio is exactly 1."""
+        return self.p3o_loss(policy, microbatch, None, None)
+
+    def p3o_loss(
+        self,
+        policy: nn.Module,
+        microbatch: Microbatch,
+        old_logprobs: Tensor | None,
+        old_token_logprobs: Tensor | None,
+    ) -> P3OLossOutput:
         row = microbatch.row
 
         def p3o_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
@@ -78,14 +91,13 @@ class P3O(Objective):
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                microbatch.old_logprobs,
+                old_logprobs,
                 microbatch.ref_logprobs,
                 microbatch.rewards,
                 replace(self.settings, kl_coef=self.kl.value),
-                old_token_logprobs=microbatch.old_token_logprobs if self.averages_tokens else None,
+                old_token_logprobs=old_token_logprobs if self.averages_tokens else None,
                 valid_responses=microbatch.counted,
                 divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
-                on_policy=on_policy,
             )
 
         loss, metrics = policy(row, row.scored_at, p3o_loss)
@@ -135,7 +147,4 @@ class PPGConfig(P3OConfig):
 
 
 class PPG(P3O):
-    """P3O's loss with all ratios at 1."""
-
-    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = True) -> P3OLossOutput:
-        return super().loss(policy, microbatch, on_policy=True)
+    """P3O's loss with all ratios at 1: an update has no step but the first."""

@@ -118,7 +118,7 @@ class PPO(Objective):
         )
         return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch, *, on_policy: bool = False) -> LossAndMetrics:
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         row, critic = microbatch.row, policy.get_submodule("critic")
 
         def logprobs_entropy_values(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from fastp3o_kernels import Head
 from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
-from fastp3o_kernels.rows.transform import transformed
+from fastp3o_kernels.rows.rows import transformed
 
 
 def head_logits(hidden: Tensor, head: Head) -> Tensor:

@@ -124,7 +124,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
                 row.cu_seqlens_on_host,
                 sums,
                 responses_per_group=row.responses_per_prompt or 1,
-                of_responses=row.of_responses,
+                response_tensors=row.of_responses,
                 divisor=1,
             )
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.model_head import check_trial, head_of, output_layer
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.operation import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
 

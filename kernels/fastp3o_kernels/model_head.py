@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o_kernels.head.head import Head
-from fastp3o_kernels.rows.transform import LogitsTransform, transformed
+from fastp3o_kernels.rows.rows import LogitsTransform, transformed
 
 # Configurations have names of their own for what divides logits, multiplies them, and caps them after that.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and MiniCPM3, Inkling

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
-from fastp3o_kernels.copies import copyable
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.operation import copyable, uncompiled
 
 
 @copyable

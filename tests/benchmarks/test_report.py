@@ -19,7 +19,7 @@ def record():
         result(ms=12.345, extra_gb=0.96, **rates),
         result(ms=40.0, N=32768, extra_gb=2.0, **rates),
         result(implementation="TRL", ms=15.0, extra_gb=1.5, **rates),
-        result(passes="on-policy forward and backward", **rates),
+        result(passes="forward and backward, a third clipped", **rates),
     ]
     environment = {"device": "a GPU", "packages": {"torch": "2.13.0", "trl": None}, "date": "2026-01-01"}
     missing = [{"name": f"test_a[{i}]", "reason": "absent: no module"} for i in range(2)]
@@ -37,7 +37,7 @@ def test_the_comparison_is_sorted_and_has_every_figure(record):
 
 def test_other_passes_have_a_table(record):
     assert report.other_passes(record["benchmarks"])[1][1:] == [
-        "on-policy forward and backward",
+        "forward and backward, a third clipped",
         "4096, 128256",
         "8192",
         "10.00",

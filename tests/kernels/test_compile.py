@@ -25,9 +25,7 @@ def test_all_configurations_for_hopper(tmp_path):
     assert {entry["kernel"] for entry in table} == {
         "logprobs_kernel",
         "dlogits_kernel",
-        "on_policy_kernel",
         "statistics_kernel",
-        "entropy_dlogits_kernel",
         "pair_kernel",
         "sequence_sums_kernel",
         "scale_kernel",

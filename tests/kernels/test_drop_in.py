@@ -46,8 +46,8 @@ LOSSES = {
     "linear_p3o_loss": lambda hidden, weight, offsets=OFFSETS, **given: (
         linear_p3o_loss(hidden, weight, LABELS, offsets, *KNOWN, **given).loss
     ),
-    "linear_p3o_loss, on-policy": lambda hidden, weight, offsets=OFFSETS, **given: (
-        linear_p3o_loss(hidden, weight, LABELS, offsets, *KNOWN, on_policy=True, **given).loss
+    "linear_p3o_loss, its own": lambda hidden, weight, offsets=OFFSETS, **given: (
+        linear_p3o_loss(hidden, weight, LABELS, offsets, None, *KNOWN[1:], **given).loss
     ),
     "linear_loss": lambda hidden, weight, offsets=OFFSETS, **given: (
         linear_loss(hidden, weight, LABELS, offsets, sums_of_squares, responses_per_group=2, **given).loss
@@ -58,8 +58,8 @@ LOSSES = {
     "logits_p3o_loss": lambda hidden, weight, offsets=OFFSETS, **given: (
         logits_p3o_loss(hidden @ weight.T, LABELS, offsets, *KNOWN, **given).loss
     ),
-    "logits_p3o_loss, on-policy": lambda hidden, weight, offsets=OFFSETS, **given: (
-        logits_p3o_loss(hidden @ weight.T, LABELS, offsets, *KNOWN, on_policy=True, **given).loss
+    "logits_p3o_loss, its own": lambda hidden, weight, offsets=OFFSETS, **given: (
+        logits_p3o_loss(hidden @ weight.T, LABELS, offsets, None, *KNOWN[1:], **given).loss
     ),
     "token_p3o_loss": lambda hidden, weight, offsets=OFFSETS, **given: (
         token_p3o_loss(token_logprobs(hidden @ weight.T, LABELS, **given), offsets, *KNOWN, **given).loss
@@ -123,7 +123,7 @@ def test_a_gradient_of_the_gradient_is_refused(name, impl):
     """Not zero, as if the penalty did not depend on the weights."""
     states = STATES.leaves()
     loss = LOSSES[name](states.hidden, states.weight, impl=impl)
-    with pytest.raises(RuntimeError, match="first derivatives alone"):
+    with pytest.raises(RuntimeError, match="first derivatives only"):
         torch.autograd.grad(loss, states.hidden, create_graph=True)
 
 
@@ -185,7 +185,7 @@ def test_a_second_backward_pass_is_right_or_refused(name):
     states = STATES.leaves()
     loss = LOSSES[name](states.hidden, states.weight)
     first = torch.autograd.grad(loss, states.hidden, retain_graph=True)
-    if name in ("linear_p3o_loss", "linear_loss"):
+    if name != "linear_logprobs":
         with pytest.raises(RuntimeError, match="call the loss again"):
             torch.autograd.grad(loss, states.hidden)
     else:

@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from fastp3o_kernels import P3OSettings, logits_p3o_loss
-from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.p3o.pair_kernel import launch_pairs
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
-from fastp3o_kernels.rows.on_policy_kernel import launch_on_policy
-from fastp3o_kernels.rows.transform import LogitsTransform
+from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 from tests.kernels.interpreted import counted_launches, counted_traffic
 from tests.kernels.problems import random_pairs
 
@@ -52,41 +51,23 @@ def test_rows_without_a_coefficient_are_not_read(monkeypatch, pairs):
     assert (backward.loaded, backward.stored) == (about(2 * sum(LENGTHS[2:]) * V), about(2 * N * V))
 
 
-def test_on_policy_moves_four_bytes_of_memory_for_each_logit(monkeypatch, pairs):
-    with counted_traffic(monkeypatch) as forward, counted_launches(monkeypatch) as launches:
-        loss = pairs.call(logits_p3o_loss, pairs.logits, UNCLIPPED, impl="triton", on_policy=True).loss
-    assert forward.loaded + forward.stored < 1000
-    assert launches == {"pair_kernel": 1}
-    with counted_traffic(monkeypatch) as backward, counted_launches(monkeypatch) as launches:
-        loss.backward()
-    # Read twice, but the second time from L2: each address counts once.
-    assert (backward.loaded, backward.stored) == (about(4 * N * V), about(2 * N * V))
-    assert backward.memory == about(4 * N * V)
-    assert launches == {"on_policy_kernel": 1}
-
-
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_a_chunk_of_the_head(monkeypatch, pairs, out_dtype):
-    """fp32 logits: 4 bytes each forward; 4 and those of the gradient's dtype backward; on-policy the latter alone."""
-    logits, labels, transform = pairs.logits.detach().float(), pairs.labels, LogitsTransform()
+    """fp32 logits: 4 bytes each forward; 4 and those of the gradient's dtype backward."""
+    rows = Rows(pairs.logits.detach().float(), pairs.labels)
     out, coefficients = torch.empty(N, V, dtype=out_dtype), torch.ones(N)
     with counted_traffic(monkeypatch) as forward:
-        _, row_max, log_sum = launch_logprobs(logits, labels, transform, -100)
+        _, row_max, log_sum = launch_logprobs(rows)
     assert forward.memory == about(4 * N * V)
     with counted_traffic(monkeypatch) as backward:
-        launch_dlogits(logits, labels, row_max, log_sum, coefficients, None, transform, -100, out=out)
+        launch_dlogits(rows, row_max, log_sum, coefficients, out)
     assert (backward.loaded, backward.stored) == (about(4 * N * V), about(out.itemsize * N * V))
-    expected = out.clone()
-    with counted_traffic(monkeypatch) as fused:
-        launch_on_policy(logits, labels, coefficients, None, transform, out=out)
-    assert fused.memory == about((4 + out.itemsize) * N * V)
-    torch.testing.assert_close(out, expected)
 
 
-def test_a_bias_is_read_beside_the_logits(monkeypatch, pairs):
+def test_a_bias_is_read_next_to_the_logits(monkeypatch, pairs):
     logits = pairs.logits.detach().float()
     with counted_traffic(monkeypatch) as traffic:
-        launch_logprobs(logits, pairs.labels, LogitsTransform(bias=torch.randn(V)), -100)
+        launch_logprobs(Rows(logits, pairs.labels, LogitsTransform(bias=torch.randn(V))))
     assert traffic.loaded == about(8 * N * V)
     assert traffic.memory == about(4 * N * V + 4 * V)
 

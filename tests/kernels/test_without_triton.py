@@ -21,7 +21,7 @@ sys.meta_path.insert(0, NoTriton())
 import torch
 from fastp3o_kernels import *
 from fastp3o_kernels.decoding import *
-from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, use_triton
 
 assert not HAS_TRITON
 N, V, D = 9, 33, 8
@@ -45,11 +45,12 @@ for impl in (None, "eager"):
         old = {"old_token_logprobs": torch.randn(N)} if clipping == "token" else {}
         given = {"settings": settings, "impl": impl, **old}
         check_backward(token_p3o_loss(logits[:, 0], cu_seqlens, *known, **given).loss, logits)
-        for on_policy in (False, True):
-            rest = labels, cu_seqlens, *known
-            check_backward(logits_p3o_loss(logits, *rest, on_policy=on_policy, **given).loss, logits)
-            given_budget = {"memory_budget": 3000, "on_policy": on_policy, **given}
-            check_backward(linear_p3o_loss(hidden, head, *rest, **given_budget).loss, hidden, weight, bias)
+        own = {"settings": settings, "impl": impl}
+        for rest, options in ((known, given), ((None, *known[1:]), own)):
+            rest = labels, cu_seqlens, *rest
+            check_backward(logits_p3o_loss(logits, *rest, **options).loss, logits)
+            loss = linear_p3o_loss(hidden, head, *rest, memory_budget=3000, **options).loss
+            check_backward(loss, hidden, weight, bias)
 
 cache = LayerCache(*(torch.zeros(shape) for shape in 2 * [(1, 1, 3, 8)] + 2 * [(2, 1, 4, 8)]))
 slots = Slots(torch.tensor([0, 1]), torch.tensor([3, 0]), torch.tensor([0, 2]), responses_per_prompt=2)
@@ -78,8 +79,8 @@ def test_every_operation_runs_forward_and_backward():
 
 
 def test_only_files_named_kernel_import_triton():
-    """Where it is there; dispatch.py finds out."""
+    """Where it is there; operation.py finds out."""
     files = {path.name for path in PACKAGE.rglob("*.py") if "import triton\nimport triton.language" in path.read_text()}
     assert files == {path.name for path in PACKAGE.rglob("*_kernel.py")}
     mentions = {path.name for path in PACKAGE.rglob("*.py") if "import triton" in path.read_text()}
-    assert mentions == files | {"dispatch.py"}
+    assert mentions == files | {"operation.py"}

@@ -59,7 +59,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 step_metrics: list[dict[str, Tensor]] = []
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
-                        loss = partial(objective.loss, on_policy=not step_metrics)
+                        loss = objective.loss if step_metrics else objective.first_loss
                         step_metrics.append(step(minibatches, index, loss))
                 reference.follow(policy, update)
         report_update(run, config, objective, update, rollouts, scores, minibatches, step_metrics, noise, ties)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastp3o_kernels.decoding import fallback
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
-from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, use_triton
 
 if HAS_TRITON:
     from fastp3o_kernels.decoding.attention_kernel import launch_decode_attention

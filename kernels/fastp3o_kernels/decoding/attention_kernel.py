@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
-from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.operation import INTERPRET
 
 # Keys of one program. It writes its result in fp32 and merge_kernel reads it: 8 K G D bytes, next to 1024 D bytes for
 # 256 keys and values in half precision. Shorter chunks would mean more programs where prompts are few.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, use_triton
 
 if HAS_TRITON:
     from fastp3o_kernels.decoding.sampling_kernel import launch_race

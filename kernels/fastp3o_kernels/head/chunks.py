@@ -1,7 +1,7 @@
 """A memory budget -> the tokens whose hidden states go through the head together.
 
-N tokens, V vocabulary. A unit is what must not be divided for a coefficient to be known: the responses to a prompt. A
-span is a slice of tokens whose logits are computed in one matrix product.
+N tokens, V vocabulary. A group is what must stay whole for a coefficient to be known: the responses to a prompt. A span
+is a slice of tokens whose logits are computed in one matrix product.
 """
 
 from collections.abc import Iterator
@@ -20,18 +20,19 @@ ALIGNMENT = 16
 
 
 class Chunk(NamedTuple):
-    """Whole units, in one span unless a unit is larger than the buffer for logits.
+    """Whole groups, in one span unless a group is larger than the buffer for logits.
 
     The last of several spans fills the buffer, where its logits stay for the backward products; those of the others are
     computed twice.
     """
 
-    units: slice  # numbers of its units
-    spans: list[slice]  # none where its units are empty
+    groups: slice
+    tokens: slice
+    spans: list[slice]  # none if its groups are empty
 
 
 class HeadPlan(NamedTuple):
-    """How tokens go through the head: in which dtypes, by what buffers [rows, row_elements], in which chunks."""
+    """How tokens go through the head: in which dtypes, through which buffers [rows, row_elements], in which chunks."""
 
     dtypes: HeadDtypes
     V: int
@@ -42,7 +43,7 @@ class HeadPlan(NamedTuple):
 
 
 def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: int | None) -> HeadPlan:
-    """Chunks for units between `bounds` (0 first, N last), within so many bytes (None: MEMORY_BUDGET).
+    """Chunks for groups between `bounds` (0 first, N last), within this many bytes (None: MEMORY_BUDGET).
 
     It depends on nothing else, so that two evaluations of the same tokens, with or without gradients, multiply matrices
     of the same shapes: libraries round differently for different shapes.
@@ -59,8 +60,8 @@ def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: in
         )
     N = bounds[-1]
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
-    # A quarter of the budget for logits, or what is left when the gradients of all tokens fit, or the longest unit; but
-    # never so much that a span's gradients no longer fit beside it.
+    # A quarter of the budget for logits, or what is left when the gradients of all tokens fit, or the longest group;
+    # but never so much that a span's gradients no longer fit.
     wanted = max(budget // (4 * logits_bytes), (budget - N * dlogits_bytes) // logits_bytes, longest)
     logits_rows = min(wanted, budget // (logits_bytes + dlogits_bytes), N)
     dlogits_rows = min((budget - logits_rows * logits_bytes) // dlogits_bytes, N)
@@ -68,25 +69,13 @@ def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: in
 
 
 def divide(bounds: list[int], most: int) -> Iterator[Chunk]:
-    """As many whole units as `most` tokens hold to a chunk; a larger unit is a chunk of several spans."""
+    """Each chunk has as many whole groups as fit `most` tokens; a larger group is a chunk of several spans."""
     first = 0
-    for unit, (begin, end) in enumerate(pairwise(bounds)):
-        if end - bounds[first] > most and unit > first:
-            yield Chunk(slice(first, unit), one_span(bounds[first], begin))
-            first = unit
-        if end - begin > most:
-            yield Chunk(slice(unit, unit + 1), divide_unit(begin, end, most))
-            first = unit + 1
-    if first < len(bounds) - 1:
-        yield Chunk(slice(first, len(bounds) - 1), one_span(bounds[first], bounds[-1]))
-
-
-def one_span(begin: int, end: int) -> list[slice]:
-    """None where there is no token."""
-    return [slice(begin, end)] if begin < end else []
-
-
-def divide_unit(begin: int, end: int, most: int) -> list[slice]:
-    """Spans of at most so many tokens, all but the first full."""
-    starts = range(end - most, begin - most, -most)
-    return [slice(max(start, begin), start + most) for start in reversed(starts)]
+    for last in range(1, len(bounds)):
+        if last == len(bounds) - 1 or bounds[last + 1] - bounds[first] > most:
+            begin, end = bounds[first], bounds[last]
+            # All spans but the first are full.
+            starts = reversed(range(end - most, begin - most, -most)) if begin < end else ()
+            spans = [slice(max(start, begin), start + most) for start in starts]
+            yield Chunk(slice(first, last), slice(begin, end), spans)
+            first = last

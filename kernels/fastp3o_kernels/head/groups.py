@@ -1,4 +1,4 @@
-"""What an objective sees: neighbouring groups of responses, whole.
+"""An objective's view: whole groups of responses that are neighbours.
 
 P groups with K responses each (a prompt's responses; a chosen and a rejected; one response), n tokens of all.
 """
@@ -6,11 +6,12 @@ P groups with K responses each (a prompt's responses; a chosen and a rejected; o
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device
-from fastp3o_kernels.rows import eager
+from fastp3o_kernels.rows.oracle import sequence_logprobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,62 +46,46 @@ class Groups:
 
     def sums(self, values: Tensor) -> Tensor:
         """[n] -> [P, K], over the tokens of each response."""
-        return eager.sequence_logprobs(values, self.cu_seqlens).view(-1, self.responses_per_group)
+        return sequence_logprobs(values, self.cu_seqlens).view(-1, self.responses_per_group)
 
     def means(self, values: Tensor) -> Tensor:
         """[n] -> [P, K]; 0 for a response without tokens."""
         return self.sums(values) / self.lengths.clamp(min=1)
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """[P, K] -> [n]: of each token's response."""
+        """[P, K] -> [n]: each token gets its response's value."""
         return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=len(self.token_logprobs))
 
 
-@dataclass(frozen=True, eq=False)
-class GroupTensors:
-    """The caller's tensors, each with its place: of tokens [N, ...], of responses [P, K, ...] or of groups [P, ...].
+class GroupTensors(NamedTuple):
+    """The caller's tensors by name: of tokens [N, ...], of responses [P, K, ...] and of groups [P, ...]; constants."""
 
-    All are constants: gradients do not reach them.
-    """
-
-    of_tokens: Mapping[str, Tensor]
-    of_responses: Mapping[str, Tensor]
-    of_groups: Mapping[str, Tensor]
+    token_tensors: dict[str, Tensor]
+    response_tensors: dict[str, Tensor]
+    group_tensors: dict[str, Tensor]
 
     @classmethod
-    def checked(
-        cls,
-        N: int,
-        P: int,
-        K: int,
-        of_tokens: Mapping[str, Tensor] | None,
-        of_responses: Mapping[str, Tensor] | None,
-        of_groups: Mapping[str, Tensor] | None,
-        *,
-        hidden: Tensor,
-    ) -> "GroupTensors":
-        """Raises ValueError for a tensor of another shape or on another device than `hidden`, and for a name given
-        twice.
+    def checked(cls, hidden: Tensor, P: int, K: int, *tensors: Mapping[str, Tensor]) -> "GroupTensors":
+        """tensors: of tokens, responses and groups. hidden: [N, D].
+
+        Raises ValueError for a tensor of another shape or on another device than `hidden`, and for a name given twice.
         """
-        places = (
-            ("a row for each token", (N,), of_tokens or {}),
-            ("a row for each group and an entry for each response", (P, K), of_responses or {}),
-            ("a row for each group", (P,), of_groups or {}),
-        )
+        shapes = (len(hidden),), (P, K), (P,)
+        reasons = "a row for each token", "a row for each group and an entry for each response", "a row for each group"
         seen: set[str] = set()
-        for why, shape, tensors in places:
-            for name, tensor in tensors.items():
+        for named, shape, why in zip(tensors, shapes, reasons, strict=True):
+            for name, tensor in named.items():
                 if name in seen:
                     raise ValueError(f"{name} is given twice")
                 seen.add(name)
                 if tensor.shape[: len(shape)] != shape:
                     raise ValueError(f"{name} must begin with {list(shape)} ({why}), got {list(tensor.shape)}")
                 check_same_device(hidden=hidden, **{name: tensor})
-        detached = ({name: tensor.detach() for name, tensor in tensors.items()} for _, _, tensors in places)
-        return cls(*detached)
+        return cls(*({name: tensor.detach() for name, tensor in named.items()} for named in tensors))
 
     def part(self, groups: slice, tokens: slice) -> dict[str, Tensor]:
-        """Of some neighbouring groups, whose tokens these are."""
-        cut = {name: tensor[tokens] for name, tensor in self.of_tokens.items()}
-        whole = self.of_responses | self.of_groups  # type: ignore[operator]
-        return cut | {name: tensor[groups] for name, tensor in whole.items()}
+        """The tensors of neighbouring groups, whose tokens are `tokens`."""
+        whole = self.response_tensors | self.group_tensors
+        return {name: tensor[tokens] for name, tensor in self.token_tensors.items()} | {
+            name: tensor[groups] for name, tensor in whole.items()
+        }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
-from fastp3o_kernels.rows.transform import LogitsTransform
+from fastp3o_kernels.rows.rows import LogitsTransform
 
 
 @dataclass(frozen=True, eq=False)

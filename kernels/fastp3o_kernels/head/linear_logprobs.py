@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
-from fastp3o_kernels.dispatch import use_triton
-from fastp3o_kernels.first_derivatives import first_derivatives_only
-from fastp3o_kernels.head import eager
+from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.fp16_scale import fp16_scale
 from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
-from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.operation import first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -30,21 +27,21 @@ class LinearLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, ignore_index, plan, triton, statistics):
+    def forward(ctx, hidden, weight, bias, head, chunked):
         ctx.set_materialize_grads(False)
-        chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=statistics)
+        spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
         with chunked.holding(hidden, head):
-            for chunk in plan.chunks:
-                for span in chunk.spans:
-                    chunked.forward(span)
+            for span in spans:
+                chunked.forward(span)
         logprobs = chunked.logprobs
-        values = (chunked.entropy.clone(), chunked.mean_logit, chunked.is_top) if statistics else ()
+        # The entropy that is given back may be changed in place.
+        values = (chunked.statistics[0].clone(), *chunked.statistics[1:]) if chunked.statistics else ()
         ctx.mark_non_differentiable(*values[1:])
         if any(ctx.needs_input_grad):
             save_for_backward(ctx, hidden, head)
             # An output held by the context would hold its own graph.
             del chunked.logprobs
-            ctx.chunked = chunked
+            ctx.chunked, ctx.spans = chunked, spans
         return logprobs, *values
 
     @staticmethod
@@ -55,19 +52,11 @@ class LinearLogprobs(torch.autograd.Function):
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
             ignored = chunked.labels == chunked.ignore_index
-            if grad_logprobs is None:  # the entropy's alone
+            if grad_logprobs is None:  # the entropy's gradient only
                 grad_logprobs = torch.zeros_like(chunked.row_max)
-            coefficients = grad_logprobs.masked_fill(ignored, 0.0)
             of_entropy = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
-            scale = fp16_scale(gradients, chunked.plan.dtypes.multiplied, hidden.device)
-            if scale is not None:
-                factor = scale.lowered_for(coefficients, of_entropy)
-                coefficients, of_entropy = coefficients * factor, None if of_entropy is None else of_entropy * factor
-            # The last span's logits are still in their buffer.
-            spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
-            for span in reversed(spans):
-                gradients.backward(span, coefficients[span], None if of_entropy is None else of_entropy[span])
-            return *gradients.results(None if scale is None else 1 / scale.value), *[None] * 6
+            gradients.backward(ctx.spans, grad_logprobs.masked_fill(ignored, 0.0), of_entropy)
+            return *gradients.results(), None, None
 
 
 @overload
@@ -123,11 +112,11 @@ def linear_logprobs(
         cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to each, on any device or
             as a list. Tokens then go through the head in the chunks of `linear_p3o_loss`; with the same budget the
             ratio of two evaluations of the same weights is exactly 1.
-        outputs: of "entropy" (differentiable), "mean_logit" and "is_top", what to give beside the log-probs, from the
-            same matrix product.
-        memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Beside it only
-            the gradients take memory: the weight's is summed in fp32 over chunks. Logits that still lie in the budget's
-            buffer are kept for the backward pass, the others computed again.
+        outputs: what to return next to the log-probs, from the same matrix product: any of "entropy"
+            (differentiable), "mean_logit" and "is_top".
+        memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Only the
+            gradients take memory as well: the weight's is summed in fp32 over chunks. Logits that still are in the
+            budget's buffer are kept for the backward pass, the others computed again.
         impl: None: in chunks, with Triton where it is installed, all tensors are on a GPU and none is fp64, else with
             PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
 
@@ -147,14 +136,13 @@ def linear_logprobs(
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:
-        if outputs is None:
-            return eager.linear_logprobs(hidden, head, labels, ignore_index, dtypes.rounded)
-        return asked_for(outputs, *eager.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded))
+        found = oracle.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
+        return found.logprobs if outputs is None else found
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     N = len(hidden)
     bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
-    given = hidden, head.weight, head.bias, labels.contiguous(), head, ignore_index, plan, triton
-    logprobs, *values = LinearLogprobs.apply(*given, outputs is not None)
-    return asked_for(outputs, logprobs, *values) if outputs is not None else logprobs
+    chunked = ChunkedHead(labels.contiguous(), ignore_index, plan, triton=triton, statistics=bool(outputs))
+    logprobs, *statistics = LinearLogprobs.apply(hidden, head.weight, head.bias, head, chunked)
+    return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)

@@ -1,11 +1,8 @@
-"""Hidden states, a head and an objective -> the loss and its gradients, never all logits at once.
+"""Hidden states, a head and any objective of groups of responses -> the loss and its gradients, chunk by chunk.
 
-Where the coefficient dL/d log π of a token depends on its own group alone (a prompt's responses; a chosen and a
-rejected; one response), a chunk of whole groups goes all the way, hidden states -> logits -> log-probs -> objective ->
-coefficients -> gradients, before the next: three matrix products in all, where a loss that needs every log-prob first
-computes the logits twice. The objective is plain PyTorch over the n log-probs of a chunk.
+The objective is plain PyTorch over the n log-probs of a chunk; autograd over these gives its coefficients.
 
-N tokens, D hidden size, V vocabulary, F = N V D; P groups with K responses each.
+N tokens, D hidden size, V vocabulary; P groups with K responses each.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,20 +12,16 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import bounds_of_prompts, check_divisor, checked_cu_seqlens
-from fastp3o_kernels.copies import copyable
-from fastp3o_kernels.dispatch import use_triton
-from fastp3o_kernels.first_derivatives import first_derivatives_only
-from fastp3o_kernels.head import eager
-from fastp3o_kernels.head.backward import HeadGradients
-from fastp3o_kernels.head.chunks import plan_chunks
+from fastp3o_kernels.head import oracle
+from fastp3o_kernels.head.chunked_loss import chunked_loss
+from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.fp16_scale import fp16_scale
 from fastp3o_kernels.head.groups import Groups, GroupTensors
 from fastp3o_kernels.head.head import Head, check_head
-from fastp3o_kernels.rows.labels import NO_LABEL
-from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.operation import copyable, uncompiled, use_triton
+from fastp3o_kernels.rows.rows import NO_LABEL
+from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
 
 Metrics = dict[str, Tensor]
 Objective = Callable[[Groups], Tensor | tuple[Tensor, Metrics]]
@@ -36,111 +29,71 @@ Objective = Callable[[Groups], Tensor | tuple[Tensor, Metrics]]
 
 @copyable
 class LinearLossOutput(NamedTuple):
-    """loss: 0-d, differentiable. metrics: what the objective gave beside it, detached 0-d sums over all groups."""
+    """loss: 0-d, differentiable. metrics: the objective's further sums over all groups, detached, 0-d."""
 
     loss: Tensor
     metrics: Metrics
 
 
-class Evaluation:
-    """An objective's sums over the chunks of one pass.
+class ObjectiveSums:
+    """An objective's sums over the chunks of one pass (`ChunkLoss`).
 
-    bounds: where the groups begin and the last one ends, [P + 1]. cu_seqlens: the same of responses, on the device.
+    cu_seqlens: [P K + 1] int64 on the device. outputs: statistics that the objective sees. divisor: of its sum.
     """
 
     def __init__(
         self,
         objective: Objective,
-        bounds: list[int],
         cu_seqlens: Tensor,
         responses_per_group: int,
         tensors: GroupTensors,
+        outputs: Collection[str],
+        divisor: float | Tensor,
     ):
-        self.objective, self.bounds, self.cu_seqlens, self.tensors = objective, bounds, cu_seqlens, tensors
-        self.responses_per_group = responses_per_group
-        self.loss: Tensor | None = None
+        self.objective, self.cu_seqlens, self.tensors = objective, cu_seqlens, tensors
+        self.responses_per_group, self.divisor = responses_per_group, divisor
+        self.outputs, self.statistics = outputs, bool(outputs)
+        self.sum: Tensor | None = None
         self.metrics: Metrics = {}
 
-    def tokens(self, groups: slice) -> slice:
-        return slice(self.bounds[groups.start], self.bounds[groups.stop])
-
-    def add(self, tokens: TokenOutputs, groups: slice) -> Tensor:
-        """The objective of some neighbouring groups, differentiable where their tokens' [n] log-probs and entropies
-        are.
-        """
-        K, own = self.responses_per_group, self.tokens(groups)
-        cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - own.start
-        value = self.objective(Groups(tokens[0], cu_seqlens, K, self.tensors.part(groups, own), *tokens[1:]))
+    def add(self, found: TokenOutputs, groups: slice, tokens: slice) -> Tensor:
+        """The objective of neighbouring groups, differentiable where their tokens' [n] log-probs and entropies are."""
+        K = self.responses_per_group
+        cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
+        value = self.objective(Groups(found[0], cu_seqlens, K, self.tensors.part(groups, tokens), *found[1:]))
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"the objective must return the sum over its groups as a 0-d tensor, got {got}")
-        self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+        self.sum = loss.detach() if self.sum is None else self.sum + loss.detach()
         for name, metric in metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + metric.detach()
         return loss
 
-    def coefficients(self, tokens: TokenOutputs, groups: slice) -> tuple[Tensor, Tensor | None]:
-        """Adds the objective of some groups; its derivatives by their tokens' log-probs and entropies, [n]."""
+    def found(self, chunked: ChunkedHead, chunk: Chunk) -> TokenOutputs:
+        statistics = [values[chunk.tokens] for values in chunked.statistics]
+        return token_outputs(self.outputs, chunked.logprobs[chunk.tokens], *statistics)
+
+    def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
+        self.add(self.found(chunked, chunk), chunk.groups, chunk.tokens)
+
+    def coefficients(self, chunked: ChunkedHead, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """Adds the objective of a chunk; its derivatives by the tokens' log-probs and entropies, [n]."""
+        found = self.found(chunked, chunk)
         with torch.enable_grad():
-            logprobs = tokens.logprobs.detach().requires_grad_()
-            entropy = None if tokens.entropy is None else tokens.entropy.detach().requires_grad_()
-            loss = self.add(tokens._replace(logprobs=logprobs, entropy=entropy), groups)
+            logprobs = found.logprobs.detach().requires_grad_()
+            entropy = None if found.entropy is None else found.entropy.detach().requires_grad_()
+            loss = self.add(found._replace(logprobs=logprobs, entropy=entropy), chunk.groups, chunk.tokens)
             wanted = [logprobs] if entropy is None else [logprobs, entropy]
             if not loss.requires_grad:  # a constant
                 gradients = tuple(torch.zeros_like(tensor) for tensor in wanted)
             else:
                 gradients = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
-        return gradients[0], None if entropy is None else gradients[1]
+        factor = 1 / self.divisor
+        return gradients[0] * factor, None if entropy is None else gradients[1] * factor
 
-
-class LinearLoss(torch.autograd.Function):
-    """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming gradient.
-
-    weight, bias: the head's own, which autograd sees only as arguments.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, head, evaluation, outputs, divisor, plan, triton):
-        needs = ctx.needs_input_grad[:3]
-        chunked = ChunkedHead(labels, NO_LABEL, plan, triton=triton, statistics=bool(outputs))
-        with chunked.holding(hidden, head):
-            gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
-            scale = fp16_scale(gradients, plan.dtypes.multiplied, hidden.device)
-            for chunk in plan.chunks:
-                for span in chunk.spans:
-                    chunked.forward(span)
-                tokens = outputs_of(chunked, evaluation.tokens(chunk.units), outputs)
-                if gradients is None:
-                    evaluation.add(tokens, chunk.units)
-                    continue
-                first = evaluation.tokens(chunk.units).start
-                of_logprobs, of_entropy = evaluation.coefficients(tokens, chunk.units)
-                factor = 1 / divisor if scale is None else scale.lowered_for(of_logprobs, of_entropy)
-                of_logprobs = of_logprobs * factor
-                of_entropy = None if of_entropy is None else of_entropy * factor
-                # The last span's logits are still in their buffer.
-                for span in reversed(chunk.spans):
-                    own = slice(span.start - first, span.stop - first)
-                    gradients.backward(span, of_logprobs[own], None if of_entropy is None else of_entropy[own])
-            if gradients is not None:
-                gradients.finish()
-        ctx.gradients = gradients
-        # By how much more than the loss the gradients are.
-        ctx.scale = 1.0 if scale is None else scale.value * divisor
-        return hidden.new_zeros((), dtype=plan.dtypes.logits) if evaluation.loss is None else evaluation.loss / divisor
-
-    @staticmethod
-    @first_derivatives_only
-    def backward(ctx, grad_loss):
-        if ctx.gradients is None:
-            raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
-        gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.results(grad_loss / ctx.scale), *[None] * 7
-
-
-def outputs_of(chunked: ChunkedHead, tokens: slice, outputs: Collection[str]) -> TokenOutputs:
-    return TokenOutputs(chunked.logprobs[tokens], **{name: getattr(chunked, name)[tokens] for name in outputs})
+    def total(self, chunked: ChunkedHead) -> Tensor:
+        return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
 
 
 @uncompiled
@@ -152,9 +105,9 @@ def linear_loss(
     objective: Objective,
     *,
     responses_per_group: int = 1,
-    of_tokens: Mapping[str, Tensor] | None = None,
-    of_responses: Mapping[str, Tensor] | None = None,
-    of_groups: Mapping[str, Tensor] | None = None,
+    token_tensors: Mapping[str, Tensor] | None = None,
+    response_tensors: Mapping[str, Tensor] | None = None,
+    group_tensors: Mapping[str, Tensor] | None = None,
     outputs: Collection[str] = (),
     divisor: float | Tensor | None = None,
     memory_budget: int | None = None,
@@ -163,17 +116,17 @@ def linear_loss(
     """Any objective of groups of responses, from the hidden states that predict their tokens.
 
     The objective is called once for each chunk of whole groups, with `Groups` of their token log-probs and of the
-    tensors below. It returns the sum of its loss over these groups, and may return a dictionary of further sums beside
-    it. Its derivative by the log-probs comes from autograd over n numbers. DPO, for one:
+    tensors below. It returns the sum of its loss over these groups, and may return a dictionary of further sums as
+    well. DPO, for one:
 
         def dpo(pairs):  # column 0 is the chosen response
-            log_ratios = pairs.logprobs - pairs["reference"]
+            log_ratios = pairs.logprobs - pairs["ref"]
             return -logsigmoid(0.1 * (log_ratios[:, 0] - log_ratios[:, 1])).sum()
 
-        linear_loss(hidden, head, labels, cu_seqlens, dpo, responses_per_group=2, of_responses={"reference": reference})
+        linear_loss(hidden, head, labels, cu_seqlens, dpo, responses_per_group=2, response_tensors={"ref": ref})
 
-    What needs numbers from the whole batch (KTO's z0, a whitened advantage) is computed before, without gradients, and
-    handed in as one of the tensors.
+    Numbers of the whole batch that an objective needs (KTO's z0, a whitened advantage) are computed before, without
+    gradients, and given as one of the tensors.
 
     As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass; tokens without a
     coefficient take no part in their products; the backward pass can run once.
@@ -186,10 +139,10 @@ def linear_loss(
             tensor on the CPU spares waiting for the device. Responses may be empty, and P may be 0: the gradient is
             then zero.
         responses_per_group: K. Response k of group p is sequence K p + k.
-        of_tokens: tensors [N, ...] by name, such as old log-probs. of_responses: [P, K, ...]. of_groups: [P, ...]. They
-            are constants, even where they require gradients.
-        outputs: of "entropy" (differentiable), "mean_logit" and "is_top", what `Groups` has of each token beside its
-            log-prob, as in `linear_logprobs`.
+        token_tensors, response_tensors, group_tensors: the objective's further tensors by name: [N, ...] such as old
+            log-probs, [P, K, ...] and [P, ...]. They are constants, even where they require gradients.
+        outputs: what `Groups` has of each token next to its log-prob: any of "entropy" (differentiable), "mean_logit"
+            and "is_top", as in `linear_logprobs`.
         divisor: what the sum over all groups is divided by, P by default. For accumulation and several processes: the
             number of groups, or of tokens, in the whole batch.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`.
@@ -205,28 +158,25 @@ def linear_loss(
     head = Head.from_weight(head)
     check_head(hidden, head, labels, ignore_index=None)
     check_outputs(outputs)
-    K = responses_per_group
-    cu_seqlens = checked_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=K)
-    bounds = bounds_of_prompts(cu_seqlens, len(hidden), K)
+    K, N = responses_per_group, len(hidden)
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, N, responses_per_prompt=K)
+    bounds = bounds_of_prompts(cu_seqlens, N, K)
     P = len(bounds) - 1
-    tensors = GroupTensors.checked(len(hidden), P, K, of_tokens, of_responses, of_groups, hidden=hidden)
-    on_device = cu_seqlens.to(hidden.device, torch.int64, non_blocking=True)
-    evaluation = Evaluation(objective, bounds, on_device, K, tensors)
+    given = token_tensors or {}, response_tensors or {}, group_tensors or {}
+    tensors = GroupTensors.checked(hidden, P, K, *given)
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     divisor = max(P, 1) if divisor is None else divisor
     check_divisor(divisor)
     if isinstance(divisor, Tensor):
         divisor = divisor.detach().to(hidden.device, dtypes.logits, non_blocking=True)
+    on_device = cu_seqlens.to(hidden.device, torch.int64, non_blocking=True)
+    sums = ObjectiveSums(objective, on_device, K, tensors, tuple(outputs), divisor)
     if impl == "eager":
-        tokens = asked_for(outputs, *eager.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded))
+        found = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.
-        nothing = 0 * tokens.logprobs.sum()
-        loss = evaluation.add(tokens, slice(0, P)) + nothing if P else nothing
-        return LinearLossOutput(loss / divisor, evaluation.metrics)
-    if not torch.is_grad_enabled():
-        hidden, head = hidden.detach(), head.detach()
-    plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
-    given = hidden, head.weight, head.bias, labels.contiguous(), head
-    loss = LinearLoss.apply(*given, evaluation, tuple(outputs), divisor, plan, triton)
-    return LinearLossOutput(loss, evaluation.metrics)
+        nothing = 0 * found.logprobs.sum()
+        loss = (sums.add(found, slice(0, P), slice(0, N)) + nothing if P else nothing) / divisor
+    else:
+        loss = chunked_loss(hidden, head, labels, bounds, sums, memory_budget, triton=triton)
+    return LinearLossOutput(loss, sums.metrics)

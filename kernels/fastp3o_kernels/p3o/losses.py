@@ -1,6 +1,6 @@
-"""P3O's loss from log-probabilities of responses or of their tokens.
+"""P3O's loss from log-probabilities of responses or of their tokens, or from logits.
 
-N tokens, P prompts with K responses each: sequence K p + k is response k of prompt p.
+N tokens, V vocabulary, P prompts with K responses each: sequence K p + k is response k of prompt p.
 """
 
 from collections.abc import Sequence
@@ -9,24 +9,27 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, check_shape
-from fastp3o_kernels.dispatch import use_triton
-from fastp3o_kernels.first_derivatives import first_derivatives_only
-from fastp3o_kernels.p3o import eager
-from fastp3o_kernels.p3o.coefficients import loss_and_coefficients
-from fastp3o_kernels.p3o.output import P3OLossOutput, forward_results, loss_output
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.p3o import oracle
+from fastp3o_kernels.p3o.output import METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.rows.rows import NO_LABEL
+from fastp3o_kernels.rows.token_logprobs import token_logprobs as label_logprobs
+
+if HAS_TRITON:
+    from fastp3o_kernels.p3o.pair_kernel import launch_pairs
 
 
 class TokenP3OLoss(torch.autograd.Function):
-    """One launch forward, which computes the gradient too."""
+    """One launch forward, which computes the gradient too. Returns the loss, and RESULTS [7] without a gradient."""
 
     @staticmethod
     def forward(ctx, token_logprobs, pairs, settings):
-        results, coefficients = loss_and_coefficients(token_logprobs, pairs, settings, triton=True)
+        results, coefficients = launch_pairs(token_logprobs, pairs, settings)
         ctx.save_for_backward(coefficients)
-        return forward_results(ctx, results)
+        ctx.mark_non_differentiable(results)
+        return results[0].clone(), results
 
     @staticmethod
     @first_derivatives_only
@@ -35,11 +38,16 @@ class TokenP3OLoss(torch.autograd.Function):
         return coefficients * grad_loss, None, None
 
 
+def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
+    """From a differentiable loss and RESULTS, [7]."""
+    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].float().unbind(), strict=True)))
+
+
 @uncompiled
 def token_p3o_loss(
     token_logprobs: Tensor,
     cu_seqlens: Tensor | Sequence[int],
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     ref_logprobs: Tensor,
     rewards: Tensor,
     settings: P3OSettings = DEFAULTS,
@@ -57,7 +65,8 @@ def token_p3o_loss(
             takes part in no pair.
         old_logprobs, ref_logprobs, rewards, settings, valid_responses: as in `p3o_loss`.
         old_token_logprobs: [N] log π_old of the same tokens, for clipping="token" and only there: the first author's
-            variant, which clips every token's log-probability at the old one ± ε and averages over tokens.
+            variant, which clips every token's log-probability at the old one ± ε and averages over tokens. None where
+            old_logprobs is None, too.
         divisor: as in `p3o_loss`; for clipping="token" the number of tokens, N by default.
         impl: None, "triton" or "eager", as in `token_logprobs`.
 
@@ -83,14 +92,56 @@ def token_p3o_loss(
         divisor=divisor,
     )
     if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
-        return eager.token_loss(token_logprobs, pairs, settings)
+        return oracle.token_loss(token_logprobs, pairs, settings)
     return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
+
+
+@uncompiled
+def logits_p3o_loss(
+    logits: Tensor,
+    labels: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    old_logprobs: Tensor | None,
+    ref_logprobs: Tensor,
+    rewards: Tensor,
+    settings: P3OSettings = DEFAULTS,
+    *,
+    old_token_logprobs: Tensor | None = None,
+    valid_responses: Tensor | None = None,
+    divisor: float | Tensor | None = None,
+    temperature: float = 1.0,
+    inplace_backward: bool = False,
+    impl: str | None = None,
+) -> P3OLossOutput:
+    """P3O's loss from the logits that predict the tokens of the responses to P prompts.
+
+    Args:
+        logits: [N, V] of any floating dtype. P3O exponentiates sums of log-probabilities: logits rounded to bf16 move
+            the log-ratio of a 128-token response by about 0.1, half a clip range. Compute them in fp32, or give hidden
+            states to `linear_p3o_loss`.
+        labels: [N] int64 or int32, the response tokens, end-of-sequence included.
+        cu_seqlens, old_logprobs, ref_logprobs, rewards, settings, old_token_logprobs, valid_responses, divisor: as in
+            `token_p3o_loss`.
+        temperature, inplace_backward, impl: as in `token_logprobs`.
+
+    Returns:
+        P3OLossOutput; the gradient reaches the logits. Rows without a gradient are not read in backward.
+
+    Raises:
+        ValueError: as in `token_logprobs`, `sequence_logprobs` and `p3o_loss`.
+    """
+    logprobs = label_logprobs(
+        logits, labels, temperature=temperature, ignore_index=NO_LABEL, inplace_backward=inplace_backward, impl=impl
+    )
+    given = logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, settings
+    old = {"old_token_logprobs": old_token_logprobs, "valid_responses": valid_responses}
+    return token_p3o_loss(*given, **old, divisor=divisor, impl=impl)
 
 
 @uncompiled
 def p3o_loss(
     logprobs: Tensor,
-    old_logprobs: Tensor,
+    old_logprobs: Tensor | None,
     ref_logprobs: Tensor,
     rewards: Tensor,
     settings: P3OSettings = DEFAULTS,
@@ -112,12 +163,13 @@ def p3o_loss(
     Args:
         logprobs: [P, K] log π(y|x), differentiable; column 0 is response 1. Sums over response tokens, in nats. K is 2
             or more.
-        old_logprobs: [P, K] of the policy that sampled, as this model computes them.
+        old_logprobs: [P, K] of the policy that sampled, as this model computes them. None: they are this policy's own,
+            as at the first step after a rollout; every ratio is exactly 1.
         ref_logprobs: [P, K] of the frozen reference.
         rewards: [P, K].
         settings: clipping is "joint", "separate" or "none"; for "token" see `token_p3o_loss`.
-        valid_responses: [P, K] bool, False for responses that take part in no pair, such as truncated ones; None: all
-            are valid. Nothing else is asked of the others, NaN is allowed there. Their pairs count in the mean, as 0:
+        valid_responses: [P, K] bool, False for responses that take part in no pair, such as truncated ones, which may
+            have NaN elsewhere; None: all are valid. Their pairs count in the mean, as 0:
             every prompt weighs the same, whatever the batch. Where less than a pair is left, and where P is 0, the loss
             and its gradient are 0.
         divisor: of the sum over prompts of the mean over their pairs, P by default: a number above 0 or a 0-d tensor.
@@ -137,7 +189,7 @@ def p3o_loss(
     if logprobs.dim() != 2 or logprobs.shape[1] < 2:
         raise ValueError(f"logprobs must have shape [P, K] with K of at least 2, got {list(logprobs.shape)}")
     check_floating("logprobs", logprobs)
-    check_shape("old_logprobs", old_logprobs, tuple(logprobs.shape), "as logprobs")
+    check_shape("rewards", rewards, tuple(logprobs.shape), "as logprobs")
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
     given = logprobs.flatten(), one_token_each, old_logprobs, ref_logprobs, rewards, settings

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastp3o_kernels.copies import copyable
+from fastp3o_kernels.operation import copyable
 
 METRICS = (
     "ratio_mean",
@@ -20,7 +20,7 @@ RESULTS = ("loss", *METRICS)
 
 @copyable
 class P3OLossOutput(NamedTuple):
-    """A loss and what to watch beside it.
+    """A loss and its metrics.
 
     loss: 0-d, differentiable.
     metrics: detached 0-d tensors, never read by the host inside an operation; means over the pairs that count, their
@@ -38,14 +38,3 @@ class P3OLossOutput(NamedTuple):
 
     loss: Tensor
     metrics: dict[str, Tensor]
-
-
-def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
-    """From a differentiable loss and RESULTS, [7]."""
-    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].float().unbind(), strict=True)))
-
-
-def forward_results(ctx, results: Tensor) -> tuple[Tensor, Tensor]:
-    """What an autograd function returns from forward: a differentiable loss, and RESULTS [7] without a gradient."""
-    ctx.mark_non_differentiable(results)
-    return results[0].clone(), results

@@ -374,19 +374,21 @@ def pair_kernel(
 
 
 def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
-    """RESULTS [7], and dL/d log π of each token of the pairs [N]; one launch."""
+    """RESULTS [7], and dL/d log π of each token of the pairs [N], undefined for other tokens; one launch."""
     P, K = pairs.rewards.shape
     scratch = torch.empty(4, P, K, dtype=torch.float32, device=token_logprobs.device)
     sums, response_coefficients, positive_weights, negative_weights = scratch
     coefficients = torch.empty_like(token_logprobs)
     results = torch.empty(len(RESULTS), dtype=torch.float32, device=token_logprobs.device)
+    # The policy's own are those that the kernel has summed before it reads any old one.
+    old_logprobs = sums if pairs.old_logprobs is None else pairs.old_logprobs
     old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
     valid = pairs.valid_responses
     with torch.cuda.device_of(token_logprobs):
         pair_kernel[(1,)](
             token_logprobs,
             pairs.cu_seqlens.contiguous(),
-            pairs.old_logprobs.float().contiguous(),
+            old_logprobs.float().contiguous(),
             pairs.ref_logprobs.float().contiguous(),
             pairs.rewards.float().contiguous(),
             results if valid is None else valid.contiguous().view(torch.uint8),

@@ -1,4 +1,4 @@
-"""Logits -> the log-probability of each label, and the gradient of the logits.
+"""Logits -> the log-probability of each label, statistics of each row, and the gradient of the logits.
 
 N rows, V vocabulary.
 """
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.rows.transform import LogitsTransform
+from fastp3o_kernels.rows.rows import Rows
 
 # One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
 # 4096 bf16 elements are 32 bytes for each of 256 threads: two 16-byte loads in flight per step of the loop.
@@ -67,50 +67,13 @@ def row_logsumexp(
         x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
         x *= inverse_temperature
         new_max = tl.maximum(running_max, tl.max(x, axis=1))
-        # As long as every logit was -inf there is no maximum to subtract.
+        # While every logit so far is -inf there is no maximum to subtract.
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
         sums = sums * tl.exp(running_max - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
         running_max = new_max
     row_max = tl.max(running_max, axis=0)
     base = tl.where(row_max == -float("inf"), 0.0, row_max)
     return row_max, tl.log(tl.sum(sums * tl.exp(running_max - base), axis=0))
-
-
-@triton.jit
-def store_dlogits(
-    logits_ptr,
-    bias_ptr,
-    dlogits_ptr,
-    label,
-    gradient,
-    row_max,
-    log_sum,
-    start,
-    inverse_temperature,
-    softcap,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """A block of a row's gradient; `gradient` is dL/d(log-prob of the row) over the temperature."""
-    columns = start + tl.arange(0, BLOCK_V)
-    inside = columns < V
-    x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-    p = tl.exp((x * inverse_temperature - row_max) - log_sum)
-    # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
-    dlogits = gradient * (tl.where(columns == label, 1.0, 0.0) - p)
-    if HAS_SOFTCAP:
-        dlogits *= slope
-    tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def store_zeros(dlogits_ptr, V: tl.constexpr, BLOCK_V: tl.constexpr):
-    columns = tl.arange(0, BLOCK_V)
-    for start in range(0, V, BLOCK_V):
-        zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-        tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
 
 
 @triton.jit
@@ -150,21 +113,65 @@ def logprobs_kernel(
 
 
 @triton.jit
-def dlogits_kernel(
-    logits_ptr,  # [N, V]
+def statistics_kernel(
+    logits_ptr,  # [N, V], rows at any stride
     labels_ptr,  # [N]
     bias_ptr,  # [V] where HAS_BIAS
     max_ptr,  # [N] fp32
     log_sum_ptr,  # [N] fp32
-    coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row), times
-    scale_ptr,  # [] fp32, the incoming gradient of a scalar loss where HAS_SCALE
+    entropy_ptr,  # [N] fp32, out
+    mean_ptr,  # [N] fp32, out
+    is_top_ptr,  # [N] bool, out
+    row_stride,
+    inverse_temperature,
+    softcap,
+    ignore_index,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    label = tl.load(labels_ptr + row)
+    row_max = tl.load(max_ptr + row)
+    log_sum = tl.load(log_sum_ptr + row)
+    columns = tl.arange(0, BLOCK_V)
+    # Each thread sums its own columns; one exchange at the end.
+    entropies = tl.zeros([BLOCK_V], dtype=tl.float32)
+    totals = tl.zeros([BLOCK_V], dtype=tl.float32)
+    for start in range(0, V, BLOCK_V):
+        inside = start + columns < V
+        x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+        x *= inverse_temperature
+        logprob = (x - row_max) - log_sum
+        entropies -= tl.where(logprob == -float("inf"), 0.0, tl.exp(logprob) * logprob)
+        totals += tl.where(inside, x, 0.0)
+    within_vocabulary = (label >= 0) & (label < V)
+    label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
+    counts = label != ignore_index
+    tl.store(entropy_ptr + row, tl.where(counts, tl.sum(entropies, axis=0), 0.0))
+    tl.store(mean_ptr + row, tl.where(counts, tl.sum(totals, axis=0) / V, 0.0))
+    tl.store(is_top_ptr + row, counts & (label_logit * inverse_temperature >= row_max))
+
+
+@triton.jit
+def dlogits_kernel(
+    logits_ptr,  # [N, V], rows at any stride
+    labels_ptr,  # [N]
+    bias_ptr,  # [V] where HAS_BIAS
+    max_ptr,  # [N] fp32
+    log_sum_ptr,  # [N] fp32
+    coefficients_ptr,  # [N] fp32, dL/d(log-prob of the row)
+    entropy_ptr,  # [N] fp32 where HAS_ENTROPY
+    entropy_coefficients_ptr,  # [N] fp32 where HAS_ENTROPY, dL/d(entropy of the row)
     dlogits_ptr,  # [N, V], out; may be logits_ptr
     row_stride,
     dlogits_row_stride,
     inverse_temperature,
     softcap,
     ignore_index,
-    HAS_SCALE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
@@ -175,102 +182,114 @@ def dlogits_kernel(
     dlogits_ptr += row * dlogits_row_stride
     label = tl.load(labels_ptr + row)
     gradient = tl.load(coefficients_ptr + row) * inverse_temperature
-    if HAS_SCALE:
-        gradient *= tl.load(scale_ptr)
-    if (gradient == 0.0) | (label == ignore_index):
-        store_zeros(dlogits_ptr, V, BLOCK_V)
-    else:
+    counts = gradient != 0.0
+    if HAS_ENTROPY:
+        entropy = tl.load(entropy_ptr + row)
+        entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
+        counts = counts | (entropy_gradient != 0.0)
+    columns = tl.arange(0, BLOCK_V)
+    if counts & (label != ignore_index):
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
         for start in range(0, V, BLOCK_V):
-            store_dlogits(
-                logits_ptr,
-                bias_ptr,
-                dlogits_ptr,
-                label,
-                gradient,
-                row_max,
-                log_sum,
-                start,
-                inverse_temperature,
-                softcap,
-                HAS_BIAS,
-                HAS_SOFTCAP,
-                V,
-                BLOCK_V,
-            )
+            inside = start + columns < V
+            x, slope = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+            logprob = (x * inverse_temperature - row_max) - log_sum
+            p = tl.exp(logprob)
+            # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
+            dlogits = gradient * (tl.where(start + columns == label, 1.0, 0.0) - p)
+            if HAS_ENTROPY:
+                dlogits -= entropy_gradient * p * tl.where(p == 0.0, 0.0, logprob + entropy)
+            if HAS_SOFTCAP:
+                dlogits *= slope
+            tl.store(dlogits_ptr + start + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    else:
+        # The row's logits are not read.
+        for start in range(0, V, BLOCK_V):
+            zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+            tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
 
 
-def block_size(V: int, largest: int) -> int:
+def block_size(V: int) -> int:
     """A power of two, no longer than the vocabulary needs."""
-    return min(largest, max(triton.next_power_of_2(V), LOAD_BYTES))
+    return min(BLOCK_V, max(triton.next_power_of_2(V), LOAD_BYTES))
 
 
-def transform_arguments(transform: LogitsTransform, unused: Tensor) -> dict[str, Tensor | float | bool]:
-    """The transform as the kernels take it; `unused` stands where there is no bias to point at."""
+def row_arguments(rows: Rows, unused: Tensor) -> dict[str, Tensor | float | bool]:
+    """Rows as the kernels take them; `unused` stands where there is no bias to point at."""
+    transform, V = rows.transform, rows.logits.shape[1]
     return {
+        "logits_ptr": rows.logits,
+        "labels_ptr": rows.labels,
+        "row_stride": rows.logits.stride(0),
+        "ignore_index": rows.ignore_index,
         # The kernels step by one element, whatever the caller's strides.
         "bias_ptr": unused if transform.bias is None else transform.bias.contiguous(),
         "softcap": 1.0 if transform.softcap is None else float(transform.softcap),
         "inverse_temperature": 1 / transform.temperature,
         "HAS_BIAS": transform.bias is not None,
         "HAS_SOFTCAP": transform.softcap is not None,
+        "V": V,
+        "BLOCK_V": block_size(V),
+        "num_warps": WARPS,
     }
 
 
-def launch_logprobs(
-    logits: Tensor, labels: Tensor, transform: LogitsTransform, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def launch_logprobs(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, row maxima and log-sums, [N] fp32 each; one launch."""
-    N, V = logits.shape
+    logits = rows.logits
     # Each a tensor of its own: autograd lets nobody change a view of several that come together.
-    logprobs, row_max, log_sum = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(3))
+    logprobs, row_max, log_sum = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(3))
     with torch.cuda.device_of(logits):
-        logprobs_kernel[(N,)](
-            logits,
-            labels,
+        logprobs_kernel[(len(logits),)](
+            **row_arguments(rows, unused=logprobs),
             logprobs_ptr=logprobs,
             max_ptr=row_max,
             log_sum_ptr=log_sum,
-            row_stride=logits.stride(0),
-            ignore_index=ignore_index,
-            **transform_arguments(transform, unused=logprobs),
-            V=V,
-            BLOCK_V=block_size(V, BLOCK_V),
             GROUP=LOAD_BYTES // logits.element_size(),
-            num_warps=WARPS,
         )
     return logprobs, row_max, log_sum
 
 
+def launch_statistics(rows: Rows, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropies and mean logits [N] fp32, and is_top [N] bool; one launch."""
+    entropy, mean_logit = torch.empty_like(row_max), torch.empty_like(row_max)
+    is_top = torch.empty_like(row_max, dtype=torch.bool)
+    with torch.cuda.device_of(row_max):
+        statistics_kernel[(len(row_max),)](
+            **row_arguments(rows, unused=entropy),
+            max_ptr=row_max,
+            log_sum_ptr=log_sum,
+            entropy_ptr=entropy,
+            mean_ptr=mean_logit,
+            is_top_ptr=is_top,
+        )
+    return entropy, mean_logit, is_top
+
+
 def launch_dlogits(
-    logits: Tensor,
-    labels: Tensor,
+    rows: Rows,
     row_max: Tensor,
     log_sum: Tensor,
     coefficients: Tensor,
-    scale: Tensor | None,
-    transform: LogitsTransform,
-    ignore_index: int,
     out: Tensor,
+    *,
+    entropy: Tensor | None = None,
+    entropy_coefficients: Tensor | None = None,
 ) -> None:
-    """out [N, V] = the gradient of the logits; it may be the logits. One launch."""
-    N, V = logits.shape
-    with torch.cuda.device_of(logits):
-        dlogits_kernel[(N,)](
-            logits,
-            labels,
+    """out [N, V] = the gradient of the logits; it may be the logits. One launch.
+
+    coefficients: [N] fp32, dL/d(log-prob). entropy_coefficients: dL/d(entropy), with the entropies, if they count.
+    """
+    with torch.cuda.device_of(out):
+        dlogits_kernel[(len(out),)](
+            **row_arguments(rows, unused=coefficients),
             max_ptr=row_max,
             log_sum_ptr=log_sum,
             coefficients_ptr=coefficients,
-            scale_ptr=coefficients if scale is None else scale,
+            entropy_ptr=coefficients if entropy is None else entropy,
+            entropy_coefficients_ptr=coefficients if entropy_coefficients is None else entropy_coefficients,
             dlogits_ptr=out,
-            row_stride=logits.stride(0),
             dlogits_row_stride=out.stride(0),
-            ignore_index=ignore_index,
-            HAS_SCALE=scale is not None,
-            **transform_arguments(transform, unused=coefficients),
-            V=V,
-            BLOCK_V=block_size(V, BLOCK_V),
-            num_warps=WARPS,
+            HAS_ENTROPY=entropy_coefficients is not None,
         )

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, checked_cu_seqlens
-from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
-from fastp3o_kernels.first_derivatives import first_derivatives_only
-from fastp3o_kernels.rows import eager
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.rows import oracle
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.sequence_kernel import launch_sequence_sums
@@ -55,4 +53,4 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int]
     cu_seqlens = checked_cu_seqlens(cu_seqlens, len(token_logprobs)).to(token_logprobs.device, non_blocking=True)
     if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
         return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
-    return eager.sequence_logprobs(token_logprobs, cu_seqlens)
+    return oracle.sequence_logprobs(token_logprobs, cu_seqlens)

@@ -1,58 +1,93 @@
-"""Logits -> the log-probability of each label.
+"""Logits -> the log-probability of each label, and what trainers watch of each token's distribution.
 
 N tokens, V vocabulary.
 """
 
 from collections.abc import Collection
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_logits
-from fastp3o_kernels.dispatch import HAS_TRITON, use_triton
-from fastp3o_kernels.first_derivatives import first_derivatives_only
-from fastp3o_kernels.rows import eager
-from fastp3o_kernels.rows.eager import at_least_fp32
-from fastp3o_kernels.rows.inplace import DlogitsMemory, check_inplace, with_distinct_rows
-from fastp3o_kernels.rows.statistics import TokenOutputs, asked_for, check_outputs, of_logits
-from fastp3o_kernels.rows.transform import LogitsTransform
-from fastp3o_kernels.uncompiled import uncompiled
+from fastp3o_kernels.operation import HAS_TRITON, copyable, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.rows import oracle
+from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 
 if HAS_TRITON:
-    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
-    from fastp3o_kernels.rows.statistics_kernel import launch_entropy_dlogits, launch_statistics
+    from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs, launch_statistics
+
+STATISTICS = ("entropy", "mean_logit", "is_top")
+
+
+@copyable
+class TokenOutputs(NamedTuple):
+    """[N] each; None where it was not asked for. A token whose label is ignored has 0, and False.
+
+    logprobs: of the labels, in nats, differentiable.
+    entropy: −Σ p log p in nats, differentiable. Tokens of probability 0 add nothing.
+    mean_logit: the mean over the vocabulary, after soft cap and temperature.
+    is_top: bool, whether no token is likelier than the label.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top: Tensor | None = None
+
+
+def check_outputs(outputs: Collection[str]) -> None:
+    unknown = sorted(set(outputs) - set(STATISTICS))
+    if isinstance(outputs, str) or unknown:
+        raise ValueError(f"outputs must be among {', '.join(STATISTICS)}, got {outputs!r}")
+
+
+def token_outputs(outputs: Collection[str], logprobs: Tensor, *statistics: Tensor) -> TokenOutputs:
+    """Log-probs and the statistics that were asked for; `statistics`: all of STATISTICS, or none if none was."""
+    named = dict(zip(STATISTICS, statistics, strict=False))
+    return TokenOutputs(logprobs, **{name: named[name] for name in outputs})
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """One launch forward, one backward; with statistics one more forward."""
+    """One launch forward, one backward; with statistics one more forward. Rows of zero gradient are not read again."""
 
     @staticmethod
     def forward(ctx, logits, labels, transform, ignore_index, inplace_backward, statistics):
         ctx.set_materialize_grads(False)
-        logprobs, row_max, log_sum = launch_logprobs(logits, labels, transform, ignore_index)
-        values = launch_statistics(logits, labels, row_max, log_sum, transform, ignore_index) if statistics else ()
+        rows = Rows(logits, labels, transform, ignore_index)
+        logprobs, row_max, log_sum = launch_logprobs(rows)
+        values = launch_statistics(rows, row_max, log_sum) if statistics else ()
         # The entropy that is given back may be changed in place.
         ctx.save_for_backward(logits, labels, row_max, log_sum, *(entropy.clone() for entropy in values[:1]))
         ctx.mark_non_differentiable(*values[1:])
         ctx.transform, ctx.ignore_index = transform, ignore_index
-        ctx.memory = DlogitsMemory(inplace=inplace_backward)
+        ctx.inplace, ctx.overwritten = inplace_backward, False
         return logprobs, *values
 
     @staticmethod
     @first_derivatives_only
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
-        ctx.memory.check_first_use()
-        logits, labels, row_max, log_sum = ctx.saved_tensors[:4]
-        dlogits = ctx.memory.like(logits)
+        if ctx.overwritten:
+            raise RuntimeError("the logits were overwritten by the first backward pass (inplace_backward=True)")
+        ctx.overwritten = ctx.inplace
+        logits, labels, row_max, log_sum, *entropy = ctx.saved_tensors
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)
+        dlogits = logits if ctx.inplace else torch.empty_like(logits)
+        rows = Rows(logits, labels, ctx.transform, ctx.ignore_index)
         coefficients = torch.zeros_like(row_max) if grad_logprobs is None else grad_logprobs.contiguous()
-        rows, transform = (logits, labels, row_max, log_sum), (ctx.transform, ctx.ignore_index)
         if grad_entropy is None:
-            launch_dlogits(*rows, coefficients, None, *transform, out=dlogits)
+            launch_dlogits(rows, row_max, log_sum, coefficients, dlogits)
         else:
-            given = ctx.saved_tensors[4], coefficients, grad_entropy.contiguous()
-            launch_entropy_dlogits(*rows, *given, *transform, out=dlogits)
+            counted = {"entropy": entropy[0], "entropy_coefficients": grad_entropy.contiguous()}
+            launch_dlogits(rows, row_max, log_sum, coefficients, dlogits, **counted)
         return dlogits, *[None] * 5
+
+
+def with_distinct_rows(logits: Tensor) -> Tensor:
+    """The logits where the kernels can read and write rows apart from each other, else a contiguous copy."""
+    distinct = logits.shape[0] == 1 or logits.stride(0) >= logits.shape[1]
+    return logits if logits.stride(1) == 1 and distinct else logits.contiguous()
 
 
 @overload
@@ -97,9 +132,9 @@ def token_logprobs(
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
         temperature: divides the logits.
         ignore_index: tokens with this label give 0 and no gradient.
-        outputs: of "entropy" (differentiable), "mean_logit" and "is_top", what to give beside the log-probs.
+        outputs: what to return next to the log-probs: any of "entropy" (differentiable), "mean_logit" and "is_top".
         inplace_backward: the gradient takes the logits' memory (with Triton), so backward runs once and the logits'
-            values are gone afterwards. The eager implementation leaves them alone.
+            values are gone afterwards. The eager implementation does not change them.
         impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
             "eager" force.
 
@@ -112,12 +147,14 @@ def token_logprobs(
     """
     transform = LogitsTransform(temperature=temperature)
     check_logits(logits, labels, ignore_index)
-    check_inplace(logits, inplace_backward)
+    if inplace_backward and logits.requires_grad and logits.is_leaf:
+        raise ValueError("inplace_backward=True would overwrite logits, which is a leaf: its values are yours to keep")
     check_outputs(outputs or ())
-    if not use_triton(impl, logits) or len(logits) == 0:
-        logprobs = eager.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
-        values = of_logits(at_least_fp32(logits) / temperature, labels, ignore_index) if outputs is not None else ()
-    else:
+    if use_triton(impl, logits) and len(logits) > 0:
         given = with_distinct_rows(logits), labels.contiguous(), transform, ignore_index, inplace_backward
-        logprobs, *values = TokenLogprobs.apply(*given, outputs is not None)
-    return asked_for(outputs, logprobs, *values) if outputs is not None else logprobs
+        logprobs, *statistics = TokenLogprobs.apply(*given, bool(outputs))
+    else:
+        logprobs = oracle.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
+        scaled = oracle.at_least_fp32(logits) / temperature
+        statistics = oracle.statistics(scaled, labels, ignore_index) if outputs else ()
+    return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)

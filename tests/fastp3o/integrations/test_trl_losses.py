@@ -45,7 +45,7 @@ def of_dpo(trainer) -> Given:
     inputs = next(iter(trainer.get_train_dataloader()))
     ref = torch.stack([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]], dim=1)
     batch = side_by_side(*(inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")))
-    return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"of_responses": {"ref": ref}})
+    return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"response_tensors": {"ref": ref}})
 
 
 def of_kto(trainer) -> Given:
@@ -60,7 +60,7 @@ def of_kto(trainer) -> Given:
     known = {"ref": inputs["ref_logps"], "desirable": torch.as_tensor(inputs["label"]).bool()}
     known["reference_point"] = reference_point.expand(len(batch.input_ids))
     of_responses = {name: values[:, None] for name, values in known.items()}
-    return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"of_responses": of_responses})
+    return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"response_tensors": of_responses})
 
 
 def of_grpo(trainer) -> Given:
@@ -86,7 +86,7 @@ def of_grpo(trainer) -> Given:
     names = {"old_tokens": "old_per_token_logps", "ref_tokens": "ref_per_token_logps"}
     of_tokens = {name: inputs[theirs][mask.bool()] for name, theirs in names.items() if theirs in inputs}
     divisor = {"dapo": mask.sum(), "dr_grpo": LONGEST * len(mask)}.get(getattr(trainer, "loss_type", ""), len(mask))
-    options = {"of_tokens": of_tokens, "of_responses": of_responses, "divisor": divisor}
+    options = {"token_tensors": of_tokens, "response_tensors": of_responses, "divisor": divisor}
     return Given(trainer._compute_loss(trainer.model, inputs), batch, options)
 
 
@@ -104,7 +104,7 @@ def of_cpo(trainer) -> Given:
     of_groups = {"weight": torch.full((chosen,), chosen / scored[:chosen].sum())}
     of_tokens = {"is_response": batch.tokens().of(is_response).float()}
     loss, _ = trainer.get_batch_loss_metrics(trainer.model, inputs)
-    return Given(loss, batch, {"of_groups": of_groups, "of_tokens": of_tokens})
+    return Given(loss, batch, {"group_tensors": of_groups, "token_tensors": of_tokens})
 
 
 def cpo(pairs: Groups) -> Tensor:

@@ -234,21 +234,20 @@ def test_a_pretraining_mix_raises_the_likelihood_of_its_texts(workplace, tiny_mo
     assert metrics("whole") == metrics("resumed")
 
 
-def test_the_first_step_of_a_round_takes_the_way_without_log_probs(workplace, tiny_model, monkeypatch):
-    taken = []
+def test_the_first_step_of_a_round_has_ratios_of_one_by_definition(workplace, tiny_model, monkeypatch):
+    """And the weights are the same, but for rounding, as with the old log-probs of the rows."""
+    own = []
 
-    def noting(*arguments, on_policy: bool, **options):
-        taken.append(on_policy)
-        return linear_p3o_loss(*arguments, on_policy=on_policy, **options)
+    def noting(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options):
+        own.append(old_logprobs is None)
+        return linear_p3o_loss(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options)
 
     linear_p3o_loss = p3o.linear_p3o_loss
     monkeypatch.setattr(p3o, "linear_p3o_loss", noting)
     train(config(tiny_model, "run", updates=2))
-    assert taken == [True, False, False, False] * 2
-    monkeypatch.setattr(
-        p3o.P3O, "loss", lambda self, policy, batch, *, on_policy, loss=p3o.P3O.loss: loss(self, policy, batch)
-    )
+    assert own == [True, False, False, False] * 2
+    monkeypatch.setattr(p3o.P3O, "first_loss", p3o.P3O.loss)
     train(config(tiny_model, "other way", updates=2))
-    assert not any(taken[8:])
+    assert not any(own[8:])
     first, second = weights("run"), weights("other way")
     assert all(torch.allclose(first[name], second[name], atol=1e-6) for name in first)

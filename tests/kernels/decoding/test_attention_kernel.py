@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
 from fastp3o_kernels.decoding.attention_kernel import CHUNK
-from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.decoding.steps import oracle, random_step
 from tests.kernels.interpreted import counted_launches, counted_traffic
 from tests.kernels.problems import DEVICE, EXAMPLES

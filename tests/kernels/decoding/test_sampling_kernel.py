@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels.decoding import response_keys, sample_tokens
-from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.interpreted import counted_launches, counted_traffic
 from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
 

@@ -17,7 +17,7 @@ DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadD
     dlogits_bytes=st.sampled_from([2, 4]),
     rows_held=st.integers(1, 500),
 )
-def test_chunks_are_whole_units_within_the_budget(lengths, V, dlogits_bytes, rows_held):
+def test_chunks_are_whole_groups_within_the_budget(lengths, V, dlogits_bytes, rows_held):
     bounds = [0, *accumulate(lengths)]
     budget = rows_held * (4 + dlogits_bytes) * -(-V // 16) * 16
     plan = plan_chunks(bounds, V, DTYPES[dlogits_bytes], budget)
@@ -26,16 +26,16 @@ def test_chunks_are_whole_units_within_the_budget(lengths, V, dlogits_bytes, row
     assert 1 <= plan.logits_rows <= plan.dlogits_rows
     tokens = [token for chunk in plan.chunks for span in chunk.spans for token in range(span.start, span.stop)]
     assert tokens == list(range(bounds[-1]))
-    for units, spans in plan.chunks:
-        assert spans[0].start == bounds[units.start]
-        assert spans[-1].stop == bounds[units.stop]
+    for groups, own, spans in plan.chunks:
+        assert spans[0].start == own.start == bounds[groups.start]
+        assert spans[-1].stop == own.stop == bounds[groups.stop]
         assert all(span.stop - span.start <= plan.logits_rows for span in spans)
         if len(spans) > 1:
-            assert units.stop - units.start == 1
+            assert groups.stop - groups.start == 1
             assert all(span.stop - span.start == plan.logits_rows for span in spans[1:])
 
 
-def test_a_longer_unit_gets_a_longer_buffer_while_the_budget_allows():
+def test_a_longer_group_gets_a_longer_buffer_while_the_budget_allows():
     def rows(longest):
         return plan_chunks([0, *range(longest, 10_000)], 16, DTYPES[2], 100 * 6 * 16).logits_rows
 
@@ -46,7 +46,7 @@ def test_a_longer_unit_gets_a_longer_buffer_while_the_budget_allows():
 
 def test_everything_at_once_where_it_fits():
     plan = plan_chunks([0, 10, 20, 30], 16, DTYPES[2], 10**9)
-    assert plan.chunks == [(slice(0, 3), [slice(0, 30)])]
+    assert plan.chunks == [(slice(0, 3), slice(0, 30), [slice(0, 30)])]
     assert (plan.logits_rows, plan.dlogits_rows) == (30, 30)
 
 

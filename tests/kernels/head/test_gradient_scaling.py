@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.head.gradient_scaling import scaled
+from fastp3o_kernels.head.backward import scaled
 from fastp3o_kernels.head.scale_kernel import BLOCK
+from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.interpreted import counted_traffic
 
 

@@ -39,9 +39,9 @@ def constants(lengths: list[int], K: int, seed: int) -> dict[str, dict[str, torc
         return torch.randn(*shape, generator=generator).to(DEVICE)
 
     return {
-        "of_tokens": {"old": -3 + randn(N)},
-        "of_responses": {"reference": -5 + randn(P, K), "advantages": randn(P, K)},
-        "of_groups": {"weights": randn(P)},
+        "token_tensors": {"old": -3 + randn(N)},
+        "response_tensors": {"reference": -5 + randn(P, K), "advantages": randn(P, K)},
+        "group_tensors": {"weights": randn(P)},
     }
 
 
@@ -127,7 +127,7 @@ def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(mult
     states = random_hidden_states(sum(lengths), V, D, DEVICE, torch.float16, scale=0.01)
     labels = torch.randint(V, (sum(lengths),), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     weights = {"small": [1.0, 1.0, 1.0], "rising": [1e-4, 1e-2, 1.0], "first none": [0.0, 0.0, 1.0]}[coefficients]
-    tensors = {"of_groups": {"weights": torch.tensor(weights, device=DEVICE)}}
+    tensors = {"group_tensors": {"weights": torch.tensor(weights, device=DEVICE)}}
 
     def mean_of_many_long_responses(groups: Groups):
         return (groups["weights"] * groups.logprobs.sum(1)).sum() / (16 * 4096)
@@ -196,7 +196,7 @@ def test_p3o_as_an_objective_is_linear_p3o_loss(impl, K):
     leaves = states.leaves()
     expected = linear_p3o_loss(leaves.hidden, leaves.head, *known, impl=impl).loss
     (2 * expected).backward()
-    tensors = {"of_responses": {"old": old, "ref": ref, "rewards": rewards}}
+    tensors = {"response_tensors": {"old": old, "ref": ref, "rewards": rewards}}
     output, gradients = run(states, labels, lengths, joint, K, tensors, impl, memory_budget=budget_for(7, 30))
     torch.testing.assert_close(output.loss, expected)
     for got, target in zip(gradients, leaves.gradients(), strict=True):
@@ -211,7 +211,7 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
     whole, expected = run(states, labels, lengths, dpo, 2, tensors, impl)
     leaves, total = states.leaves(), 0.0
     for group, tokens in ((0, slice(0, 5)), (1, slice(5, 13))):
-        part = {"reference": tensors["of_responses"]["reference"][group : group + 1]}
+        part = {"reference": tensors["response_tensors"]["reference"][group : group + 1]}
         loss = linear_loss(
             leaves.hidden[tokens],
             leaves.head,
@@ -219,7 +219,7 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
             offsets(lengths[2 * group : 2 * group + 2]),
             dpo,
             responses_per_group=2,
-            of_responses=part,
+            response_tensors=part,
             divisor=torch.tensor(2.0, device=DEVICE),
             impl=impl,
         ).loss
@@ -235,7 +235,7 @@ def test_accumulation_equals_the_whole_batch_by_the_divisor(impl):
 def test_nothing_to_learn_from_still_reaches_every_parameter(impl, lengths):
     states = random_hidden_states(sum(lengths), 30, 8, DEVICE, bias=True)
     labels = torch.zeros(sum(lengths), dtype=torch.long, device=DEVICE)
-    tensors = {"of_responses": {"reference": torch.zeros(len(lengths) // 2, 2, device=DEVICE)}}
+    tensors = {"response_tensors": {"reference": torch.zeros(len(lengths) // 2, 2, device=DEVICE)}}
     output, gradients = run(states, labels, lengths, dpo, 2, tensors, impl)
     assert [gradient.shape for gradient in gradients] == [states.hidden.shape, (30, 8), (30,)]
     if sum(lengths) == 0:
@@ -282,7 +282,7 @@ def test_the_callers_tensors_are_constants_and_no_grad_and_inference_mode_work()
     states = random_hidden_states(6, 30, 8, DEVICE)
     labels = torch.arange(6, device=DEVICE)
     reference = torch.zeros(1, 2, device=DEVICE, requires_grad=True)
-    tensors = {"of_responses": {"reference": reference}}
+    tensors = {"response_tensors": {"reference": reference}}
     for impl in (None, "eager"):
         output, _ = run(states, labels, lengths, dpo, 2, tensors, impl)
         assert reference.grad is None
@@ -306,7 +306,7 @@ def test_a_constant_objective_has_no_gradient():
     states = random_hidden_states(6, 30, 8, DEVICE)
     labels = torch.arange(6, device=DEVICE)
     for objective in (lambda groups: groups["weights"].sum(), lambda groups: groups.logprobs.sum() * 0):
-        tensors = {"of_groups": {"weights": torch.ones(2, device=DEVICE)}}
+        tensors = {"group_tensors": {"weights": torch.ones(2, device=DEVICE)}}
         _, gradients = run(states, labels, [4, 2], objective, 1, tensors, None)
         assert not any(gradient.any() for gradient in gradients)
 
@@ -316,11 +316,14 @@ def test_a_constant_objective_has_no_gradient():
     [
         ({"objective": lambda groups: groups.logprobs}, r"0-d tensor, got shape \[2, 1\]"),
         ({"objective": lambda groups: 1.0}, "0-d tensor, got 1.0"),
-        ({"of_tokens": {"old": torch.zeros(5, device=DEVICE)}}, r"old must begin with \[6\].*got \[5\]"),
-        ({"of_responses": {"r": torch.zeros(2, device=DEVICE)}}, r"r must begin with \[2, 1\].*got \[2\]"),
-        ({"of_groups": {"r": torch.zeros(3, device=DEVICE)}}, r"r must begin with \[2\].*got \[3\]"),
+        ({"token_tensors": {"old": torch.zeros(5, device=DEVICE)}}, r"old must begin with \[6\].*got \[5\]"),
+        ({"response_tensors": {"r": torch.zeros(2, device=DEVICE)}}, r"r must begin with \[2, 1\].*got \[2\]"),
+        ({"group_tensors": {"r": torch.zeros(3, device=DEVICE)}}, r"r must begin with \[2\].*got \[3\]"),
         (
-            {"of_groups": {"a": torch.zeros(2, device=DEVICE)}, "of_tokens": {"a": torch.zeros(6, device=DEVICE)}},
+            {
+                "group_tensors": {"a": torch.zeros(2, device=DEVICE)},
+                "token_tensors": {"a": torch.zeros(6, device=DEVICE)},
+            },
             "twice",
         ),
         ({"cu_seqlens": [0.5, 4, 6]}, "cu_seqlens must be a tensor or a list of integers"),

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o_kernels.head.waiting_tokens import WaitingTokens
+from fastp3o_kernels.head.backward import WaitingTokens
 
 
 @given(spans=st.lists(st.lists(st.booleans(), min_size=1, max_size=50), max_size=6))

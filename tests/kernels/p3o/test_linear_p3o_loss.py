@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import P3OSettings, linear_logprobs, linear_p3o_loss, sequence_logprobs
-from fastp3o_kernels.dispatch import INTERPRET
-from fastp3o_kernels.rows.in_torch import ROWS_AT_ONCE
+from fastp3o_kernels.operation import INTERPRET
+from fastp3o_kernels.rows.fallback import ROWS_AT_ONCE
 from tests.kernels.interpreted import counted_launches
 from tests.kernels.problems import (
     CHUNKED,
@@ -37,8 +37,12 @@ def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.
     return states, random_pairs(lengths, vocabulary, DEVICE, logits=logits, **given)
 
 
-def loss_of(states, pairs, clipping="joint", impl=None, *, kl_reward="current", kl_coef=0.05, **given):
+def loss_of(states, pairs, clipping="joint", impl=None, *, kl_reward="current", kl_coef=0.05, own=False, **given):
+    """own: the old log-probs are the policy's own, and not given."""
     known, old = pairs.known(P3OSettings(clipping=clipping, kl_reward=kl_reward, kl_coef=kl_coef))
+    if own:
+        labels, cu_seqlens, _, *rest = known
+        known, old["old_token_logprobs"] = (labels, cu_seqlens, None, *rest), None
     return linear_p3o_loss(states.hidden, states.head, *known, **old, impl=impl, **given)
 
 
@@ -49,7 +53,7 @@ def run(states, pairs, clipping="joint", impl=None, incoming=1.0, **given):
     return output, leaves.gradients()
 
 
-def on_policy(states, pairs):
+def sampled_by(states, pairs):
     """The same pairs, sampled by this very policy."""
     logprobs = linear_logprobs(
         states.hidden,
@@ -135,12 +139,13 @@ def test_the_budget_changes_nothing_but_rounding(clipping, impl):
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 @pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
 @pytest.mark.parametrize("held", [1000, 5])
-def test_on_policy_gives_the_same_gradients(clipping, impl, held):
+def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, impl, held):
+    """The loss, its gradients and metrics are those with the policy's log-probs given as the old ones."""
     states, pairs = problem(bias=True, softcap=5.0, temperature=0.7)
-    pairs = on_policy(states, pairs)
+    pairs = sampled_by(states, pairs)
     budget = budget_for(held, V)
     expected, expected_gradients = run(states, pairs, clipping, "eager")
-    output, gradients = run(states, pairs, clipping, impl, on_policy=True, memory_budget=budget, incoming=-1.5)
+    output, gradients = run(states, pairs, clipping, impl, own=True, memory_budget=budget, incoming=-1.5)
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-5)
     for got, target in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(got, -1.5 * target, rtol=1e-4, atol=1e-5)
@@ -168,25 +173,20 @@ def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clippin
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("policy", ["off", "on"])
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize(("hidden", "weight", "products"), [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)])
 @pytest.mark.parametrize("held", [1000, 32])
-def test_only_the_products_that_are_needed(impl, policy, hidden, weight, products, held):
+def test_only_the_products_that_are_needed(impl, own, hidden, weight, products, held):
     """F = N V D; whole pairs in chunks need their logits once, whatever the number of chunks."""
     states, pairs = problem()
     states = states.leaves(hidden=bool(hidden), weight=bool(weight))
-    given = {"memory_budget": budget_for(held, V), "on_policy": policy == "on"}
     with FlopCounterMode(display=False) as counter:
-        output = loss_of(states, pairs, "none", impl, **given)
+        output = loss_of(states, pairs, "none", impl, memory_budget=budget_for(held, V), own=own)
         forward = counter.get_total_flops()
         if hidden or weight:
             output.loss.backward()
-    # Off-policy the gradients come with the forward pass, on-policy the loss needs no forward pass.
-    both = products * N * V * D
-    if policy == "off":
-        assert (forward, counter.get_total_flops()) == (both, both)
-    else:
-        assert (forward, counter.get_total_flops()) == (0, both if hidden or weight else 0)
+    # The gradients come with the forward pass.
+    assert forward == counter.get_total_flops() == products * N * V * D
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
@@ -242,26 +242,25 @@ def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products(impl
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("policy", ["off", "on"])
-def test_no_pair_with_a_coefficient(impl, policy):
+@pytest.mark.parametrize("own", [False, True])
+def test_no_pair_with_a_coefficient(impl, own):
     states, pairs = problem(bias=True)
     pairs.rewards[:] = 0.25
     leaves = states.leaves()
     with FlopCounterMode(display=False) as counter:
-        loss_of(leaves, pairs, "none", impl, kl_coef=0.0, on_policy=policy == "on").loss.backward()
-    assert counter.get_total_flops() == (2 * N * V * D if policy == "off" else 0)
+        loss_of(leaves, pairs, "none", impl, kl_coef=0.0, own=own).loss.backward()
+    assert counter.get_total_flops() == 2 * N * V * D
     assert all((gradient == 0).all() for gradient in leaves.gradients())
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("policy", ["off", "on"])
-def test_memory_stays_within_the_budget(impl, policy):
+def test_memory_stays_within_the_budget(impl):
     lengths, vocabulary = [20, 30, 25, 25] * 4, 800
     tokens = sum(lengths)
     states, pairs = problem(lengths, vocabulary)
     leaves, budget = states.leaves(), budget_for(64, vocabulary)
     with PeakMemory() as memory:
-        loss_of(leaves, pairs, "joint", impl, memory_budget=budget, on_policy=policy == "on").loss.backward()
+        loss_of(leaves, pairs, "joint", impl, memory_budget=budget).loss.backward()
     gradients = 4 * (tokens * D + vocabulary * D)
     vectors_and_temporaries = 4 * 30 * tokens + 3 * 4 * ROWS_AT_ONCE * vocabulary
     assert memory.largest <= budget
@@ -306,8 +305,8 @@ def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(multiply_
     states, pairs = problem([2, 3] * 8, 3000, torch.float16, scale=0.05)
     pairs.rewards = factor * pairs.rewards
     if sampled_by_it:
-        pairs = on_policy(states, pairs)
-    given = {"kl_coef": 0.0, "on_policy": sampled_by_it, "incoming": 2.0**10 / factor}
+        pairs = sampled_by(states, pairs)
+    given = {"kl_coef": 0.0, "own": sampled_by_it, "incoming": 2.0**10 / factor}
     _, expected = run(states.to(torch.float64), pairs.to(torch.float64), "none", "eager", **given)
     multiply_fp16()
     _, gradients = run(states, pairs, "none", impl, memory_budget=budget_for(20, 3000), **given)
@@ -367,22 +366,23 @@ def test_autocast_gives_fp32_weights_fp32_gradients():
 
 
 @pytest.mark.skipif(not INTERPRET, reason="launches are counted in the interpreter")
-def test_launches(monkeypatch):
+@pytest.mark.parametrize("own", [False, True])
+def test_launches(monkeypatch, own):
     states, pairs = problem()
     with counted_launches(monkeypatch) as launches:
-        run(states, pairs, impl="triton")
+        run(states, pairs, impl="triton", own=own)
     assert launches == {"logprobs_kernel": 1, "pair_kernel": 1, "dlogits_kernel": 1, "scale_kernel": 2}
-    with counted_launches(monkeypatch) as launches:
-        run(states, pairs, impl="triton", on_policy=True)
-    assert launches == {"pair_kernel": 1, "on_policy_kernel": 1}
 
 
-def test_token_clipping_needs_no_old_token_logprobs_on_policy():
+def test_token_clipping_needs_old_log_probs_of_both_kinds_or_of_none():
     states, pairs = problem()
-    known, _ = pairs.known(P3OSettings(clipping="token"))
-    linear_p3o_loss(states.hidden, states.head, *known, on_policy=True)
+    (labels, cu_seqlens, old, *rest), _ = pairs.known(P3OSettings(clipping="token"))
+    policy = states.hidden, states.head, labels, cu_seqlens
+    linear_p3o_loss(*policy, None, *rest)
     with pytest.raises(ValueError, match="needs old_token_logprobs"):
-        linear_p3o_loss(states.hidden, states.head, *known)
+        linear_p3o_loss(*policy, old, *rest)
+    with pytest.raises(ValueError, match="both are None"):
+        linear_p3o_loss(*policy, None, *rest, old_token_logprobs=pairs.old_token_logprobs)
 
 
 @pytest.mark.parametrize(
@@ -425,13 +425,13 @@ def test_the_log_ratio_of_128_tokens_is_exact_at_every_budget():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("policy", ["off", "on"])
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("held", [100, 10**6])
-def test_a_real_vocabulary(dtype, policy, held):
+def test_a_real_vocabulary(dtype, own, held):
     states, pairs = problem([100, 28, 60, 68], 128_256, dtype)
-    pairs = on_policy(states, pairs) if policy == "on" else pairs
+    pairs = sampled_by(states, pairs) if own else pairs
     expected, expected_gradients = run(states.to(torch.float64), pairs.to(torch.float64), "joint", "eager")
-    output, gradients = run(states, pairs, memory_budget=budget_for(held, 128_256), on_policy=policy == "on")
+    output, gradients = run(states, pairs, memory_budget=budget_for(held, 128_256), own=own)
     assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-3, abs=1e-4)
     for got, target in zip(gradients, expected_gradients, strict=True):
         assert relative_error(got, target) < 5e-3

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels import P3OSettings, logits_p3o_loss, sequence_logprobs, token_logprobs
-from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.rows import logits_kernel
 from tests.kernels.problems import (

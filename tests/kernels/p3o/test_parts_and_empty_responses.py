@@ -9,11 +9,11 @@ from tests.kernels.problems import DEVICE, random_hidden_states, random_pairs
 V, D = 30, 8
 LENGTHS = [3, 4, 0, 2, 1, 5, 6, 2, 4, 1]
 IMPLEMENTATIONS = ["eager", None, "triton"]
-LEVELS = ["responses", "tokens", "logits", "logits, on-policy", "hidden", "hidden, on-policy"]
+LEVELS = ["responses", "tokens", "logits", "logits, its own", "hidden", "hidden, its own"]
 
 
 class Batch:
-    """Responses with all that losses of any level take. old ones are the policy's own on-policy."""
+    """Responses with all that losses of any level take. Old log-probs are given, or the policy's own."""
 
     def __init__(self, level, lengths, clipping="joint", K=2, masked=False):
         N, self.lengths, self.K, self.level = sum(lengths), lengths, K, level
@@ -22,7 +22,7 @@ class Batch:
         if level == "responses":  # of one token each
             self.lengths = [1] * len(lengths)
         self.settings = P3OSettings(clipping=clipping)
-        self.on_policy = level.endswith("on-policy")
+        self.own = level.endswith("its own")
         self.divisor = N if clipping == "token" else len(lengths) // K
 
     def leaves(self):
@@ -41,17 +41,18 @@ class Batch:
         bounds = [0, *torch.tensor(self.lengths).cumsum(0).tolist()][K * prompts.start : K * prompts.stop + 1]
         tokens, cu_seqlens = slice(bounds[0], bounds[-1]), [bound - bounds[0] for bound in bounds]
         known = [tensor[prompts] for tensor in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards)]
+        if self.own:
+            known[0] = None
         if pairs.valid_responses is not None:
             given = {"valid_responses": pairs.valid_responses[prompts]} | given
         given |= {"impl": impl}
         own, *others = leaves
         if self.level == "responses":
             return p3o_loss(own[tokens].view(-1, K), *known, self.settings, **given)
-        if self.settings.clipping == "token":
+        if self.settings.clipping == "token" and not self.own:
             given["old_token_logprobs"] = pairs.old_token_logprobs[tokens]
         if self.level == "tokens":
             return token_p3o_loss(own[tokens], cu_seqlens, *known, self.settings, **given)
-        given |= {"on_policy": self.on_policy}
         rest = pairs.labels[tokens], cu_seqlens, *known, self.settings
         if self.level.startswith("logits"):
             return logits_p3o_loss(own[tokens], *rest, **given)

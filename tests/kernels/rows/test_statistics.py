@@ -164,7 +164,7 @@ def test_an_entropy_bonus_in_linear_loss(impl):
             torch.tensor([0, *lengths]).cumsum(0),
             objective,
             responses_per_group=2,
-            of_tokens={"old": old},
+            token_tensors={"old": old},
             outputs=ALL,
             **how,
         )

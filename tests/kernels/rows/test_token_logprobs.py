@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels import token_logprobs
-from fastp3o_kernels.dispatch import INTERPRET
+from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.rows import logits_kernel
 from fastp3o_kernels.rows.logits_kernel import logprobs_kernel
-from fastp3o_kernels.rows.transform import LogitsTransform
+from fastp3o_kernels.rows.rows import Rows
 from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
 
 
@@ -189,7 +189,7 @@ def test_rows_are_in_the_grids_first_dimension(monkeypatch):
 
     monkeypatch.setattr(logits_kernel, "logprobs_kernel", Recorder())
     labels = torch.zeros(70000, dtype=torch.long)
-    logits_kernel.launch_logprobs(torch.zeros(70000, 2), labels, LogitsTransform(), -100)
+    logits_kernel.launch_logprobs(Rows(torch.zeros(70000, 2), labels))
     assert grids == [(70000,)]
 
 

@@ -1,11 +1,15 @@
-"""What a head does to its matrix products before the softmax: bias, soft cap, temperature.
+"""Rows of logits with their labels, and what a head does to its matrix products before the softmax.
 
-V vocabulary.
+n rows, one a token; V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+# As ignore_index: no label is ignored.
+NO_LABEL = -(2**31)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,6 +36,21 @@ class LogitsTransform:
             raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
 
 
+class Rows(NamedTuple):
+    """Logits before the transform [n, V], with the label of each row [n]; rows of label `ignore_index` count as 0."""
+
+    logits: Tensor
+    labels: Tensor
+    transform: LogitsTransform = LogitsTransform()
+    ignore_index: int = NO_LABEL
+
+
+def gather_indices(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which labels [n] are ignored, and indices [n, 1] into a vocabulary, 0 for those."""
+    ignored = labels == ignore_index
+    return ignored, labels.masked_fill(ignored, 0).long().unsqueeze(1)
+
+
 def transformed(products: Tensor, transform: LogitsTransform) -> Tensor:
     """The transform of rows [n, V] of fp32 or fp64, which stay as they are."""
     logits = with_bias(products, transform)
@@ -41,7 +60,7 @@ def transformed(products: Tensor, transform: LogitsTransform) -> Tensor:
 
 
 def slope(products: Tensor, transform: LogitsTransform) -> Tensor | float:
-    """d transformed / d product, [n, V] under a soft cap, else one number for all."""
+    """d transformed / d product: [n, V] under a soft cap, else one number for all."""
     if transform.softcap is None:
         return 1 / transform.temperature
     # 1 - tanh² from an exponential: tanh itself is rounded to 1 near the cap.

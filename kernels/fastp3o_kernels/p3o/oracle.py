@@ -4,28 +4,25 @@ N tokens, P prompts with K responses each (sequence K p + k is response k of pro
 prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones in fp32.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from fastp3o_kernels.p3o.output import METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
-from fastp3o_kernels.rows.eager import at_least_fp32, sequence_logprobs
+from fastp3o_kernels.rows.oracle import at_least_fp32, sequence_logprobs
 
 
-def token_loss(
-    token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings, *, on_policy: bool = False
-) -> P3OLossOutput:
-    """The loss from log-probs of tokens [N], in any clipping mode.
-
-    on_policy: values come from old_logprobs, and only the gradient from token_logprobs.
-    """
-    if on_policy:
-        old_logprobs, pairs = pairs.on_policy(len(token_logprobs), token_logprobs.dtype)
-        token_logprobs = old_logprobs + (token_logprobs - token_logprobs.detach())
+def token_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
+    """The loss from log-probs of tokens [N], in any clipping mode."""
+    logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(pairs.rewards.shape)
+    if pairs.old_logprobs is None:
+        own = {"old_logprobs": logprobs.detach(), "old_token_logprobs": token_logprobs.detach()}
+        pairs = replace(pairs, **own)
     if settings.clipping == "token":
         return token_clipped_loss(token_logprobs, pairs, settings)
-    logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(pairs.rewards.shape)
     return response_loss(logprobs, pairs, settings)
 
 

@@ -1,0 +1,89 @@
+"""The chunk loop: hidden states -> logits -> log-probs -> coefficients -> gradients, never all logits at once.
+
+The coefficient dL/d log π of a token depends only on its own group (a prompt's responses; a chosen and a rejected; one
+response). So a chunk of whole groups goes all the way before the next: three matrix products in all, where a loss that
+needs every log-prob first computes the logits twice.
+
+N tokens, n tokens of a chunk, D hidden size, V vocabulary, F = N V D.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastp3o_kernels.head.backward import HeadGradients
+from fastp3o_kernels.head.chunks import Chunk, plan_chunks
+from fastp3o_kernels.head.dtypes import HeadDtypes
+from fastp3o_kernels.head.forward import ChunkedHead
+from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.operation import first_derivatives_only
+from fastp3o_kernels.rows.rows import NO_LABEL
+
+
+class ChunkLoss(Protocol):
+    """What the loop asks of a loss, chunk by chunk and at the end."""
+
+    statistics: bool  # whether it needs the head's statistics, too
+
+    def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
+        """Takes note of a chunk's log-probs where no gradient is wanted."""
+
+    def coefficients(self, chunked: ChunkedHead, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """The same, and dL/d(log-prob) of a chunk's tokens [n], and dL/d(entropy) if that counts."""
+
+    def total(self, chunked: ChunkedHead) -> Tensor:
+        """The loss of all chunks, 0-d."""
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Forward 2 F operations, and 2 F for each gradient; backward multiplies them by the incoming gradient.
+
+    weight, bias: the head's own, which autograd sees only as arguments.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, head, chunked, loss):
+        needs = ctx.needs_input_grad[:3]
+        with chunked.holding(hidden, head):
+            gradients = HeadGradients(chunked, hidden, head, needs) if any(needs) else None
+            for chunk in chunked.plan.chunks:
+                for span in chunk.spans:
+                    chunked.forward(span)
+                if gradients is None:
+                    loss.evaluate(chunked, chunk)
+                else:
+                    gradients.backward(chunk.spans, *loss.coefficients(chunked, chunk))
+            if gradients is not None:
+                gradients.finish()
+        ctx.gradients = gradients
+        return loss.total(chunked)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx, grad_loss):
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients were handed out by the first backward pass; call the loss again")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.results(grad_loss), *[None] * 3
+
+
+def chunked_loss(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    bounds: list[int],
+    loss: ChunkLoss,
+    memory_budget: int | None,
+    *,
+    triton: bool,
+) -> Tensor:
+    """hidden [N, D], labels [N] -> the loss, 0-d; its gradient reaches hidden states, weight and bias.
+
+    bounds: where the groups begin and the last one ends, [P + 1].
+    """
+    if not torch.is_grad_enabled():
+        hidden, head = hidden.detach(), head.detach()
+    plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), memory_budget)
+    chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=loss.statistics)
+    return ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)

@@ -1,0 +1,34 @@
+"""The head as one PyTorch graph with all logits: the oracle of the tests, the baseline of the benchmarks.
+
+N tokens, D hidden size, V vocabulary. fp64 inputs are computed in fp64; narrower ones in fp32.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.rows import oracle
+from fastp3o_kernels.rows.oracle import at_least_fp32
+from fastp3o_kernels.rows.token_logprobs import TokenOutputs, token_outputs
+
+
+def capped_logits(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:
+    """Logits [N, V] before the temperature, at least fp32, of hidden [N, D] and weight rounded to a dtype."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = at_least_fp32(hidden.to(rounded)) @ at_least_fp32(head.weight.to(rounded)).T
+        if head.bias is not None:
+            logits = logits + head.bias
+        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
+
+
+def linear_outputs(
+    hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, rounded: torch.dtype, outputs: Collection[str] = ()
+) -> TokenOutputs:
+    """hidden [N, D], labels [N] -> log-probs [N], and the statistics that are asked for."""
+    logits = capped_logits(hidden, head, rounded)
+    logprobs = oracle.token_logprobs(logits, labels, temperature=head.temperature, ignore_index=ignore_index)
+    if not outputs:
+        return TokenOutputs(logprobs)
+    return token_outputs(outputs, logprobs, *oracle.statistics(logits / head.temperature, labels, ignore_index))

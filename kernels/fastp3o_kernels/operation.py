@@ -1,0 +1,85 @@
+"""What all operations share: the implementation that runs, their place in compiled models and graphs, their outputs.
+
+Files named `*_kernel.py` import triton; all others import those only where HAS_TRITON is true.
+"""
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+try:
+    import triton  # noqa: F401
+except ImportError:
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Output = TypeVar("Output", bound=type[tuple])
+
+
+def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
+    """Whether the Triton kernels run. impl None: where triton is installed, all tensors are on a GPU and none is fp64.
+    "triton" and "eager" force.
+
+    Raises ValueError for another name, and where Triton is forced but is not installed or cannot take the tensors.
+    """
+    if impl not in (None, "triton", "eager"):
+        raise ValueError(f'impl must be None, "triton" or "eager", got {impl!r}')
+    given = [tensor for tensor in tensors if tensor is not None]
+    on_gpu = all(tensor.is_cuda for tensor in given)
+    fp64 = any(tensor.dtype == torch.float64 for tensor in given)
+    if impl == "triton" and not HAS_TRITON:
+        raise ValueError(
+            'impl="triton" needs the package triton, which is not installed; use impl=None or impl="eager"'
+        )
+    if impl == "triton" and fp64:
+        raise ValueError('impl="triton" computes in fp32 and got an fp64 tensor; use impl="eager"')
+    if impl == "triton" and not (on_gpu or INTERPRET):
+        raise ValueError('impl="triton" needs CUDA tensors (or TRITON_INTERPRET=1 in the environment)')
+    return impl == "triton" or (impl is None and HAS_TRITON and on_gpu and not fp64)
+
+
+def uncompiled(function: Function) -> Function:
+    """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes.
+
+    A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler
+    has nothing to fuse there, and much to recompile.
+    """
+    return torch.compiler.disable(function, reason="fastp3o's losses run their own kernels, in chunks of any size")
+
+
+def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd function, which raises RuntimeError where a graph of the gradients is asked for.
+
+    PyTorch would take the gradients for constants, so that a penalty on them would train nothing.
+    """
+
+    @wraps(backward)
+    def refusing(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "fastp3o computes first derivatives only, and create_graph=True asks for the gradient's own gradient"
+            )
+        return backward(ctx, *gradients)
+
+    return refusing
+
+
+def copyable(output: Output) -> Output:
+    """A named tuple that `copy.deepcopy` copies without its graph, and that torch.load(weights_only=True) accepts."""
+    output.__deepcopy__ = without_graph  # type: ignore[attr-defined]
+    torch.serialization.add_safe_globals([output])
+    return output
+
+
+def without_graph(output: Any, memo: dict[int, Any]) -> Any:
+    values = (value.detach() if isinstance(value, Tensor) else value for value in output)
+    return type(output)(*(deepcopy(value, memo) for value in values))
