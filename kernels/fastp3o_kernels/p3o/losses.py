@@ -133,9 +133,18 @@ def logits_p3o_loss(
     logprobs = label_logprobs(
         logits, labels, temperature=temperature, ignore_index=NO_LABEL, inplace_backward=inplace_backward, impl=impl
     )
-    given = logprobs, cu_seqlens, old_logprobs, ref_logprobs, rewards, settings
-    old = {"old_token_logprobs": old_token_logprobs, "valid_responses": valid_responses}
-    return token_p3o_loss(*given, **old, divisor=divisor, impl=impl)
+    return token_p3o_loss(
+        logprobs,
+        cu_seqlens,
+        old_logprobs,
+        ref_logprobs,
+        rewards,
+        settings,
+        old_token_logprobs=old_token_logprobs,
+        valid_responses=valid_responses,
+        divisor=divisor,
+        impl=impl,
+    )
 
 
 @uncompiled

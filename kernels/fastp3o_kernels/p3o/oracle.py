@@ -4,8 +4,6 @@ N tokens, P prompts with K responses each (sequence K p + k is response k of pro
 prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones in fp32.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -18,17 +16,15 @@ from fastp3o_kernels.rows.oracle import at_least_fp32, sequence_logprobs
 def token_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
     """The loss from log-probs of tokens [N], in any clipping mode."""
     logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(pairs.rewards.shape)
-    if pairs.old_logprobs is None:
-        own = {"old_logprobs": logprobs.detach(), "old_token_logprobs": token_logprobs.detach()}
-        pairs = replace(pairs, **own)
+    old = logprobs.detach() if pairs.old_logprobs is None else pairs.old_logprobs
     if settings.clipping == "token":
-        return token_clipped_loss(token_logprobs, pairs, settings)
-    return response_loss(logprobs, pairs, settings)
+        return token_clipped_loss(token_logprobs, old, pairs, settings)
+    return response_loss(logprobs, old, pairs, settings)
 
 
-def response_loss(logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
-    """[P, K] -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
-    counts, responses = all_pairs(logprobs, pairs)
+def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
+    """log π and log π_old [P, K] -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
+    counts, responses = all_pairs(logprobs, old, pairs)
     pair_logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(pair_logprobs, old_logprobs, ref_logprobs, rewards, settings)
     log_ratios = pair_logprobs - old_logprobs
@@ -42,7 +38,7 @@ def response_loss(logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) ->
         losses = torch.maximum(signed_advantage * ratios, signed_advantage * clipped_ratios).sum(dim=1)
         zero = (signed_advantage * clipped_ratios > signed_advantage * ratios) | (signed_advantage == 0)
         zero_pairs = zero.all(dim=1)
-        response_ratios = exp_limited(logprobs.detach() - pairs.old_logprobs)
+        response_ratios = exp_limited(logprobs.detach() - old)
         outside = share(response_ratios.clamp(1 - epsilon, 1 + epsilon) != response_ratios, pairs.in_pairs)
     else:
         weighted_advantage = -q * joint_weight(log_ratios, settings)
@@ -58,15 +54,15 @@ def response_loss(logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) ->
         outside = share(clipped_difference != difference, counts)
     loss = losses.sum() / (2 * pairs.pairs_per_prompt * pairs.divisor)
     zero_prompts = zero_pairs.view(-1, pairs.pairs_per_prompt).all(dim=1)
-    return P3OLossOutput(loss, loss_metrics(logprobs, pairs, share(q.abs(), counts), outside, zero_prompts))
+    return P3OLossOutput(loss, loss_metrics(logprobs, old, pairs, share(q.abs(), counts), outside, zero_prompts))
 
 
-def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
+def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
     """The first author's later variant: every token is clipped for itself in each pair of its response; the mean is
     over these N (K − 1) cases.
     """
-    assert pairs.old_token_logprobs is not None  # inputs are checked before
     cu_seqlens, (P, K) = pairs.cu_seqlens, pairs.rewards.shape
+    old_token_logprobs = token_logprobs.detach() if pairs.old_token_logprobs is None else pairs.old_token_logprobs
     N, lengths = len(token_logprobs), cu_seqlens.long().diff()
 
     def of_tokens(responses: Tensor) -> Tensor:
@@ -74,10 +70,10 @@ def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OS
 
     counted_tokens = of_tokens(pairs.in_pairs)
     token_logprobs, old_token_logprobs = (
-        at_least_fp32(values).masked_fill(~counted_tokens, 0.0) for values in (token_logprobs, pairs.old_token_logprobs)
+        at_least_fp32(values).masked_fill(~counted_tokens, 0.0) for values in (token_logprobs, old_token_logprobs)
     )
     response_logprobs = sequence_logprobs(token_logprobs, cu_seqlens).view(P, K)
-    counts, responses = all_pairs(response_logprobs, pairs)
+    counts, responses = all_pairs(response_logprobs, old, pairs)
     logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, settings)
     weighted_advantage = -q * joint_weight(logprobs - old_logprobs, settings)
@@ -91,7 +87,7 @@ def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OS
     clipped = torch.clamp(
         token_logprobs, old_token_logprobs - settings.clip_range, old_token_logprobs + settings.clip_range
     )
-    # max(w logprob, w clipped) is the larger of the two where w is positive, the smaller where it is negative.
+    # max(w logprob, w clipped) is the larger of the two if w is positive, the smaller if it is negative.
     losses = positive * torch.maximum(token_logprobs, clipped) + negative * torch.minimum(token_logprobs, clipped)
     loss = losses.sum() / ((K - 1) * pairs.divisor)
 
@@ -99,10 +95,11 @@ def token_clipped_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OS
     gradient = torch.where(token_logprobs > clipped, positive, below)
     has_gradient = sequence_logprobs((gradient != 0).to(logprobs.dtype), cu_seqlens).view(P, K).sum(dim=1) > 0
     outside = share(clipped != token_logprobs, counted_tokens)
-    return P3OLossOutput(loss, loss_metrics(response_logprobs, pairs, share(q.abs(), counts), outside, ~has_gradient))
+    metrics = loss_metrics(response_logprobs, old, pairs, share(q.abs(), counts), outside, ~has_gradient)
+    return P3OLossOutput(loss, metrics)
 
 
-def all_pairs(logprobs: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
+def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
     """Which pairs count, [Q], and log π, log π_old, log π_ref and rewards of the two responses of each, [Q, 2], of
     [P, K]. All are 0 in a pair that does not count: so are its advantage difference, its loss and its gradient.
     """
@@ -113,7 +110,7 @@ def all_pairs(logprobs: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]
         return torch.stack([values[:, first], values[:, second]], dim=2).flatten(0, 1)
 
     counts = of_pairs(pairs.in_pairs).all(dim=1)
-    responses = (at_least_fp32(t) for t in (logprobs, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards))
+    responses = (at_least_fp32(t) for t in (logprobs, old, pairs.ref_logprobs, pairs.rewards))
     return counts, [of_pairs(values).masked_fill(~counts.unsqueeze(1), 0.0) for values in responses]
 
 
@@ -146,11 +143,16 @@ def share(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def loss_metrics(
-    logprobs: Tensor, pairs: PairInputs, advantage_mean_abs: Tensor, clip_fraction: Tensor, zero_prompts: Tensor
+    logprobs: Tensor,
+    old: Tensor,
+    pairs: PairInputs,
+    advantage_mean_abs: Tensor,
+    clip_fraction: Tensor,
+    zero_prompts: Tensor,
 ) -> dict[str, Tensor]:
-    """logprobs: [P, K]. zero_prompts: [P] bool, without a gradient."""
+    """logprobs, old: [P, K]. zero_prompts: [P] bool, without a gradient."""
     counts, logprobs = pairs.in_pairs, logprobs.detach()
-    ratios = exp_limited(logprobs - pairs.old_logprobs).masked_fill(~counts, 0.0)
+    ratios = exp_limited(logprobs - old).masked_fill(~counts, 0.0)
     values = (
         share(ratios, counts),
         torch.nn.functional.pad(ratios.flatten(), (0, 1)).max(),  # 0 where there is none
