@@ -23,7 +23,10 @@ def token_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings)
 
 
 def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
-    """log π and log π_old [P, K] -> the mean over pairs of the joint, separate or unclipped loss (arXiv 2310.00212, P3O-V2 and V1)."""
+    """log π and log π_old [P, K] -> the mean over pairs of the joint, separate or unclipped loss.
+
+    arXiv 2310.00212 calls them P3O-V2 and V1, and an ablation.
+    """
     counts, responses = all_pairs(logprobs, old, pairs)
     pair_logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(pair_logprobs, old_logprobs, ref_logprobs, rewards, settings)
