@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 
 from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
-from fastp3o.training.durable import beside
+from fastp3o.training.durable import temporary_sibling
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -103,7 +103,7 @@ def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
     counts.set_xlabel("predicted share of pairs with the better response ahead")
     axes.grid(alpha=0.3)
     axes.set_xlim(0.49, 1.01)
-    unfinished = beside(path)
+    unfinished = temporary_sibling(path)
     try:
         figure.savefig(unfinished, dpi=150, format="png")
         unfinished.replace(path)

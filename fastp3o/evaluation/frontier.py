@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fastp3o.training.log_files import EVALUATIONS
+from fastp3o.training.run_folder import EVALUATIONS
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

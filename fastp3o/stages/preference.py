@@ -31,7 +31,7 @@ from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
-from fastp3o.training.states.fingerprints import of_model
+from fastp3o.training.states.fingerprints import model_fingerprint
 from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequence_logprobs
 from fastp3o_kernels.losses import kto_reference_point
 
@@ -82,7 +82,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
         if config.eval_prompts:
             self.samples = sampled_evaluation(context, config, config.eval_prompts, model, LoadedForEachUse(load))
         if config.needs_reference:
-            weights = on_main_process(context.accelerator, lambda: of_model(config.reference or config.model))
+            weights = on_main_process(context.accelerator, lambda: model_fingerprint(config.reference or config.model))
             self.ref_logprobs = ReferenceLogprobs(
                 context.accelerator,
                 Path(config.reference_logprobs or config.output_dir),

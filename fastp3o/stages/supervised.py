@@ -21,7 +21,7 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
-from fastp3o.training.run import Run
+from fastp3o.training.run import Run, Steps
 
 Row = TypeVar("Row", bound=PackedRow)
 
@@ -147,13 +147,10 @@ def make_run(
         return metrics | (task.samples() if task.samples else {})
 
     run = Run(
-        task.context.accelerator,
+        task.context,
         task.config,
         optimizer,
-        task.context.tokenizer,
-        stage=task.name,
-        step_name="step",
-        steps=steps,
+        Steps(task.name, "step", steps),
         evaluate=evaluation if "eval_data" in data or task.samples else None,
         data={**data, "eval_prompts": task.samples and task.samples.prompts},
     )

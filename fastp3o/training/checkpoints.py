@@ -1,4 +1,4 @@
-"""Models as transformers loads them, each complete or absent.
+"""Saves models in transformers' layout, each complete or absent.
 
 output_dir/model/                 the finished model
 output_dir/checkpoint-000050/     the model after step 50
@@ -16,12 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import as_it_is, whole_model
-from fastp3o.training.durable import beside, move_into_place
+from fastp3o.training.durable import move_into_place, temporary_sibling
 from fastp3o.training.processes import on_main_process
 
 FINISHED_MODEL = "model"
-# Of a model's weights: as much of them is in memory at a time.
-LARGEST_FILE = "5GB"
+LARGEST_FILE = "5GB"  # of weights, as much as is in memory at a time
 
 
 def save_model(
@@ -33,9 +32,9 @@ def save_model(
 ) -> None:
     """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
 
-    dtype: of the weights written; None for that of the model's.
+    dtype: of the written weights; None keeps the model's.
     """
-    unfinished = beside(folder)
+    unfinished = temporary_sibling(folder)
     gathered = unfinished / "gathered"
     kept = KeptOnDisk(gathered, drop=not accelerator.is_main_process) if accelerator.num_processes > 1 else None
 
@@ -59,7 +58,7 @@ def save_model(
 
 
 class KeptOnDisk:
-    """Keeps weights in files of a folder, since together they need not fit the memory; or drops them."""
+    """Keeps weights in files, since together they may not fit into memory; or drops them."""
 
     def __init__(self, folder: Path, *, drop: bool):
         self.folder, self.drop, self.count = folder, drop, 0
@@ -75,7 +74,7 @@ class KeptOnDisk:
         return weight.new_empty(0)
 
     def written(self, weight: Tensor) -> Tensor:
-        """The weight in a file of its own. Written, not mapped: a page that a full disk has no room for kills."""
+        """The weight, in its own file. It is written, not mapped: on a full disk writing to a mapped page kills."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.count += 1
         file = self.folder / str(self.count)
@@ -83,6 +82,6 @@ class KeptOnDisk:
         return torch.from_file(str(file), shared=False, size=weight.numel(), dtype=weight.dtype).view_as(weight)
 
     def require_written(self) -> None:
-        """Raises the OSError of a weight that could not be written."""
+        """Raises the OSError if a weight could not be written."""
         if self.error is not None:
             raise self.error

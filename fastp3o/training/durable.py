@@ -1,7 +1,7 @@
 """Files and folders that are complete or absent at every instant, also after the power has failed.
 
-They are written beside their place under a name that nothing else has, synced to the disk, and renamed; what they
-replace goes last.
+They are written under a temporary name next to their place, synced to the disk, and renamed; what they replace is
+removed last.
 """
 
 import os
@@ -17,21 +17,21 @@ UNFINISHED, REPLACED = "unfinished", "replaced"
 LEFTOVER = re.compile(rf"(?P<name>.+)\.(?P<kind>{UNFINISHED}|{REPLACED})-[0-9a-f]{{12}}")
 
 
-def beside(path: Path, kind: str = UNFINISHED) -> Path:
-    """A new name next to `path`."""
+def temporary_sibling(path: Path, kind: str = UNFINISHED) -> Path:
+    """A new name in the folder of `path`."""
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(6)}")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Writes a whole file, in place of the one that is there."""
+    """Writes a whole file, replacing an existing one."""
     with whole_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write bytes to, in place of the one that is there once the block has ended without an error."""
-    unfinished = beside(path)
+    """A file to write bytes to. It replaces an existing one once the block has ended without an error."""
+    unfinished = temporary_sibling(path)
     try:
         with unfinished.open("xb") as file:
             yield file
@@ -45,19 +45,19 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it that are missing: what is synced in one may be gone with the folder itself."""
+    """Makes a folder and its missing parents, and syncs each: a file may be lost with its folder."""
     for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         path.mkdir(exist_ok=True)
-        with suppress(PermissionError):  # of a folder that may be written to and not read
+        with suppress(PermissionError):  # a folder that may be written to but not read
             sync(path.parent)
 
 
 def move_into_place(unfinished: Path, folder: Path) -> None:
-    """Renames a folder that is written, in place of the one that is there."""
+    """Renames a written folder, replacing an existing one."""
     for path in unfinished.rglob("*"):
         sync(path)
     sync(unfinished)
-    replaced = beside(folder, REPLACED)
+    replaced = temporary_sibling(folder, REPLACED)
     if folder.exists():
         folder.rename(replaced)
     unfinished.rename(folder)
@@ -67,7 +67,7 @@ def move_into_place(unfinished: Path, folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
+    """Flushes a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,10 +76,10 @@ def sync(path: Path) -> None:
 
 
 def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
-    """Removes what writes of earlier processes have left unfinished: names of ours alone, in a folder that no other
-    process writes to. What was about to be replaced, with nothing in its place yet, gets its name back.
+    """Removes unfinished writes of earlier processes. A file that was about to be replaced, and whose successor is not
+    there yet, gets its name back.
 
-    names: of the files and folders that are written here.
+    folder: no other process writes to it. names: the files and folders that are written here; others are not touched.
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         leftover = LEFTOVER.fullmatch(path.name)
@@ -93,7 +93,7 @@ def clear_leftovers(folder: Path, names: re.Pattern[str]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder of ours."""
+    """Removes a file or a folder."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Predicts the memory of P3O's passes from a model's configuration and the lengths.
+"""Predicts the memory of P3O's passes from a model's configuration and the lengths. `scripts/memory.py` is for users.
 
 Per parameter, in bytes:
 
@@ -7,21 +7,21 @@ Per parameter, in bytes:
     bf16-autocast    4 + 2      0               4            8        (+ 2: autocast's copies within a pass)
     bf16, fp16       2          4               4            8
 
-Masters, gradients and AdamW count for what trains alone; with gradient checkpointing autocast copies one layer at a
-time. Activations of a llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size,
-for each of T tokens in each layer:
+Masters, gradients and AdamW count only for what trains; with gradient checkpointing autocast copies one layer at a
+time. A llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size has these
+activations, in elements for each of T tokens in each layer:
 
     norms · D + item · (4 F + 3 Q + 2 R U / T)        norms = 24, 26 or 16 bytes; item = 4, 2 or 2
 
 U / T is the number of gathered keys over the number of tokens: 1, or more where prompts are shared. With gradient
-checkpointing only the input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations come on top.
-Beyond activations, the larger of two moments counts: the head's (its budget for logits and their gradient, or what the
-scored tokens need where that is less, its weight's gradient and the last norm's activations), and that of a layer's
+checkpointing only the input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations are added.
+Next to activations, the larger of two moments counts: the head's (its budget for logits and their gradient, or what the
+labelled tokens need if that is less, its weight's gradient and the last norm's activations), and that of a layer's
 backward pass, 2 (F + D) elements a token.
 
-Of a model that n processes share, each holds an n-th of fp32 weights, gradients and AdamW's moments, and of what is
-frozen. Whole, in the weights' dtype, are embeddings and head, and the layer that computes; so is its gradient, until it
-is added up over the processes in fp32. (Where the next layer arrives meanwhile, as on a GPU, it is whole too.)
+Each of n processes that share a model holds an n-th of fp32 weights, gradients and AdamW's moments, and of frozen
+weights. Embeddings, head, and the layer that computes are whole, in the weights' dtype; so is that layer's gradient,
+until it is added up over the processes in fp32. (On a GPU the next layer arrives meanwhile, and is whole too.)
 
 Rollouts, before the update, keep 2 R elements of each cached token in each layer; a step makes logits and probabilities
 in fp32.
@@ -40,15 +40,15 @@ from fastp3o_kernels.head.chunks import MEMORY_BUDGET
 
 
 class Lengths(NamedTuple):
-    """A packed row: tokens T, gathered keys U, scored tokens N."""
+    """A packed row: tokens T, gathered keys U, tokens with labels N."""
 
     tokens: int
     keys: int
-    scored: int
+    labelled: int
 
     @classmethod
     def of_full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
-        """A row as full as whole groups of these mean lengths make it, but one at least."""
+        """A row filled with whole groups of these mean lengths, at least one."""
         group = group_tokens(prompt, [response] * responses_per_prompt, share_prompts=packing.share_prompts)
         groups = max(1, packing.tokens_per_row // group)
         responses = groups * responses_per_prompt
@@ -58,8 +58,8 @@ class Lengths(NamedTuple):
 class Model(NamedTuple):
     """Sizes of a llama-like model.
 
-    `queries` and `keys` are heads times head size; `trained_layers` those from the lowest that trains upwards, the only
-    ones with activations to keep. LoRA trains in all.
+    `queries` and `keys` are heads times head size. `trained_layers` are those from the lowest that trains upwards; only
+    they keep activations. LoRA trains in all.
     """
 
     parameters: int
@@ -116,12 +116,12 @@ class Memory:
     """
 
     weights: int
-    masters: int
-    gradients: int
-    optimizer: int
-    activations: int
     head: int
     layer: int
+    masters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
     cache: int = 0
 
     @property
@@ -138,13 +138,13 @@ def update_memory(
     checkpointing: bool = False,
     memory_budget: int = MEMORY_BUDGET,
 ) -> Memory:
-    """What an update of the policy needs on one device."""
+    """The memory of a policy's update on one device."""
     norms, item = element_bytes(precision)
     layer_activations = lengths.tokens * (norms * model.hidden + item * (4 * model.intermediate + 3 * model.queries))
     layer_activations += lengths.keys * 2 * item * model.keys
     layer_input = lengths.tokens * model.hidden * precision.weights.itemsize
-    scored_hidden = lengths.scored * model.hidden * item
-    logits = min(lengths.scored * model.vocabulary * (4 + item), memory_budget)
+    labelled_hidden = lengths.labelled * model.hidden * item
+    logits = min(lengths.labelled * model.vocabulary * (4 + item), memory_budget)
     head_gradient = 4 * model.vocabulary * model.hidden if model.head_trains else 0
     return Memory(
         weights=weights(model, precision, one_layer_at_a_time=checkpointing),
@@ -152,17 +152,17 @@ def update_memory(
         gradients=4 * model.trained,
         optimizer=8 * model.trained,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
-        head=logits + 3 * scored_hidden + head_gradient + lengths.tokens * model.hidden * norms // 2,
+        head=logits + 3 * labelled_hidden + head_gradient + lengths.tokens * model.hidden * norms // 2,
         layer=feed_forward(model, lengths, item) + (layer_activations if checkpointing else 0),
     )
 
 
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
-    """The same on each of so many processes that share the model; `memory`: of an update, or of a frozen model."""
+    """The memory on each of the processes that share the model. `memory`: an update's, or a frozen model's."""
     item = precision.weights.itemsize
     trained = model.trained if memory.optimizer else 0
     frozen = model.parameters - trained
-    copies = memory.weights - item * model.parameters  # of autocast
+    copies = memory.weights - item * model.parameters  # autocast's
     whole = item * (model.embeddings + model.layer) + copies
     gradient = (item + 4) * model.layer if trained else 0
     return replace(
@@ -178,30 +178,22 @@ def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> 
 def frozen_memory(
     model: Model, lengths: Lengths, precision: Precision, *, memory_budget: int = MEMORY_BUDGET
 ) -> Memory:
-    """What the reference needs for its log-probabilities; a reward model needs all but the head's part."""
+    """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
     _, item = element_bytes(precision)
-    logits = min(4 * lengths.scored * model.vocabulary, memory_budget)
+    logits = min(4 * lengths.labelled * model.vocabulary, memory_budget)
     return Memory(
         weights=weights(model, precision, one_layer_at_a_time=False),
-        masters=0,
-        gradients=0,
-        optimizer=0,
-        activations=0,
-        head=logits + lengths.scored * model.hidden * item,
+        head=logits + lengths.labelled * model.hidden * item,
         layer=feed_forward(model, lengths, item) + lengths.keys * 2 * item * model.keys,
     )
 
 
 def rollout_memory(model: Model, room: Room, precision: Precision) -> Memory:
-    """What sampling needs on one device, beside masters and optimizer. Nothing of it is left in the update."""
+    """The memory of sampling on one device, next to masters and optimizer. It is given back before the update."""
     item = precision.weights.itemsize
-    row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, scored=0)
+    row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labelled=0)
     return Memory(
         weights=model.parameters * item,
-        masters=0,
-        gradients=0,
-        optimizer=0,
-        activations=0,
         head=8 * room.slots * model.vocabulary,
         layer=feed_forward(model, row, item),
         cache=room.tokens * model.layers * 2 * model.keys * item,
@@ -209,7 +201,7 @@ def rollout_memory(model: Model, room: Room, precision: Precision) -> Memory:
 
 
 def element_bytes(precision: Precision) -> tuple[int, int]:
-    """Of the two norms of a layer, for each hidden element of a token; and of an element of a product."""
+    """Bytes of a layer's two norms for each hidden element of a token, and bytes of an element of a product."""
     if precision.half:
         return 16, 2
     return (24, 4) if precision.autocast is None else (26, 2)

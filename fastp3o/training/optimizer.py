@@ -1,4 +1,4 @@
-"""AdamW over what trains: gradients of a minibatch's packed rows add up in fp32, then one step."""
+"""AdamW: the gradients of a minibatch's packed rows are added up in fp32, then one step is made."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,20 +13,19 @@ from fastp3o.config import StageConfig
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import shard, whole
 from fastp3o.precision import Precision
-from fastp3o.training.finite import NotFiniteError, require_finite
-from fastp3o.training.masters import Masters
+from fastp3o.training.processes import NotFiniteError, require_finite
 
-KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # of a parameter's tensors: itself, and what AdamW has of it
+KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
 
 
 class Optimizer:
-    """A model that trains, its optimizer, the schedule of the learning rate, and what the precision needs besides.
+    """A model that trains, with AdamW, the learning-rate schedule, and in half precision fp32 masters and a loss scale.
 
-    Brings the model to the device, or spreads it over a mesh of processes. learning_rates: of those submodules that
-    have one of their own, by name.
+    Brings the model to the device, or spreads it over a mesh of processes. learning_rates: by submodule, for those that
+    have their own.
 
-    parameters: what the optimizer moves, in fp32, by their names in the model. steps: taken by this object.
-    learning_rate: of the first group, in the last step; before there was one, in the next.
+    parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
+    learning_rate: the first group's in the last step, or before any step in the next one.
     """
 
     def __init__(
@@ -44,11 +43,7 @@ class Optimizer:
         half = precision.weights if precision.half else None
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
-        self.parameters = (
-            {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            if self.masters is None
-            else self.masters.parameters
-        )
+        self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
             lr=config.learning_rate,
@@ -73,11 +68,10 @@ class Optimizer:
         self.scaler.scale(loss).backward()
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
-        """One step from the gradients so far. Returns the norm of the first group's, and in fp16 the scale of the
-        loss.
+        """One step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
 
-        An fp16 gradient that overflows is left out, and the scale halved. Raises NotFiniteError, before anything has
-        moved, when `loss` or another gradient is not finite.
+        A step whose fp16 gradient overflows is skipped, and the scale halved. Raises NotFiniteError, before anything
+        has moved, if `loss` or another gradient is not finite.
         """
         self.scaler.unscale_(self.optimizer)
         # Each group has a norm of its own: a critic's large gradients must not shrink the policy's.
@@ -108,7 +102,7 @@ class Optimizer:
         return self.schedule.get_last_lr()[0]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What moves, in fp32 and by full names: the weights that train, and AdamW's step and moments of each."""
+        """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
         tensors = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             for kind, value in self.optimizer.state.get(parameter, {}).items():
@@ -116,10 +110,7 @@ class Optimizer:
         return tensors
 
     def fill(self, names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
-        """Lets `read` fill the tensors of these names in place.
-
-        Raises ValueError where they are not those of this model.
-        """
+        """Lets `read` fill the tensors with these names in place. Raises ValueError if the model lacks one."""
         for name in names:
             kind, _, parameter_name = name.partition(".")
             parameter = self.parameters.get(parameter_name)
@@ -133,11 +124,11 @@ class Optimizer:
             self.masters.round()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not a tensor: steps of the schedule, and the scale of the loss."""
+        """The state that is not in tensors: the schedule's steps and the loss scale."""
         return {"steps": self.schedule.last_epoch, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Learning rates and the rest of AdamW's settings stay as they are configured now."""
+        """Restores it. Learning rates and AdamW's other settings stay as they are configured now."""
         if state["steps"]:
             before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
             self.schedule.load_state_dict(self.schedule.state_dict() | before)
@@ -150,7 +141,7 @@ class Optimizer:
 def parameter_groups(
     parameters: dict[str, nn.Parameter], learning_rate: float, learning_rates: Mapping[str, float]
 ) -> list[dict]:
-    """AdamW's groups: each submodule with a learning rate of its own, behind all that has the common one."""
+    """AdamW's groups: first all with the common learning rate, then each submodule with its own."""
     common: list[nn.Parameter] = []
     own: dict[str, list[nn.Parameter]] = {module: [] for module in learning_rates}
     for name, parameter in parameters.items():
@@ -159,3 +150,44 @@ def parameter_groups(
     groups = [{"params": common, "lr": learning_rate}]
     groups += [{"params": own[module], "lr": rate} for module, rate in learning_rates.items()]
     return [group for group in groups if group["params"]]
+
+
+class Masters:
+    """fp32 copies of the trained weights of a model in half precision, made before these are rounded. Everything else
+    is rounded for good. For a model that one process has whole; a sharded model's parts are fp32.
+
+    Each gradient is added in fp32 to its copy's as soon as it is there, and freed.
+
+    device: where the copies are, and the model goes afterwards. parameters: the copies, by their names in the model.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
+        self.rounded = trained_parameters(model)
+        self.parameters = {
+            name: nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
+            for name, parameter in self.rounded.items()
+        }
+        # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
+        # rounded rotary frequencies would move every position.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        for name, parameter in self.rounded.items():
+            master = self.parameters[name]
+            parameter.register_post_accumulate_grad_hook(lambda trained, master=master: add_gradient(trained, master))
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Rounds the masters, which have moved, to the model's weights."""
+        torch._foreach_copy_([*self.rounded.values()], [*self.parameters.values()])
+
+
+def add_gradient(trained: Tensor, master: Tensor) -> None:
+    """Adds the gradient of a half-precision parameter, which must have one, to its master's, and frees it."""
+    assert trained.grad is not None
+    gradient = trained.grad.float()
+    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    trained.grad = None
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

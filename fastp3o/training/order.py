@@ -1,6 +1,6 @@
-"""Which examples a step takes, which process takes which, and how a step is seeded.
+"""Which examples a step takes, which process takes which of them, and how a step is seeded.
 
-All are functions of seed, step and sizes alone, so a resumed run is the same.
+All depend on seed, step and sizes only, so a resumed run makes the same choices.
 """
 
 from collections.abc import Sequence
@@ -34,15 +34,15 @@ def shuffled(total: int, seed: int) -> torch.Tensor:
 
 
 def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:
-    """The examples of this process; all processes together have each once."""
+    """The examples of this process: each process takes every n-th."""
     return examples[accelerator.process_index :: accelerator.num_processes]
 
 
 def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]]:
-    """Deals out what each of some steps works on: indices into its sizes (tokens), for each step and process.
+    """Deals out the work of some steps, given its sizes in tokens. Returns indices into them for each step and process.
 
-    In every step each process gets about as many tokens. Where there is not enough for all, those get it that had less
-    in the steps before.
+    In every step each process gets about as many tokens. If there is not enough work for all, the processes with the
+    least in the steps before get it.
     """
     dealt = []
     before = [0] * processes
@@ -59,7 +59,7 @@ def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]
 
 
 def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
-    """The examples of a batch that fall to this process: about as many tokens as to each other one."""
+    """This process's examples of a batch: about as many tokens as each other process gets."""
     texts = [column for name, column in examples.items() if name.endswith("_ids")]
     sizes = [sum(map(tokens_in, example)) for example in zip(*texts, strict=True)]
     (parts,) = deal([sizes], accelerator.num_processes)
@@ -68,5 +68,5 @@ def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
 
 
 def tokens_in(ids: list) -> int:
-    """Of a text, or of several."""
+    """The tokens of one text, or of a list of texts."""
     return sum(map(len, ids)) if isinstance(ids[0], list) else len(ids)

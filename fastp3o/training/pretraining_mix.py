@@ -13,15 +13,14 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, own_part, seed_of
 
-# Sets the order of texts apart from that of prompts.
-TEXTS = 2**32 - 2
+TEXTS = 2**32 - 2  # part of the seed, so that texts have another order than prompts
 
 
 @dataclass(frozen=True)
 class PretrainingMix:
-    """Adds −coef · the mean of log π over the tokens of a batch of texts, prompts and all, to each step.
+    """Adds −coef · the mean of log π over the tokens of a batch of texts, including prompts, to each step's loss.
 
-    texts: with the columns `prompt_ids` and `response_ids`. batch_size: texts of a step, over all processes.
+    texts: has the columns `prompt_ids` and `response_ids`. batch_size: texts of a step, over all processes.
     """
 
     optimizer: Optimizer
@@ -32,7 +31,7 @@ class PretrainingMix:
     seed: int
 
     def __call__(self) -> dict[str, Tensor]:
-        """The backward passes for the step that comes next. Returns `ptx_loss`, in nats per token, 0-d."""
+        """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token, 0-d."""
         optimizer, accelerator = self.optimizer, self.optimizer.accelerator
         rows = self.rows(optimizer.schedule.last_epoch)
         tokens = torch.tensor(float(sum(len(row.labels) for row in rows)), device=accelerator.device)
@@ -46,7 +45,7 @@ class PretrainingMix:
         return {"ptx_loss": loss}
 
     def rows(self, step: int) -> list[PackedRow]:
-        """This process's, of an optimizer step's texts."""
+        """This process's share of an optimizer step's texts."""
         seed = seed_of(self.seed, TEXTS)
         chosen = examples_of_step(step, batch_size=self.batch_size, total=len(self.texts), seed=seed)
         texts = own_part(self.optimizer.accelerator, self.texts[chosen])

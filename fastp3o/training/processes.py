@@ -1,43 +1,64 @@
-"""What one process decides for all, and what fails on one of them."""
+"""What all processes decide together: results of one for all, errors of one on all, and values that are not finite."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 Result = TypeVar("Result")
 
 
+class NotFiniteError(RuntimeError):
+    """A reward, a loss, a gradient, a weight or an evaluation is NaN or infinite."""
+
+
 def on_main_process(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
-    """What `compute` returns on the main process, on every process. What it raises there is raised on all: none waits
-    for one that has ended.
+    """Calls `compute` on the main process and returns its result on every process. An error there is raised on all, so
+    that none waits for a process that has ended.
     """
     if accelerator.num_processes == 1:
         return compute()
-    outcome: list = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome = [compute(), None]
-        except Exception as error:
-            outcome = [None, error]
-    result, raised = broadcast_object_list(outcome)
-    if raised is not None:
-        raise raised
+    outcome = result_or_error(compute) if accelerator.is_main_process else (None, None)
+    result, error = broadcast_object_list(list(outcome))
+    if error is not None:
+        raise error
     return result
 
 
 def on_every_process(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
-    """What `compute` returns on this process, once it is done on all. What it raises on one is raised on all."""
+    """Returns this process's result, once all have theirs. An error on one is raised on all."""
     if accelerator.num_processes == 1:
         return compute()
-    outcome: list = [None, None]
-    try:
-        outcome = [compute(), None]
-    except Exception as error:
-        outcome = [None, error]
-    result, raised = outcome
-    errors = [error for error in gather_object([raised]) if error is not None]
+    result, error = result_or_error(compute)
+    errors = [error for error in gather_object([error]) if error is not None]
     if errors:
-        raise raised or errors[0]
-    return result
+        raise error or errors[0]
+    return result  # type: ignore[return-value]
+
+
+def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return compute(), None
+    except Exception as error:
+        return None, error
+
+
+def require_finite(accelerator: Accelerator, what: str, values: Tensor) -> None:
+    """Raises NotFiniteError on every process if any of them holds a value that is not finite."""
+    bad = (~torch.isfinite(values)).sum().to(accelerator.device)
+    count = int(accelerator.reduce(bad, reduction="sum"))
+    if count:
+        raise NotFiniteError(f"{what} is NaN or infinite ({count} value{'s' if count > 1 else ''})")
+
+
+@torch.no_grad()
+def require_all_finite(accelerator: Accelerator, what: str, tensors: Iterable[Tensor]) -> None:
+    """The same for many tensors, in one pass that takes no memory. Each process reads its part of a sharded tensor."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    parts = [part.to(accelerator.device) for part in parts if part.numel()]
+    norms = torch.stack(torch._foreach_norm(parts, float("inf"))) if parts else torch.zeros(1)
+    require_finite(accelerator, what, norms)

@@ -1,4 +1,4 @@
-"""How much of a ratio is rounding: the same responses and weights, in another way that is mathematically equal."""
+"""Measures how much of a ratio is rounding: two evaluations of the same log-probs that are mathematically equal."""
 
 from bisect import bisect_right
 from dataclasses import replace
@@ -13,7 +13,7 @@ from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rollouts.rollouts import Rollouts
 from fastp3o_kernels import sequence_logprobs
 
-# Of the clip range; beyond it, clipping acts on rounding more often than users would want.
+# Share of the clip range; beyond it, clipping acts on rounding more often than users would want.
 TOLERATED = 0.2
 
 
@@ -21,16 +21,16 @@ TOLERATED = 0.2
 def ratio_noise(policy: PackedModel, rollouts: Rollouts, microbatch: Microbatch) -> Tensor:
     """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
-    One is the row of `microbatch`, on which the policy trains. In the other each of its first responses has its prompt
-    to itself, in the opposite order, so that every matrix product has another shape; as many as make no longer row,
-    which would take more memory than training does. And rotary positions begin at 1,
-    which turns queries and keys alike and rounds all of them anew. Without rotary positions only the shapes differ, and
-    where libraries round a row the same in every shape, as on CPUs, that shows nothing.
+    The first is the row of `microbatch`, on which the policy trains. The second is a row of its first responses in
+    opposite order, each with its own copy of the prompt, so that every matrix product has another shape. It has only as
+    many responses as fit into the same length, since a longer row would take more memory than training does. Its rotary
+    positions begin at 1, which turns queries and keys alike and rounds all of them anew. Without rotary positions only
+    the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show no noise.
     """
-    alone = [(rollouts.prompt_ids[p], ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]]
-    ends = list(accumulate(len(prompt) + len(ids) for prompt, ids in alone))
+    unshared = [(rollouts.prompt_ids[p], ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]]
+    ends = list(accumulate(len(prompt) + len(ids) for prompt, ids in unshared))
     fitting = max(1, bisect_right(ends, microbatch.row.tokens))
-    prompt_ids, responses = zip(*[(prompt, [ids]) for prompt, ids in alone[:fitting][::-1]], strict=True)
+    prompt_ids, responses = zip(*[(prompt, [ids]) for prompt, ids in unshared[:fitting][::-1]], strict=True)
     (row,) = pack(prompt_ids, responses, Packing(tokens_per_row=ends[fitting - 1]))
     if policy.relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)

@@ -1,8 +1,8 @@
-"""Log-probabilities of a data set's responses under a frozen reference: computed once, and kept in a file of the run.
+"""Log-probabilities of a data set's responses under a frozen reference, computed once and kept in a file.
 
 output_dir/reference-0123456789abcdef.safetensors    its name is a hash of examples, columns, model and precision
 
-Packing and device, which the name leaves out, change their rounding alone.
+Packing and device change only the rounding, so the name leaves them out.
 """
 
 import hashlib
@@ -22,15 +22,13 @@ from torch import Tensor
 from fastp3o.models.reference import Reference
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.training.durable import write_file
-from fastp3o.training.finite import require_finite
 from fastp3o.training.order import process_share
-from fastp3o.training.processes import on_main_process
+from fastp3o.training.processes import on_main_process, require_finite
 from fastp3o_kernels import sequence_logprobs
 
 NAME, CHECKSUM = "logprobs", "sha256"
 
-# Examples that are packed together, and whose rows are in memory at a time.
-CHUNK = 1024
+CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time
 
 
 class DamagedFileError(ValueError):
@@ -38,10 +36,10 @@ class DamagedFileError(ValueError):
 
 
 class ReferenceLogprobs:
-    """Of the responses in some columns of data sets, which go by names.
+    """The reference's log-probs of the responses in some columns of data sets, which go by names.
 
-    folder: of the files. columns: those of one tuple share their prompt in a row, as they do in training. packing: of
-    the rows. depends_on: what the log-probs depend on beside the examples, such as the model's fingerprint.
+    folder: of the files. columns: those of one tuple share their prompt in a row, as they do in training. packing: how
+    rows are packed. depends_on: what the log-probs depend on as well as the examples, such as the model's fingerprint.
     """
 
     def __init__(
@@ -62,11 +60,11 @@ class ReferenceLogprobs:
 
     @property
     def complete(self) -> bool:
-        """Whether those of all data sets are known."""
+        """Whether the log-probs of all data sets are known."""
         return self.known.keys() >= set(self.paths.values())
 
     def find(self, name: str, examples: Dataset) -> Tensor | None:
-        """What the file of a data set has; a damaged one is said."""
+        """Reads a data set's file if there is one. A damaged file is reported."""
 
         def read() -> tuple[Tensor | None, str | None]:
             try:
@@ -82,17 +80,39 @@ class ReferenceLogprobs:
         return logprobs
 
     def compute(self, reference: Reference, after_chunk: Callable[[], None]) -> None:
-        """Computes what is not known, and writes it to its file. Raises NotFiniteError.
+        """Computes the log-probs that are not known, and writes them to files.
 
-        after_chunk: called after so many examples, on every process; what it raises loses those of the data set.
+        after_chunk: called after every CHUNK examples, on every process; an error that it raises loses the log-probs of
+        the data set. Raises NotFiniteError if a log-prob is NaN or infinite.
         """
         for name, path in self.paths.items():
             if path not in self.known:
-                logprobs = compute_logprobs(
-                    self.accelerator, reference, self.data[name], self.columns, self.packing, after_chunk
-                )
+                logprobs = self.compute_one(reference, self.data[name], after_chunk)
                 on_main_process(self.accelerator, partial(write_logprobs, path, logprobs))
                 self.known[path] = logprobs
+
+    def compute_one(self, reference: Reference, examples: Dataset, after_chunk: Callable[[], None]) -> Tensor:
+        """log π_ref of the responses in R columns, [n, R] fp32 on the CPU of every process."""
+        chunks = []
+        for first in range(0, len(examples), CHUNK):
+            chunk = examples[first : first + CHUNK]
+            chunks.append(torch.cat([self.chunk_logprobs(reference, chunk, names) for names in self.columns], dim=1))
+            after_chunk()
+        logprobs = torch.cat(chunks)
+        require_finite(self.accelerator, "a log-probability of the reference", logprobs)
+        return logprobs
+
+    def chunk_logprobs(self, reference: Reference, examples: dict[str, list], columns: Sequence[str]) -> Tensor:
+        prompts, groups = examples["prompt_ids"], list(zip(*(examples[column] for column in columns), strict=True))
+        # Each process must make equally many passes, at least one, even if it has no example of this chunk.
+        own = process_share(list(range(len(prompts))), self.accelerator) or [0]
+        rows = pack([prompts[number] for number in own], [groups[number] for number in own], self.packing)
+        rows = [row.to(self.accelerator.device) for row in rows]
+        with self.accelerator.autocast():
+            token_logprobs = reference(rows)
+        logprobs = [sequence_logprobs(tokens, row.cu_seqlens) for tokens, row in zip(token_logprobs, rows, strict=True)]
+        shares = gather_object([by_group(rows, logprobs).tolist()])
+        return torch.tensor([shares[number % len(shares)][number // len(shares)] for number in range(len(prompts))])
 
     def added_to_data(self) -> dict[str, Dataset]:
         """The data sets with a further column `reference`, a list of R numbers."""
@@ -109,10 +129,7 @@ def file_name(*contents: object) -> str:
 
 
 def read_logprobs(path: Path, examples: int) -> Tensor:
-    """[n, R] fp32 of so many examples.
-
-    Raises FileNotFoundError where there is no file, and DamagedFileError where it holds something else.
-    """
+    """[n, R] fp32 for n examples. Raises FileNotFoundError, or DamagedFileError if the file holds something else."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     try:
@@ -132,41 +149,3 @@ def write_logprobs(path: Path, logprobs: Tensor) -> None:
 
 def checksum(logprobs: Tensor) -> str:
     return hashlib.sha256(logprobs.contiguous().numpy().tobytes()).hexdigest()
-
-
-def compute_logprobs(
-    accelerator: Accelerator,
-    reference: Reference,
-    examples: Dataset,
-    columns: Sequence[Sequence[str]],
-    packing: Packing,
-    after_chunk: Callable[[], None],
-) -> Tensor:
-    """log π_ref of the responses in R columns, [n, R] fp32 on the CPU of every process.
-
-    Raises NotFiniteError where one is NaN or infinite.
-    """
-    chunks = []
-    for first in range(0, len(examples), CHUNK):
-        chunk = examples[first : first + CHUNK]
-        of_tuples = [of_chunk(accelerator, reference, chunk, together, packing) for together in columns]
-        chunks.append(torch.cat(of_tuples, dim=1))
-        after_chunk()
-    logprobs = torch.cat(chunks)
-    require_finite(accelerator, "a log-probability of the reference", logprobs)
-    return logprobs
-
-
-def of_chunk(
-    accelerator: Accelerator, reference: Reference, examples: dict[str, list], columns: Sequence[str], packing: Packing
-) -> Tensor:
-    prompts, groups = examples["prompt_ids"], list(zip(*(examples[column] for column in columns), strict=True))
-    # A chunk may have fewer examples than there are processes, and each must make equally many passes, one at least.
-    own = process_share(list(range(len(prompts))), accelerator) or [0]
-    rows = pack([prompts[number] for number in own], [groups[number] for number in own], packing)
-    rows = [row.to(accelerator.device) for row in rows]
-    with accelerator.autocast():
-        token_logprobs = reference(rows)
-    logprobs = [sequence_logprobs(of_row, row.cu_seqlens) for of_row, row in zip(token_logprobs, rows, strict=True)]
-    shares = gather_object([by_group(rows, logprobs).tolist()])
-    return torch.tensor([shares[number % len(shares)][number // len(shares)] for number in range(len(prompts))])

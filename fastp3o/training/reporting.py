@@ -1,4 +1,4 @@
-"""Metrics of a run: JSON lines, accelerate's trackers, a progress bar and tables of samples."""
+"""Reports the metrics of a run: JSON lines, accelerate's trackers, a progress bar, tables of samples, and timings."""
 
 import resource
 import sys
@@ -13,16 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from fastp3o.training.log_files import EVALUATIONS, METRICS, append_line
+from fastp3o.training.run_folder import EVALUATIONS, METRICS, append_line
 
 
 class Reporter:
     """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, *, stage: str, first_step: int, steps: int):
-        self.accelerator = accelerator
-        self.folder = folder
-        # None: on terminals alone. In a log file every redrawing would be a line.
+        self.accelerator, self.folder = accelerator, folder
+        # None: on terminals only. In a log file every redrawing would be a line.
         disable = None if accelerator.is_main_process else True
         self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
 
@@ -49,9 +48,9 @@ class Reporter:
         table.add_column("end of prompt", ratio=2)
         table.add_column("response", ratio=3)
         table.add_column("reward", justify="right")
-        for prompt, of_prompt, scores in zip(prompts, responses, rewards, strict=True):
+        for prompt, texts, scores in zip(prompts, responses, rewards, strict=True):
             table.add_section()
-            for number, (response, score) in enumerate(zip(of_prompt, scores, strict=True)):
+            for number, (response, score) in enumerate(zip(texts, scores, strict=True)):
                 table.add_row("" if number else end_of(prompt), response.strip(), f"{score:.2f}")
         with tqdm.external_write_mode(file=sys.stdout):
             Console().print(table, markup=False)
@@ -62,14 +61,14 @@ class Reporter:
 
     def close(self) -> None:
         self.bar.close()
-        # The group of processes ends here. A thread of gloo may still hold tensors of its last collective and wait for
-        # Python's lock to drop them, which the end of the group would never give; a barrier has none.
+        # end_training ends the process group. That hangs while a thread of gloo waits for Python's lock to drop the
+        # tensors of its last collective. The last collective is this barrier, which has none.
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
 
 
 def with_deviations(metrics: dict[str, float]) -> str:
-    """`reward 1.296 ± 0.668` for reward and reward_std, and whatever has no deviation by itself."""
+    """Metrics on one line, with `reward 1.296 ± 0.668` for reward and reward_std."""
     means = {name: value for name, value in metrics.items() if name.removesuffix("_std") not in metrics.keys() - {name}}
     return ", ".join(
         f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
@@ -107,7 +106,7 @@ def now() -> float:
 
 
 def peak_memory_gib() -> float:
-    """Most memory held so far: of the GPU where there is one, else of the process."""
+    """The most memory used so far: the GPU's if there is one, else the process's."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     kib = 1 if sys.platform == "darwin" else 2**10

@@ -1,4 +1,4 @@
-"""What goes on around the steps of a training loop: metrics, evaluations, checkpoints; how it stops and resumes."""
+"""Everything around the steps of a training loop: metrics, evaluations, checkpoints, stopping and resuming."""
 
 import math
 import signal
@@ -6,28 +6,44 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.config import StageConfig
+from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.training.checkpoints import FINISHED_MODEL, save_model
-from fastp3o.training.finite import NotFiniteError, require_all_finite
-from fastp3o.training.log_files import EVALUATIONS, METRICS, keep_until, sync_logs
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.processes import on_main_process
+from fastp3o.training.processes import NotFiniteError, on_main_process, require_all_finite
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
-from fastp3o.training.run_folder import claim, clear_away, release, write_config
-from fastp3o.training.states.changes import ResumeError, plain, require_same_run
+from fastp3o.training.run_folder import (
+    EVALUATIONS,
+    METRICS,
+    claim,
+    clear_away,
+    keep_until,
+    release,
+    sync_logs,
+    write_config,
+)
 from fastp3o.training.states.fingerprints import fingerprints_of
-from fastp3o.training.states.store import Counts, Progress, States
+from fastp3o.training.states.manifest import ResumeError, plain, require_same_run
+from fastp3o.training.states.store import Progress, States
 from fastp3o.training.stopping import StoppedError, Stops
 
 STATES = "state"
+
+
+class Steps(NamedTuple):
+    """The steps of a loop. stage: what trains, for the progress bar. name: of a step, in messages. last: its number."""
+
+    stage: str
+    name: str
+    last: int
 
 
 class Run:
@@ -36,55 +52,51 @@ class Run:
     A step is what the loop counts: an update of an online objective, an optimizer step of supervised training.
 
     Args:
-        stage: name of what trains, for the progress bar. step_name: what a step is called in messages.
-        steps: the number of the last one.
-        evaluate: gives the metrics of an evaluation; None where there is no evaluation data.
-        data: the examples, by the option that names them. parts: with a state of their own beside the optimizer's.
-        tensors: gives those that change beside the optimizer's, to be filled in place.
+        evaluate: gives the metrics of an evaluation; None without evaluation data.
+        data: the examples, by the option that names them.
+        parts: what has a state of its own next to the optimizer's.
+        tensors: gives the tensors that change next to the optimizer's; they are filled in place.
 
-    Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError where the folder is not
-    this run's, ResumeError where the run would be another than the one it goes on from, and CorruptStateError where
-    none of its states is whole; all of them leave the folder as it was.
+    Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError if the folder is not
+    this run's, ResumeError if the run would be another than the one it goes on from, and CorruptStateError if none of
+    its states is whole; all of them leave the folder as it was.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        context: Context,
         config: StageConfig,
         optimizer: Optimizer,
-        tokenizer: PreTrainedTokenizerBase,
+        steps: Steps,
         *,
-        stage: str,
-        step_name: str,
-        steps: int,
         evaluate: Callable[[], dict[str, float]] | None,
         data: Mapping[str, Dataset | None],
-        parts: Mapping[str, Counts] | None = None,
+        parts: Mapping[str, Stateful] | None = None,
         tensors: Callable[[], dict[str, Tensor]] = dict,
     ):
-        self.accelerator, self.config, self.optimizer, self.tokenizer = accelerator, config, optimizer, tokenizer
-        self.step_name, self.steps, self.evaluate = step_name, steps, evaluate
-        self.folder = claim(accelerator, config)
+        self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
+        self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
+        self.folder = claim(self.accelerator, config)
         try:
-            self.fingerprints = on_main_process(accelerator, lambda: fingerprints_of(config, data))
-            self.states = States(accelerator, self.folder / STATES, optimizer, dict(parts or {}), tensors)
+            self.fingerprints = on_main_process(self.accelerator, lambda: fingerprints_of(config, data))
+            self.states = States(self.folder / STATES, optimizer, dict(parts or {}), tensors)
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
-            on_main_process(accelerator, self.begin)
+            on_main_process(self.accelerator, self.begin)
         except BaseException:
             release(self.folder)
             raise
         done = self.progress.step
         purge = {"tensorboard": {"purge_step": done + 1}}
-        accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
-        self.reporter = Reporter(accelerator, self.folder, stage=stage, first_step=done, steps=steps)
+        self.accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
+        self.reporter = Reporter(self.accelerator, self.folder, stage=steps.stage, first_step=done, steps=steps.last)
         self.phases = Phases()
-        self.stops = Stops(accelerator)
+        self.stops = Stops(self.accelerator)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
 
     def resumed(self) -> Progress | None:
-        """Loads the newest state, where there is one and it may be; says which, and what is another than before."""
+        """Loads the newest state if there is one, and prints which it is and which options have changed."""
         if not self.config.resume:
             return None
         manifest, lines = self.states.find()
@@ -92,18 +104,18 @@ class Run:
             self.accelerator.print(f"--resume: there is no state in {self.states.folder} yet, the run begins")
             return None
         lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
-        if manifest.step > self.steps:
+        if manifest.step > self.steps.last:
             raise ResumeError(
-                f"--resume: {self.states.newest} is after {self.step_name} {manifest.step}, and this run would end at "
-                f"{self.steps}: ask for at least as many, or begin a new --output_dir"
+                f"--resume: {self.states.newest} is after {self.steps.name} {manifest.step}, and this run would end at "
+                f"{self.steps.last}: ask for at least as many, or begin a new --output_dir"
             )
         progress = self.states.load(manifest)
-        for line in [*lines, f"resuming after {self.step_name} {manifest.step}, from {self.states.newest}"]:
+        for line in [*lines, f"resuming after {self.steps.name} {manifest.step}, from {self.states.newest}"]:
             self.accelerator.print(line)
         return progress
 
     def begin(self) -> None:
-        """Puts the folder in order for what comes next; every check is behind."""
+        """Cleans the folder up, after all checks have passed."""
         clear_away(self.folder)
         self.states.clear_leftovers()
         done, evaluated = self.progress.step, self.progress.evaluated
@@ -116,8 +128,8 @@ class Run:
         with self.stops:
             try:
                 self.evaluate_after(self.progress.step)
-                self.make_up_for_checkpoint()
-                for step in range(self.progress.step + 1, self.steps + 1):
+                self.write_missing_checkpoint()
+                for step in range(self.progress.step + 1, self.steps.last + 1):
                     yield step
                     self.require_finite_weights(step)
                     self.note_progress(step, evaluated=False)
@@ -125,7 +137,7 @@ class Run:
                     self.evaluate_after(step)
                     if self.checkpoint_due(step):
                         self.save_state()
-                        self.save_model(self.checkpoint_of(step))
+                        self.save_model(self.checkpoint_folder(step))
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
@@ -135,22 +147,20 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of a step. A run that is asked to stop does so before it, if the model has not moved since the
-        step began.
-        """
+        """Times a part of a step. Stops or saves before it if that is due and the model has not moved in this step."""
         self.stop_or_save()
         with self.phases(name):
             yield
 
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
-        """Around the work of a step. Saves the model, and the state where the step can be done again from there, before
-        it lets a NotFiniteError through, or one of an endpoint or a user's function, which then says where.
+        """Wraps the work of a step. After a NotFiniteError, or an error of an endpoint or a user's function, saves the
+        model, saves the state too if the step has not moved it, and says so in the error.
         """
         try:
             yield
         except (NotFiniteError, EndpointError, FunctionError) as error:
-            where = f"{self.step_name} {step}: {error}"
+            where = f"{self.steps.name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
             try:
                 self.require_finite_weights(step)
@@ -163,8 +173,8 @@ class Run:
             raise type(error)(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
 
     def report(self, step: int, metrics: dict[str, float], *, tokens: float, shown: tuple[str, ...]) -> None:
-        """Files a step's metrics, with its times and memory. tokens: trained on, over all processes. shown: beside the
-        progress bar.
+        """Reports a step's metrics, times and memory. tokens: trained on, over all processes. shown: the names of the
+        metrics next to the progress bar.
         """
         seconds = self.phases.read()
         total = sum(seconds.values())
@@ -183,13 +193,13 @@ class Run:
         self.warned.add(about)
 
     def evaluate_after(self, step: int) -> None:
-        """Makes the evaluation that is due, unless the state that the run goes on from is from behind it."""
-        due = step == 0 or self.config.evaluates_after(step, last=self.steps)
+        """Makes the evaluation if it is due and was not made before the run was resumed."""
+        due = step == 0 or self.config.evaluates_after(step, last=self.steps.last)
         if self.evaluate is not None and due and not self.progress.evaluated:
             with self.saved_if_not_finite(step):
                 metrics = self.evaluate()
                 for name, value in metrics.items():
-                    # A part of a sum, `reward/part`, may only be watched; others make the sum NaN, too.
+                    # A part of a sum, `reward/part`, may have weight 0; any other makes the sum NaN, too.
                     if "/" not in name and not math.isfinite(value):
                         raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
             self.reporter.evaluation(step, metrics)
@@ -197,13 +207,13 @@ class Run:
             self.note_progress(step, evaluated=True)
 
     def require_finite_weights(self, step: int) -> None:
-        """Raises NotFiniteError where the step has ruined the model, before a state can replace a good one."""
+        """Raises NotFiniteError if the step has ruined the model, before a state can replace a good one."""
         trained = (parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad)
         try:
             require_all_finite(self.accelerator, "a weight", trained)
         except NotFiniteError as error:
             raise NotFiniteError(
-                f"{self.step_name} {step}: {error} after its optimizer step. {self.remedy()}"
+                f"{self.steps.name} {step}: {error} after its optimizer step. {self.remedy()}"
             ) from error
 
     def remedy(self) -> str:
@@ -216,11 +226,11 @@ class Run:
 
     @property
     def moved(self) -> bool:
-        """Whether the optimizer has made a step since progress was noted: there is nothing to resume from exactly."""
+        """Whether the optimizer has made a step since progress was noted. If so, no state can be saved."""
         return self.optimizer.steps != self.optimizer_steps
 
     def stop_or_save(self) -> None:
-        """Saves the state where it is time to. Where a signal has come, ends the run behind that."""
+        """Saves the state if that is due. After a signal, saves it and ends the run."""
         waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
         due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
         number, due = self.stops.agreed(due)
@@ -231,12 +241,12 @@ class Run:
             self.reporter.close()
             name = signal.Signals(number).name
             self.accelerator.print(
-                f"{name}: stopped after {self.step_name} {self.progress.step}; --resume goes on from there"
+                f"{name}: stopped after {self.steps.name} {self.progress.step}; --resume goes on from there"
             )
             raise StoppedError(number)
 
     def save_state(self) -> None:
-        """Writes the state of the progress that was noted, and before it all that the logs have until there."""
+        """Writes the state of the noted progress, after syncing the logs."""
         assert not self.moved
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, plain(self.config), self.fingerprints)
@@ -245,14 +255,14 @@ class Run:
     def checkpoint_due(self, step: int) -> bool:
         return bool(self.config.save_every) and step % self.config.save_every == 0
 
-    def checkpoint_of(self, step: int) -> Path:
+    def checkpoint_folder(self, step: int) -> Path:
         return self.folder / f"checkpoint-{step:06}"
 
-    def make_up_for_checkpoint(self) -> None:
-        """Saves the model of the state that the run goes on from, where it ended between that and the checkpoint."""
+    def write_missing_checkpoint(self) -> None:
+        """Writes the checkpoint that a killed run had not yet written."""
         step = self.progress.step
         if step and self.checkpoint_due(step):
-            checkpoint = self.checkpoint_of(step)
+            checkpoint = self.checkpoint_folder(step)
             if not on_main_process(self.accelerator, checkpoint.exists):
                 self.save_model(checkpoint)
 

@@ -1,45 +1,49 @@
-"""The folder of a run: whose it is, who writes to it, its configuration, what is cleared away before it goes on.
+"""The folder of a run: its lock, its configuration, its logs, and what is removed before a resumed run goes on.
 
-output_dir/fastp3o.lock    marks the folder as a run's, and is locked while a process trains in it
-output_dir/config.yaml     the configuration of the last start that got through its checks
+output_dir/fastp3o.lock                marks the folder as a run's; locked while a process trains in it
+output_dir/config.yaml                 the configuration of the last start that passed its checks
+output_dir/metrics.jsonl, eval.jsonl   a line for each step; a line is appended and never changed
 """
 
 import errno
 import fcntl
+import json
+import math
 import os
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import RunConfig
-from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, write_file
-from fastp3o.training.log_files import EVALUATIONS, METRICS
+from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, sync, write_file
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.states.fingerprints import MODELS, names_in
 from fastp3o.training.states.manifest import MANIFEST
 
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
+METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
-SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # of responses that nothing is trained on
+SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
 CALIBRATION = "calibration.png"  # of a reward model's last evaluation
 OURS = re.compile(
     rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
     r"model|checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 
-# Of this process, by folder: of a run that ended with an error, something may still hold the objects.
+# This process's locks by folder. They are global because something may still hold the objects of a run that failed.
 locks: dict[Path, int] = {}
 
 
 def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
-    """Before anything is loaded; writes nothing.
+    """Checks the folder before anything is loaded, and writes nothing.
 
-    Raises FileExistsError where the folder holds a run that this one does not resume, or anything that is not a run;
-    ValueError where a model that the run starts from lies in it.
+    Raises FileExistsError if it holds a run that this one does not resume, or files that are not a run's; ValueError if
+    a model that the run starts from lies in it.
     """
     on_main_process(accelerator, lambda: require_usable(config))
 
@@ -70,7 +74,7 @@ def require_usable(config: RunConfig) -> None:
 def claim(accelerator: Accelerator, config: RunConfig) -> Path:
     """Makes the folder and locks it, until the process ends or `release` is called.
 
-    Raises what `check_output_dir` does, and FileExistsError where another process trains in it.
+    Raises what `check_output_dir` does, and FileExistsError if another process trains in it.
     """
     folder = Path(config.output_dir)
 
@@ -113,13 +117,48 @@ def release(folder: Path) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """What is None stands nowhere, so that the file can be given as one of flags."""
+    """Writes all options except those that are None, so that scripts can read the file again."""
     options = {name: value for name, value in vars(config).items() if value is not None}
     write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
 
 
 def clear_away(folder: Path) -> None:
-    """Removes what earlier processes of this run have left unfinished."""
-    clear_leftovers(folder, OURS)
-    for stopped in folder.glob("stopped-in-*"):
-        clear_leftovers(stopped, OURS)
+    """Removes unfinished writes of earlier processes of this run."""
+    for place in (folder, *folder.glob("stopped-in-*")):
+        clear_leftovers(place, OURS)
+
+
+def append_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Adds a line of JSON to a log. A value that is not finite is written as null."""
+    values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+
+
+def keep_until(path: Path, step: int) -> list[str]:
+    """Removes the lines of a log after `step`, which a resumed run writes again, and damaged lines, such as the end of
+    a file on a disk that was full. Returns a message for each damaged line.
+
+    All lines up to `step` were synced before that step's state was.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes().decode(errors="replace")
+    kept, damaged = [], []
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
+        try:
+            is_kept = json.loads(line)["step"] <= step and line.endswith("\n")
+        except (ValueError, TypeError, KeyError):
+            damaged.append(f"{path} line {number} is damaged and left out")
+        else:
+            kept += [line] if is_kept else []
+    if "".join(kept) != content:
+        write_file(path, "".join(kept))
+    return damaged
+
+
+def sync_logs(folder: Path) -> None:
+    for path in (folder / METRICS, folder / EVALUATIONS):
+        if path.exists():
+            sync(path)
+    sync(folder)

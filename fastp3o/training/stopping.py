@@ -1,4 +1,4 @@
-"""Ending a run when it is asked to: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, which Slurm sends ahead of its limit."""
+"""Ends a run on SIGTERM, SIGINT, SIGHUP, or SIGUSR1, which Slurm sends before its time limit."""
 
 import os
 import signal
@@ -14,17 +14,18 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StoppedError(SystemExit):
-    """A signal has ended the run, after its state was saved. The exit status is 128 plus the signal's number."""
+    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
 
 
 class Stops:
-    """Notes the first signal, for the loop to stop where it can be resumed; a later one ends the process at once.
+    """Notes the first signal, so that the loop can stop at a point from which it can be resumed. A later signal ends
+    the process at once.
 
-    One request may come twice: from the terminal or Slurm to every process, and again from torchrun to its workers.
-    Signals that were ignored (by nohup, or in the background of a shell) stay so.
+    One request may arrive twice: from the terminal or Slurm at every process, and from torchrun at its workers. Signals
+    that were ignored (by nohup, or in the background of a shell) stay ignored.
     """
 
     def __init__(self, accelerator: Accelerator):
@@ -33,7 +34,7 @@ class Stops:
         self.before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Stops":
-        # Python runs handlers in the main thread alone.
+        # Python runs handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
@@ -55,13 +56,11 @@ class Stops:
             return
         self.received, self.received_at = number, time.monotonic()
         name = signal.Signals(number).name
-        os.write(
-            2,
-            f"\n{name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once\n".encode(),
-        )
+        line = f"\n{name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once\n"
+        os.write(2, line.encode())
 
     def agreed(self, due: bool) -> tuple[int, bool]:
-        """The signal that any process has received, 0 for none, and whether something is due on any; a collective."""
+        """The signal that any process has received (0: none), and whether something is due on any. A collective."""
         if self.accelerator.num_processes == 1:
             return self.received, due
         own = torch.tensor([[self.received, int(due)]], device=self.accelerator.device)

@@ -23,8 +23,7 @@ from fastp3o.stages.generate.report import Generated, told, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, samples_of
 from fastp3o.stages.generate.setup import begin, begun, load_models
 from fastp3o.stages.setup import make_accelerator
-from fastp3o.training.finite import require_finite
-from fastp3o.training.processes import on_main_process
+from fastp3o.training.processes import on_main_process, require_finite
 from fastp3o.training.reporting import Phases
 from fastp3o.training.run_folder import KEPT, SAMPLES, check_output_dir, claim, release
 

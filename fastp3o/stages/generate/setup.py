@@ -14,9 +14,8 @@ from fastp3o.stages.generate.samples import SamplesFile
 from fastp3o.stages.models import load_named_reward, with_copy
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.training.run_folder import clear_away, write_config
-from fastp3o.training.states.changes import plain, require_same_run
 from fastp3o.training.states.fingerprints import fingerprints_of
-from fastp3o.training.states.manifest import CorruptStateError, Manifest, read_manifest
+from fastp3o.training.states.manifest import CorruptStateError, Manifest, plain, read_manifest, require_same_run
 
 
 def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward]:

@@ -12,7 +12,6 @@ from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.sampler import sample
 from fastp3o.stages.online.report import report_update
 from fastp3o.stages.online.setup import set_up
-from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import (
     finished,
     first_microbatch,
@@ -21,6 +20,7 @@ from fastp3o.training.minibatches import (
     with_logprobs,
 )
 from fastp3o.training.order import seed_of, shuffled
+from fastp3o.training.processes import require_finite
 from fastp3o.training.ratio_noise import ratio_noise
 
 

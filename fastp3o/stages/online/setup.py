@@ -29,12 +29,12 @@ from fastp3o.stages.models import (
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
 from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
-from fastp3o.training.finite import require_finite
 from fastp3o.training.minibatches import optimizer_step
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share, seed_of
 from fastp3o.training.pretraining_mix import PretrainingMix
-from fastp3o.training.run import Run
+from fastp3o.training.processes import require_finite
+from fastp3o.training.run import Run, Steps
 
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
@@ -79,13 +79,10 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     optimizer = make_optimizer(context, config, policy, objective)
     reference, sampled_reference = load_reference(context, config, policy)
     run = Run(
-        context.accelerator,
+        context,
         config,
         optimizer,
-        context.tokenizer,
-        stage=type(objective).__name__,
-        step_name="update",
-        steps=config.updates,
+        Steps(type(objective).__name__, "update", config.updates),
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
         parts=objective.stateful_parts,

@@ -1,7 +1,7 @@
-"""Hashes of what a configuration names: data, models, reward functions. Names stay, contents change.
+"""Hashes of the data, models and reward functions that a configuration names, since contents change under a name.
 
-A fingerprint has the name of its option, with the name itself behind it where an option has several; that of a reward
-function ends in ` function`.
+A fingerprint has the name of its option, followed by the model's name if the option has several; a reward function's
+ends in ` function`.
 """
 
 import hashlib
@@ -25,40 +25,44 @@ BEHIND_A_URL = "endpoint"  # all that is known of its content: a service may mov
 
 SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME), "*.py"
 
-# Of each tensor, as reading all weights would take as long as loading them: an optimizer's step moves most of a tensor.
+# Read of each tensor, because reading all weights would take as long as loading them. An optimizer step moves most of a
+# tensor.
 BLOCK_BYTES = 2**16
 
 
 def fingerprints_of(config: Any, data: Mapping[str, Dataset | None]) -> dict[str, str]:
-    """Of the data sets, by the option that names them, and of the models and reward functions of a configuration."""
+    """The fingerprints of data sets, by the option that names them, and of a configuration's models and functions."""
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     for option in MODELS:
         names = names_in(config, option)
         for name in names:
             key = option if len(names) == 1 else f"{option} {name}"
             if is_function(name):
-                fingerprints[key + FUNCTION] = of_function(name)
+                fingerprints[key + FUNCTION] = function_fingerprint(name)
             else:
-                fingerprints[key] = BEHIND_A_URL if is_endpoint(name) else of_model(name)
+                fingerprints[key] = BEHIND_A_URL if is_endpoint(name) else model_fingerprint(name)
     return fingerprints
 
 
 def names_in(config: Any, option: str) -> list[str]:
-    """Of the models and functions that an option names."""
+    """The models and functions that an option names."""
     given = getattr(config, option, None)
     return reward_names(given) if given and option == "reward" else [given] if given else []
 
 
-def of_model(name: str) -> str:
-    """Of a folder or a hub model: its weights, its configuration and the code that it brings. LoRA adapters are a model
-    with that under them. Raises ValueError where one of them cannot be read.
+def model_fingerprint(name: str) -> str:
+    """The hash of a folder's or a hub model's weights, configuration and code. LoRA adapters include their base model.
+    Raises ValueError if one of them cannot be read.
 
-    A block of every tensor is read, of one that is no larger all of it: training that moves other parts of a large
-    tensor alone, such as single rows of an embedding, goes unnoticed. So does code that lies in another hub model.
+    A block of every tensor is read, or all of a smaller one. Training that moves only other parts of a large tensor,
+    such as single rows of an embedding, goes unnoticed. So does a change of code in another hub model.
     """
     digest = hashlib.sha256()
     with errors_naming(name):
-        for path in settings_and_code(name):
+        # All of these are downloaded from the hub, so that the hash does not depend on what was loaded before.
+        folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=[*SETTINGS, CODE])
+        settings = sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
+        for path in settings:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
         for path in weight_files(name):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -66,18 +70,12 @@ def of_model(name: str) -> str:
                 digest.update(part)
     base = base_of(name)
     if base != name:
-        digest.update(of_model(base).encode())
+        digest.update(model_fingerprint(base).encode())
     return digest.hexdigest()
 
 
-def settings_and_code(name: str) -> list[Path]:
-    """Those of a hub model are downloaded: what is there must not depend on what was loaded before."""
-    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=[*SETTINGS, CODE])
-    return sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
-
-
 def header_and_blocks(path: Path) -> Iterator[bytes]:
-    """Of a file of safetensors: its header, with names, dtypes, shapes and places, and the middle of each tensor."""
+    """A safetensors file's header, with names, dtypes, shapes and offsets, and the middle of each tensor."""
     with path.open("rb") as file:
         length = file.read(8)
         header = file.read(int.from_bytes(length, "little"))
@@ -91,8 +89,8 @@ def header_and_blocks(path: Path) -> Iterator[bytes]:
                 yield file.read(size)
 
 
-def of_function(name: str) -> str:
-    """Of the source of the function's module; nothing for one without a source file."""
+def function_fingerprint(name: str) -> str:
+    """The hash of the source of the function's module; of nothing if it has no source file."""
     module = importlib.util.find_spec(name.partition(":")[0])
     source = Path(module.origin) if module is not None and module.origin is not None else None
     return hashlib.sha256(source.read_bytes() if source is not None and source.is_file() else b"").hexdigest()

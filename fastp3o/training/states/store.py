@@ -7,35 +7,39 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.training.durable import (
     LEFTOVER,
-    beside,
     clear_leftovers,
     make_folder,
     move_into_place,
     remove,
     sync,
+    temporary_sibling,
     write_file,
 )
-from fastp3o.training.finite import require_all_finite
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.processes import on_every_process, on_main_process
-from fastp3o.training.states.generators import generator_states, restore_generators
+from fastp3o.training.processes import on_every_process, on_main_process, require_all_finite
+from fastp3o.training.states.content import (
+    generator_states,
+    load_tensors,
+    restore_generators,
+    save_tensors,
+    saved_names,
+)
 from fastp3o.training.states.manifest import (
     CorruptStateError,
     Manifest,
     checksum,
-    files_of,
+    listed_files,
     read_manifest,
     require_files,
 )
-from fastp3o.training.states.tensors import load_tensors, save_tensors, saved_names
 
 KEPT = 2
 COUNTERS = "counters.json"
@@ -43,23 +47,12 @@ NAME = re.compile(r"step-(\d{6,})")
 CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 
 
-def generators_of(process: int) -> str:
-    return f"process-{process:05}.json"
-
-
-class Counts(Protocol):
-    """What has a small state of numbers, such as the scaling of rewards."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
-
-
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: all of its state but for the tensors.
+    """How far a run is: its state without the tensors.
 
-    evaluated: whether the evaluation after `step`, where one is due, has been made. counters: of the optimizer and of
-    other parts, by name. generators: the random ones of this process.
+    evaluated: whether the evaluation that is due after `step` was made. counters: of the optimizer and of other parts,
+    by name. generators: this process's random ones.
     """
 
     step: int
@@ -69,27 +62,28 @@ class Progress:
 
 
 class States:
-    """The states of a run in `folder`, of which the newest two stay. What is there under other names stays too.
+    """The states of a run in `folder`. The newest two stay, and files with other names are not touched.
 
-    tensors: gives those that change beside the optimizer's, which are filled in place.
+    parts: other parts with a state of their own, such as the scaling of rewards. tensors: gives the tensors that change
+    next to the optimizer's; they are filled in place.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
         folder: Path,
         optimizer: Optimizer,
-        parts: dict[str, Counts],
+        parts: dict[str, Stateful],
         tensors: Callable[[], dict[str, Tensor]] = dict,
     ):
-        self.accelerator, self.folder, self.optimizer, self.other_tensors = accelerator, folder, optimizer, tensors
+        self.accelerator, self.folder, self.optimizer = optimizer.accelerator, folder, optimizer
+        self.other_tensors = tensors
         self.parts = {"optimizer": optimizer, **parts}
         self.good: list[Path] = []
         self.corrupt: list[Path] = []
 
     @property
     def newest(self) -> Path | None:
-        """The newest that is known to be whole."""
+        """The newest state that is known to be whole."""
         return self.good[-1] if self.good else None
 
     def progress(self, step: int, *, evaluated: bool) -> Progress:
@@ -99,7 +93,7 @@ class States:
     def save(self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]) -> None:
         """Writes a state and removes all but the last two. The optimizer must stand where `progress` was taken.
 
-        Raises NotFiniteError, with nothing written, where a weight or a moment is not finite.
+        Raises NotFiniteError, with nothing written, if a weight or a moment is not finite.
         """
         place = self.folder / f"step-{progress.step:06}"
         if place in self.good:
@@ -113,7 +107,8 @@ class States:
             checksums = self.checksums(unfinished)
             processes = self.accelerator.num_processes
             manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
-            on_main_process(self.accelerator, lambda: self.finish(unfinished, manifest, place))
+            on_main_process(self.accelerator, lambda: manifest.write(unfinished))
+            on_main_process(self.accelerator, lambda: move_into_place(unfinished, place))
         except BaseException:
             if self.accelerator.is_main_process:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -121,44 +116,44 @@ class States:
         self.good = [*self.good, place][-KEPT:]
         on_main_process(self.accelerator, self.prune)
 
+    @property
+    def generators_file(self) -> str:
+        return f"process-{self.accelerator.process_index:05}.json"
+
     def begin(self, place: Path) -> Path:
-        unfinished = beside(place)
+        unfinished = temporary_sibling(place)
         make_folder(self.folder)
         unfinished.mkdir()
         return unfinished
 
     def write_numbers(self, folder: Path, progress: Progress) -> None:
-        write_file(folder / generators_of(self.accelerator.process_index), json.dumps(progress.generators))
+        write_file(folder / self.generators_file, json.dumps(progress.generators))
         if self.accelerator.is_main_process:
             write_file(folder / COUNTERS, json.dumps(progress.counters))
 
-    def finish(self, unfinished: Path, manifest: Manifest, place: Path) -> None:
-        manifest.write(unfinished)
-        move_into_place(unfinished, place)
-
     def checksums(self, folder: Path) -> dict[str, str]:
-        """Of all files in a folder, of which each process reads its share."""
-        files = on_main_process(self.accelerator, lambda: files_of(folder))
+        """The checksums of all files in a folder; each process reads its share of them."""
+        files = on_main_process(self.accelerator, lambda: listed_files(folder))
         share = files[self.accelerator.process_index :: self.accelerator.num_processes]
         own = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
         return dict(gather_object(own))
 
     def prune(self) -> None:
-        """Removes what has a state's name, but for the good ones."""
+        """Removes all that has a state's name, except the good ones."""
         for path in self.folder.iterdir():
             if (NAME.fullmatch(path.name) or CORRUPT.fullmatch(path.name)) and path not in self.good:
                 remove(path)
 
     def find(self) -> tuple[Manifest | None, list[str]]:
-        """The newest whole state, under whatever name, and lines on newer ones that are not. Changes nothing.
+        """The newest whole state, under any name, and lines on newer ones that are damaged. Changes nothing.
 
-        Raises CorruptStateError where there are states and none is whole.
+        Raises CorruptStateError if there are states and none is whole.
         """
         self.good, self.corrupt = [], []
         problems: list[str] = []
         for path, manifest, problem in on_main_process(self.accelerator, self.candidates):
             if manifest is not None:
-                problem = problem or self.mismatch(path, manifest)
+                problem = self.mismatch(path, manifest)
                 if problem is None:
                     # Those before it were whole when they were written.
                     self.good = [*self.older(manifest.step), path][-KEPT:]
@@ -178,7 +173,7 @@ class States:
         return [self.folder / name for number, name in steps if number < step]
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
-        """Folders that are or should be states, newest first, with their manifests or what is wrong with them."""
+        """Folders that are or should be states, newest first, with their manifests or what is wrong."""
         found: list[tuple[int, bool, Path, Manifest | None, str | None]] = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             named = NAME.fullmatch(path.name)
@@ -188,7 +183,7 @@ class States:
                 manifest = read_manifest(path)
                 require_files(path, manifest)
             except CorruptStateError as error:
-                # Without a whole manifest, a folder of another name never was a state.
+                # A folder with another name and without a whole manifest never was a state.
                 if named:
                     found.append((int(named[1]), True, path, None, str(error)))
             else:
@@ -206,9 +201,9 @@ class States:
         return f"{changed[0]} has another checksum than when it was written" if changed else None
 
     def load(self, manifest: Manifest) -> Progress:
-        """Restores the state that was found. Puts corrupt ones aside, so that their steps can be saved again.
+        """Restores the state that was found. Renames corrupt ones, so that their steps can be saved again.
 
-        Raises ValueError, with nothing changed, where it lacks what this run has beside the optimizer.
+        Raises ValueError, with nothing changed, if it lacks tensors that this run has next to the optimizer's.
         """
         assert self.newest is not None
         newest, others = self.newest, self.other_tensors()
@@ -218,9 +213,9 @@ class States:
                 f"--resume: {newest} lacks {min(others.keys() - names)}, which this run has: was its --precision "
                 "another? Give what was before, or a new --output_dir"
             )
-        leftover = LEFTOVER.fullmatch(self.newest.name)
-        folder = self.folder / leftover["name"] if leftover else self.newest
-        on_main_process(self.accelerator, lambda: self.put_in_order(folder))
+        leftover = LEFTOVER.fullmatch(newest.name)
+        folder = self.folder / leftover["name"] if leftover else newest
+        on_main_process(self.accelerator, lambda: self.rename_states(newest, folder))
         self.good[-1] = folder
         self.optimizer.fill(names - others.keys(), partial(load_tensors, folder))
         if others:
@@ -228,23 +223,22 @@ class States:
         on_every_process(self.accelerator, lambda: self.read_numbers(folder))
         return self.progress(manifest.step, evaluated=manifest.evaluated)
 
-    def put_in_order(self, folder: Path) -> None:
-        """Gives the state that was found its name, and corrupt ones another."""
-        assert self.newest is not None
+    def rename_states(self, newest: Path, folder: Path) -> None:
+        """Gives the state that was found its place, and corrupt ones another name."""
         for path in self.corrupt:
-            path.rename(beside(path, "corrupt"))
-        if self.newest != folder:
-            self.newest.rename(folder)
+            path.rename(temporary_sibling(path, "corrupt"))
+        if newest != folder:
+            newest.rename(folder)
         sync(self.folder)
 
     def read_numbers(self, folder: Path) -> None:
         counters = json.loads((folder / COUNTERS).read_text())
         for name, part in self.parts.items():
             part.load_state_dict(counters[name])
-        generators = folder / generators_of(self.accelerator.process_index)
+        generators = folder / self.generators_file
         if generators.exists():
             restore_generators(json.loads(generators.read_text()))
 
     def clear_leftovers(self) -> None:
-        """Removes what saves of earlier processes have left unfinished."""
+        """Removes unfinished saves of earlier processes."""
         clear_leftovers(self.folder, NAME)

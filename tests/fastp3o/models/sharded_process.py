@@ -24,7 +24,7 @@ from fastp3o.objectives.ppo import Critic
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.states.tensors import load_tensors, save_tensors, saved_names
+from fastp3o.training.states.content import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model
 

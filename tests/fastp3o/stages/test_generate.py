@@ -15,10 +15,9 @@ from fastp3o.data import load_demonstrations, load_preferences
 from fastp3o.stages.generate import loop
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.loop import generate
-from fastp3o.training.finite import NotFiniteError
+from fastp3o.training.processes import NotFiniteError
 from fastp3o.training.run_folder import release
-from fastp3o.training.states.changes import ResumeError
-from fastp3o.training.states.manifest import CorruptStateError
+from fastp3o.training.states.manifest import CorruptStateError, ResumeError
 from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.together import together
 from tests.fastp3o.torchrun import ROOT

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.stages.online import train
-from fastp3o.training.finite import NotFiniteError
-from fastp3o.training.states.changes import ResumeError
+from fastp3o.training.processes import NotFiniteError
+from fastp3o.training.states.manifest import ResumeError
 from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 

@@ -24,7 +24,7 @@ from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages import models, supervised
 from fastp3o.stages.preference import train, with_other_prompts
 from fastp3o.training import reference_logprobs
-from fastp3o.training.states.changes import ResumeError
+from fastp3o.training.states.manifest import ResumeError
 from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start
 
 REWARDS = "rewards_for_tests"

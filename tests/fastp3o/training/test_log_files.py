@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.training.log_files import append_line, keep_until
+from fastp3o.training.run_folder import append_line, keep_until
 
 
 @pytest.fixture

@@ -140,9 +140,9 @@ def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
 
 def test_lengths_of_a_full_row():
     shared = Lengths.of_full_row(Packing(1000), prompt=100, response=50)
-    assert shared == Lengths(tokens=1000, keys=1500, scored=500)
+    assert shared == Lengths(tokens=1000, keys=1500, labelled=500)
     plain = Lengths.of_full_row(Packing(1000, share_prompts=False), prompt=100, response=50)
-    assert plain == Lengths(tokens=900, keys=900, scored=300)
+    assert plain == Lengths(tokens=900, keys=900, labelled=300)
     assert Lengths.of_full_row(Packing(10), prompt=100, response=50).tokens == 200
 
 

@@ -10,9 +10,8 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.trainable import freeze_below
 from fastp3o.precision import precision_of
-from fastp3o.training.finite import NotFiniteError
-from fastp3o.training.masters import Masters
-from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.optimizer import Masters, Optimizer
+from fastp3o.training.processes import NotFiniteError
 from tests.fastp3o.models.model_families import PAIRS
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -9,11 +9,10 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
 from fastp3o.training import reference_logprobs
-from fastp3o.training.finite import NotFiniteError
+from fastp3o.training.processes import NotFiniteError
 from fastp3o.training.reference_logprobs import (
     DamagedFileError,
     ReferenceLogprobs,
-    compute_logprobs,
     read_logprobs,
     write_logprobs,
 )
@@ -33,11 +32,12 @@ def examples() -> Dataset:
 
 @pytest.mark.parametrize("columns", [TOGETHER, APART], ids=["together", "apart"])
 @pytest.mark.parametrize("chunk", [2, 1024])
-def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, chunk, monkeypatch):
+def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, chunk, monkeypatch, tmp_path):
     monkeypatch.setattr(reference_logprobs, "CHUNK", chunk)
     policy = load_policy(tiny_model)
     reference = SecondModel(policy, torch.device("cpu"), offload=False)
-    logprobs = compute_logprobs(Accelerator(cpu=True), reference, examples, columns, Packing(20), list)
+    kept = ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {}, columns, Packing(20), [])
+    logprobs = kept.compute_one(reference, examples, list)
     with torch.no_grad(), policy.with_own_attention() as alone:
         expected = [
             [logprobs_alone(alone, e["prompt_ids"], e[name]).sum() for name in ("first_ids", "second_ids")]

@@ -15,12 +15,13 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from fastp3o.config import StageConfig
+from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.precision import precision_of
-from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.run import Run
-from fastp3o.training.states.changes import ResumeError
+from fastp3o.training.processes import NotFiniteError
+from fastp3o.training.run import Run, Steps
+from fastp3o.training.states.manifest import ResumeError
 from tests.fastp3o.runs import assert_equal, weights
 
 STEPS = 4
@@ -40,18 +41,10 @@ def start(tiny_model, tokenizer, evaluate=None, steps=STEPS, **changes) -> Run:
     config = StageConfig(**({"model": tiny_model, "output_dir": "run", "report_to": "none"} | changes))
     trackers = None if config.report_to == "none" else config.report_to
     accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=config.output_dir)
-    optimizer = Optimizer(accelerator, load_policy(tiny_model), precision_of("fp32", "fp32"), config, STEPS)
-    return Run(
-        accelerator,
-        config,
-        optimizer,
-        tokenizer,
-        stage="test",
-        step_name="step",
-        steps=steps,
-        evaluate=evaluate,
-        data={},
-    )
+    precision = precision_of("fp32", "fp32")
+    optimizer = Optimizer(accelerator, load_policy(tiny_model), precision, config, STEPS)
+    context = Context(accelerator, precision, tokenizer, None)
+    return Run(context, config, optimizer, Steps("test", "step", steps), evaluate=evaluate, data={})
 
 
 def take_step(run: Run) -> None:

@@ -7,8 +7,7 @@ from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
-from fastp3o.training.states.changes import ResumeError, plain, require_same_run
-from fastp3o.training.states.manifest import Manifest
+from fastp3o.training.states.manifest import Manifest, ResumeError, plain, require_same_run
 
 BEFORE = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r:f"}
 HASHES = {"model": "1", "prompts": "2", "reward function": "3"}

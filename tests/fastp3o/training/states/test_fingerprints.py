@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from fastp3o.models.loading import load_policy
 from fastp3o.models.trainable import add_lora
-from fastp3o.training.states.fingerprints import fingerprints_of, of_model
+from fastp3o.training.states.fingerprints import fingerprints_of, model_fingerprint
 
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 
@@ -70,43 +70,43 @@ def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
     parts = dict(zip("kqv", torch.zeros(3, 64, 2**15), strict=True))
     weights = {f"{layer:02} {name}": part for name, of_layers in parts.items() for layer, part in enumerate(of_layers)}
     save_file(weights, tmp_path / WEIGHTS)
-    before = of_model(str(tmp_path))
+    before = model_fingerprint(str(tmp_path))
     parts["q"] += 1e-3
     save_file(weights, tmp_path / WEIGHTS)
-    assert of_model(str(tmp_path)) != before
+    assert model_fingerprint(str(tmp_path)) != before
 
 
 def test_each_weight_of_a_model_and_its_dtype_counts(copied):
-    seen = {of_model(str(copied))}
+    seen = {model_fingerprint(str(copied))}
     names = list(load_file(copied / WEIGHTS))
     for name in names:
         change_one(copied / WEIGHTS, name)
-        seen.add(of_model(str(copied)))
+        seen.add(model_fingerprint(str(copied)))
     save_file(
         {name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()}, copied / WEIGHTS
     )
-    seen.add(of_model(str(copied)))
+    seen.add(model_fingerprint(str(copied)))
     assert len(seen) == len(names) + 2
 
 
 def test_settings_and_code_count_and_other_files_do_not(copied):
-    seen = {of_model(str(copied))}
+    seen = {model_fingerprint(str(copied))}
     for number, name in enumerate(("config.json", "generation_config.json", "modeling_own.py"), 2):
         with (copied / name).open("a") as file:
             file.write("\n")
-        seen.add(of_model(str(copied)))
+        seen.add(model_fingerprint(str(copied)))
         assert len(seen) == number
     (copied / "README.md").touch()
     (copied / "optimizer.safetensors").touch()
-    assert of_model(str(copied)) in seen
+    assert model_fingerprint(str(copied)) in seen
 
 
 def test_adapters_count_and_so_does_the_model_under_them(copied, adapters):
-    seen = {of_model(str(adapters)), of_model(str(copied))}
+    seen = {model_fingerprint(str(adapters)), model_fingerprint(str(copied))}
     change_one(adapters / ADAPTERS, next(iter(load_file(adapters / ADAPTERS))))
-    seen.add(of_model(str(adapters)))
+    seen.add(model_fingerprint(str(adapters)))
     change_one(copied / WEIGHTS, "model.norm.weight")
-    seen.add(of_model(str(adapters)))
+    seen.add(model_fingerprint(str(adapters)))
     assert len(seen) == 4
 
 
@@ -114,14 +114,14 @@ def test_names_of_the_hub_are_models_and_adapters_alike(tmp_path, copied, adapte
     path = adapters / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "owner/base"}))
     on_the_hub(monkeypatch, tmp_path / "cache", base=copied, adapters=adapters)
-    assert of_model("owner/base") == of_model(str(copied))
-    assert of_model("owner/adapters") == of_model(str(adapters))
+    assert model_fingerprint("owner/base") == model_fingerprint(str(copied))
+    assert model_fingerprint("owner/adapters") == model_fingerprint(str(adapters))
 
 
 def test_a_model_that_is_not_there_is_an_error_with_its_name(tmp_path, copied, monkeypatch):
     on_the_hub(monkeypatch, tmp_path / "cache")
     with pytest.raises(ValueError, match="cannot load owner/none: "):
-        of_model("owner/none")
+        model_fingerprint("owner/none")
     (copied / WEIGHTS).unlink()
     with pytest.raises(ValueError, match=f"cannot load {copied}: it has no weights in safetensors"):
-        of_model(str(copied))
+        model_fingerprint(str(copied))

@@ -16,10 +16,10 @@ from torch import nn
 from fastp3o.config import StageConfig
 from fastp3o.precision import precision_of
 from fastp3o.rewards.scaling import DifferenceScaler
-from fastp3o.training.finite import NotFiniteError
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.states import store, tensors
-from fastp3o.training.states.manifest import CorruptStateError, Manifest, checksum_of, read_manifest
+from fastp3o.training.processes import NotFiniteError
+from fastp3o.training.states import content, store
+from fastp3o.training.states.manifest import CorruptStateError, Manifest, content_checksum, read_manifest
 from fastp3o.training.states.store import States
 
 CONFIG = {"learning_rate": 0.1}
@@ -41,7 +41,7 @@ class Trainer:
         config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule="cosine", warmup_steps=2)
         self.optimizer = Optimizer(Accelerator(cpu=True), Two(), precision_of(precision, "fp32"), config, steps=20)
         self.scaler = DifferenceScaler(10.0)
-        self.states = States(self.optimizer.accelerator, folder, self.optimizer, {"scaler": self.scaler})
+        self.states = States(folder, self.optimizer, {"scaler": self.scaler})
 
     def train(self, first: int, last: int, *, save: bool = True) -> "Trainer":
         for step in range(first, last + 1):
@@ -79,7 +79,7 @@ def test_the_last_two_stay_and_nothing_else_is_removed(tmp_path):
 
 
 def test_there_is_no_pickle_and_large_states_have_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensors, "BYTES_PER_FILE", 20)
+    monkeypatch.setattr(content, "BYTES_PER_FILE", 20)
     whole = Trainer(tmp_path).train(1, 1)
     files = {path.suffix for path in (tmp_path / "step-000001").iterdir()}
     assert files == {".json", ".safetensors"}
@@ -159,7 +159,7 @@ def test_a_state_of_another_version_is_not_taken(tmp_path):
     Trainer(tmp_path).train(1, 1)
     path = tmp_path / "step-000001" / "manifest.json"
     content = {"version": 2, **asdict(read_manifest(path.parent))}
-    path.write_text(json.dumps(content | {"sha256": checksum_of(content)}))
+    path.write_text(json.dumps(content | {"sha256": content_checksum(content)}))
     with pytest.raises(CorruptStateError, match="is of version 2, and this fastp3o reads version 1"):
         Trainer(tmp_path).resume()
 
