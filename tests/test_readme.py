@@ -55,7 +55,8 @@ def test_links_lead_to_files_and_headings(page: str):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_it_names_exist(page: str):
     text = (ROOT / page).read_text()
-    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|sh|txt|json)|(?:[\w.]+/)+)[` ]", text)
+    named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|sh|txt|json)|(?:[\w.]+/)+)`", text)
+    named += re.findall(r"`(scripts/\w+\.py) ", text)
     assert named
     for name in named:
         assert any((folder / name).exists() for folder in ((ROOT / page).parent, ROOT, ROOT / "scripts")), name
@@ -69,7 +70,8 @@ def test_the_tree_names_folders_that_exist():
 
 
 def test_commands_use_flags_that_their_scripts_have():
-    commands = re.findall(r"^python (scripts/\w+\.py) (.*)$", "\n".join(blocks("bash")), re.MULTILINE)
+    lines = "\n".join(blocks("bash")).replace("\\\n", "")
+    commands = re.findall(r"^python (scripts/\w+\.py) (.*)$", lines, re.MULTILINE)
     assert len(commands) == 3
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
     for script, flags in commands:
