@@ -13,6 +13,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from fastp3o.data.encoding import LONGEST_TEXT
+from fastp3o.errors import UserError
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS
 from fastp3o.script import DEBUG_HELP
@@ -70,7 +71,7 @@ class Flags:
         for flag in fields(self):
             value = getattr(self, flag.name)
             if expected := broken_rule(value, flag.metadata):
-                raise ValueError(f"--{flag.name} must be {expected}, got {value!r}")
+                raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
         for flag in fields(self):
             self.check_needs(flag.metadata.get("needs", ()), flag.name)
 
@@ -83,7 +84,7 @@ class Flags:
             return
         for name in names:
             if getattr(self, name) != here[name].default:
-                raise ValueError(f"--{name} does nothing without {' or '.join(f'--{other}' for other in needed)}")
+                raise UserError(f"--{name} does nothing without {' or '.join(f'--{other}' for other in needed)}")
 
     # Until objectives/ no longer calls them.
 
@@ -99,7 +100,7 @@ class Flags:
 
     def check(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
-            raise ValueError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
+            raise UserError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
@@ -290,7 +291,7 @@ class TrainableConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
-            raise ValueError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
+            raise UserError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
 
     # Until objectives/ no longer calls it.
     def check_trainable(self) -> None: ...
@@ -323,7 +324,7 @@ class SamplerConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampler == "transformers" and (self.rollout_memory is not None or self.compile_rollouts):
-            raise ValueError("--rollout_memory and --compile_rollouts do nothing with --sampler transformers")
+            raise UserError("--rollout_memory and --compile_rollouts do nothing with --sampler transformers")
 
     # Until objectives/ no longer calls it.
     def check_sampler(self) -> None: ...

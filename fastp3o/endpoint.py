@@ -14,6 +14,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 
+from fastp3o.errors import UserError
+
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
@@ -22,7 +24,7 @@ LONGEST_BODY = 2**24  # bytes; no answer comes near it
 EXCERPT = 300  # characters
 
 
-class EndpointError(RuntimeError):
+class EndpointError(UserError):
     """The endpoint refuses the request, or fails after all retries. The message names URL, status and answer."""
 
 
@@ -74,7 +76,7 @@ class Endpoint:
         self.key = os.environ.get(key_variable, "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             # httpx would complain too, but quote the key.
-            raise ValueError(f"the environment variable {key_variable} holds characters that no HTTP header can")
+            raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
         self.certificates = httpx2.create_ssl_context()
@@ -168,7 +170,7 @@ def check_url(url: str) -> str:
     """Returns the URL. Raises ValueError where it cannot be an endpoint's."""
     if not names_server(url) or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
         shown = url.rpartition("@")[2]  # without a password
-        raise ValueError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
+        raise UserError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
     return url
 
 
@@ -180,7 +182,7 @@ def environment_proxy(url: str) -> str | None:
     proxy_url = proxy if "://" in proxy else f"http://{proxy}"
     if not names_server(proxy_url):
         shown = proxy.rpartition("@")[2]  # without a password
-        raise ValueError(f"the environment's proxy for https must be a URL such as http://proxy:3128, got {shown!r}")
+        raise UserError(f"the environment's proxy for https must be a URL such as http://proxy:3128, got {shown!r}")
     return proxy_url
 
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from fastp3o.errors import UserError
+
 Result = TypeVar("Result")
 
 
-class FunctionError(ValueError):
+class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
 
@@ -33,18 +35,18 @@ def import_function(name: str, role: str) -> Callable:
     """
     module, _, function = name.partition(":")
     if not module or not function:
-        raise ValueError(f"the {role} must be given as module:function, got {name!r}")
+        raise UserError(f"the {role} must be given as module:function, got {name!r}")
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise ValueError(f"cannot load the {role} {name!r}: {kind}{error}") from error
+        raise UserError(f"cannot load the {role} {name!r}: {kind}{error}") from error
     finally:
         sys.path.remove(folder)
     if not callable(found):
-        raise ValueError(f"cannot load the {role} {name!r}: it is a {type(found).__name__}, not a function")
+        raise UserError(f"cannot load the {role} {name!r}: it is a {type(found).__name__}, not a function")
     return found
 
 

@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, read_run
 from fastp3o.evaluation.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
 from fastp3o.script import run_script
@@ -40,11 +41,11 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
     for folder in folders:
         evaluations = read_run(folder)
         if any(metric not in evaluation for evaluation in evaluations):
-            raise ValueError(f"{folder} was evaluated without a {metric} reward (--gold_reward)")
+            raise UserError(f"{folder} was evaluated without a {metric} reward (--gold_reward)")
         config = yaml.safe_load((folder / CONFIG).read_text())
         seed = (str(config["eval_prompts"]), config["seed"])
         if seed in runs:
-            raise ValueError(f"{folder} is a second run with seed {seed[1]} on {seed[0]}")
+            raise UserError(f"{folder} is a second run with seed {seed[1]} on {seed[0]}")
         runs[seed] = evaluations
     return runs
 

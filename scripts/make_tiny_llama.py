@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from fastp3o.config import Flags, option, parse, required
 from fastp3o.data.errors import RecordError
 from fastp3o.data.sources import read_records
+from fastp3o.errors import UserError
 from fastp3o.script import run_script
 
 END, PAD = "<|end|>", "<|pad|>"
@@ -35,7 +36,7 @@ class TinyLlamaConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hidden_size % (2 * self.heads):  # rotary positions turn pairs
-            raise ValueError(f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}")
+            raise UserError(f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}")
 
 
 def main(config: TinyLlamaConfig) -> None:

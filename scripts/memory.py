@@ -12,6 +12,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.config import TrainableConfig, option, parse, required
+from fastp3o.errors import UserError
 from fastp3o.models.loading import errors_naming
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
@@ -43,7 +44,7 @@ class MemoryConfig(TrainableConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.gpus % self.shards:
-            raise ValueError(f"--shard_size must be a divisor of --gpus ({self.gpus}), got {self.shard_size}")
+            raise UserError(f"--shard_size must be a divisor of --gpus ({self.gpus}), got {self.shard_size}")
 
     @property
     def shards(self) -> int:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.data.chat_template import ChatTemplate, Piece, Pieces, special_tokens, written
 from fastp3o.data.errors import Found, RecordError
 from fastp3o.data.layouts import Message, Part
+from fastp3o.errors import UserError
 
 # Characters. A text of so many takes seconds to tokenise.
 LONGEST_TEXT = 1_000_000
@@ -77,11 +78,11 @@ class Encoder:
         self.max_response_tokens = max_response_tokens
         self.first_ids = ids_added_first(tokenizer)
         if max_prompt_tokens <= len(self.first_ids):
-            raise ValueError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
+            raise UserError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
         if max_response_tokens is not None and max_response_tokens < 1:
-            raise ValueError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
+            raise UserError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
         if max_response_tokens is not None and tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end-of-sequence token, which must close each response")
+            raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
 
     def render(self, prompt: Part, responses: tuple[Part, ...]) -> Texts:
         """Applies the chat template to messages and leaves text as it is. Raises RecordError."""
@@ -172,7 +173,7 @@ def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if plain:
             marked = tokenizer(probe).input_ids
             return next(marked[:i] for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
-    raise ValueError("the tokenizer turns every text into nothing")
+    raise UserError("the tokenizer turns every text into nothing")
 
 
 def probe_texts(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:

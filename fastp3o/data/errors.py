@@ -1,7 +1,9 @@
 """Errors about data that cannot be used: where it is, what was expected, what was found."""
 
+from fastp3o.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError):
     """Data that cannot be used. The message names the file or hub name and, where known, the record and the field."""
 
 

@@ -28,6 +28,7 @@ from fastp3o.data.layouts import (
     margin,
 )
 from fastp3o.data.sources import Record, read_records
+from fastp3o.errors import UserError
 
 BATCH = 1000  # records tokenised at once
 IDS = List(Value("int32"))
@@ -117,7 +118,7 @@ def load_prompts(
     columns = columns or {}
     for name in PROMPT_COLUMNS:
         if name in columns:
-            raise ValueError(f"{columns[name]} asks for the column '{name}', which is the prompt itself")
+            raise UserError(f"{columns[name]} asks for the column '{name}', which is the prompt itself")
     return Loader(tokenizer, (), None, columns=columns, as_given=as_given, **options).load(source)
 
 
@@ -195,7 +196,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit must be at least 1, got {self.limit}")
+            raise UserError(f"limit must be at least 1, got {self.limit}")
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
         self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
 

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fastp3o.data.errors import DataError, Found, RecordError
+from fastp3o.errors import UserError
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
@@ -201,7 +202,7 @@ def object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. ValueError where a name comes twice: a plain dict would silently keep the last value only."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("a field's name comes twice in one object")
+        raise UserError("a field's name comes twice in one object")
     return content
 
 

@@ -13,6 +13,8 @@ from fastp3o.training.run_folder import EVALUATIONS
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from fastp3o.errors import UserError
+
 # The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
 Evaluations = list[dict[str, float]]
 
@@ -21,7 +23,7 @@ def read_run(folder: Path) -> Evaluations:
     """The evaluations of a run, in order. Raises ValueError with the file, and the line that cannot be used."""
     path = folder / EVALUATIONS
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the folder of a P3O run with evaluations (--eval_prompts)")
+        raise UserError(f"{path} does not exist: give the folder of a P3O run with evaluations (--eval_prompts)")
     evaluations = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
@@ -29,11 +31,11 @@ def read_run(folder: Path) -> Evaluations:
             evaluations.append({name: float(value) for name, value in evaluation.items()})
             missing = {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys()
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} line {number}: expected a JSON object of numbers: {error}") from error
+            raise UserError(f"{path} line {number}: expected a JSON object of numbers: {error}") from error
         if missing:
-            raise ValueError(f"{path} line {number} lacks {', '.join(sorted(missing))}")
+            raise UserError(f"{path} line {number} lacks {', '.join(sorted(missing))}")
     if not evaluations:
-        raise ValueError(f"{path} is empty")
+        raise UserError(f"{path} is empty")
     return evaluations
 
 

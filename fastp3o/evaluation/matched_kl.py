@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, linear_fit
 
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
@@ -66,7 +67,7 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
     """
     samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
     if not samples:
-        raise ValueError("an interval needs values")
+        raise UserError("an interval needs values")
     count = sum(map(len, samples))
     resampled = sum(_resampling(len(sample), number) @ sample for number, sample in enumerate(samples)) / count
     mean = float(np.concatenate(samples).mean())
@@ -130,7 +131,7 @@ NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 def _start(evaluations: Evaluations) -> dict[str, float]:
     if not evaluations or evaluations[0]["step"] != 0:
-        raise ValueError("gains need the evaluation at step 0 first")
+        raise UserError("gains need the evaluation at step 0 first")
     return evaluations[0]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils.logging import get_logger
 
+from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Segments, SharedKeys
 
 try:
@@ -94,9 +95,9 @@ def segment_attention(
         [1, T, H, D], and no weights. Raises ValueError for a batch that is not packed, and for dropout.
     """
     if (segments is None and cache is None) or attention_mask is not None or len(query) != 1:
-        raise ValueError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
+        raise UserError(f'attention "{NAME}" takes one packed row with its segments, and no attention mask')
     if dropout:
-        raise ValueError(f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0")
+        raise UserError(f"dropout of attention weights ({dropout}) would make log-probabilities random; set it to 0")
     if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
         # Rotary embeddings leave queries and keys in fp32, while values are in half precision.
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -32,6 +32,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from fastp3o.errors import UserError
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import is_main_process
@@ -53,14 +54,14 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """
     with errors_naming(name):
         if not has_tokenizer(name):
-            raise ValueError("it has no tokenizer's files")
+            raise UserError("it has no tokenizer's files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         tokens = load_config(name, trust_remote_code).get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
+        raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens)
     if beyond:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer of {name} has tokens that the model's {tokens} embeddings lack: "
             f"{listed([repr(token) for _, token in beyond])}; is it another model's, or was the model not resized?"
         )
@@ -86,10 +87,10 @@ def require_same_vocabulary(
         if has_tokenizer(reference):
             others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
     if there != here:
-        raise ValueError(f"{expected}{there} tokens instead of {here}")
+        raise UserError(f"{expected}{there} tokens instead of {here}")
     if others is not None and others != (own := tokenizer.get_vocab()):
         differing = sorted(token for token in own.keys() | others.keys() if own.get(token) != others.get(token))
-        raise ValueError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
+        raise UserError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -146,16 +147,16 @@ def load_reward_model(
     model, loading = from_checkpoint(AutoModelForSequenceClassification, name, **options)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
-        raise ValueError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
+        raise UserError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
     outputs = next((shape[0] for key, shape, _ in loading["mismatched_keys"] if key == "score.weight"), 1)
     if outputs != 1:
-        raise ValueError(f"{name} has {outputs} outputs; a reward model has one")
+        raise UserError(f"{name} has {outputs} outputs; a reward model has one")
     headless = "score.weight" in loading["missing_keys"]
     require_whole(name, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
     if headless:
         nn.init.zeros_(head.weight)
     if not new_head and not head.weight.any():
-        raise ValueError(
+        raise UserError(
             f"{name} is no trained reward model: "
             + ("it is a language model without a head `score`" if headless else "its head `score` is zero")
             + "; train one from it with scripts/reward_model.py"
@@ -220,7 +221,7 @@ def require_whole(
     }
     if any(problems.values()):
         found = "; it ".join(f"{problem} {listed(keys)}" for problem, keys in problems.items() if keys)
-        raise ValueError(f"the checkpoint {name} does not hold the weights of its model: it {found}")
+        raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {found}")
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ def weight_files(name: str) -> list[Path]:
         if found is not None:
             shards = get_checkpoint_shard_files(name, found)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [found]
             return [Path(shard) for shard in shards]
-    raise ValueError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
+    raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
 
 def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
@@ -282,13 +283,13 @@ def errors_naming(name: str) -> Iterator[None]:
     """
     path = Path(name)
     if path.is_file():
-        raise ValueError(f"cannot load {name}: it is a file, and models are folders")
+        raise UserError(f"cannot load {name}: it is a file, and models are folders")
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError(f"cannot load {name}: there is no such folder")  # nor can it be a hub name
+        raise UserError(f"cannot load {name}: there is no such folder")  # nor can it be a hub name
     try:
         yield
     except Exception as error:
-        raise ValueError(f"cannot load {name}: {broken_weights(path) or error}") from error
+        raise UserError(f"cannot load {name}: {broken_weights(path) or error}") from error
 
 
 def broken_weights(folder: Path) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, scored_logprobs, scores
 from fastp3o.packing.pack import Packing, pack
@@ -35,22 +36,22 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     stateful = sorted(layers - ISOLATING_LAYERS)
     if inner._is_stateful or stateful:
         kinds = ", ".join(stateful) or "recurrent"
-        raise ValueError(
+        raise UserError(
             f"{refused}its layers ({kinds}) are not plain or sliding attention, which alone keeps sequences apart"
         )
     if not inner._supports_attention_backend:
-        raise ValueError(
+        raise UserError(
             f"{refused}its attention does not go through transformers' AttentionInterface, which keeps them apart"
         )
     try:
         trial = trial_of(model)
     except Exception as error:  # from anywhere in a model that does not pass the segments on
-        raise ValueError(f"{refused}a trial failed with: {error}") from error
+        raise UserError(f"{refused}a trial failed with: {error}") from error
     difference = (trial.packed - trial.alone).abs().mean().item()
     if not isfinite(difference):
-        raise ValueError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
+        raise UserError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
     if difference > TOLERANCE[inner.dtype]:
-        raise ValueError(
+        raise UserError(
             f"{refused}they get other results than alone (off by {difference:.2g} on average), so something in it "
             "looks beyond the segments of the attention, or changes logits behind the head"
         )
@@ -59,7 +60,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
     slides = SLIDING in layers if layers else window
     reached = window is None or model.longest_sequence is None or window < model.longest_sequence
     if slides and reached and not trial.windows:
-        raise ValueError(f"{refused}transformers does not hand its sliding window on to the AttentionInterface")
+        raise UserError(f"{refused}transformers does not hand its sliding window on to the AttentionInterface")
     return model
 
 
@@ -68,7 +69,7 @@ def require_trainable(model: PackedModel, name: str) -> PackedModel:
     with on_trial(model) as (run, row):
         noise = (run(model.train(), row) - run(model.eval(), row)).abs().mean().item()
     if not noise <= TOLERANCE[model.model.dtype]:
-        raise ValueError(
+        raise UserError(
             f"{name} ({type(model.model).__name__}) cannot be trained: its training mode gives other results (off by "
             f"{noise:.2g} on average), as where experts are chosen at random, and ratios would be those of two "
             "different policies"

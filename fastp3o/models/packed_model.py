@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, linear_logprobs
@@ -34,7 +35,7 @@ class PackedModel(nn.Module):
         """Raises ValueError if the model, or another one with the same configuration, is in a PackedModel already."""
         super().__init__()
         if model.config._attn_implementation == attention.NAME:
-            raise ValueError("the model, or another with the same configuration object, is in a PackedModel already")
+            raise UserError("the model, or another with the same configuration object, is in a PackedModel already")
         self.model = model
         self.relative_positions = end_of_positions(model.config) is None
         self.longest_sequence = longest_sequence(model.config)
@@ -63,7 +64,7 @@ class PackedModel(nn.Module):
         """Raises ValueError if positions end before this many tokens of prompt and response together."""
         if self.longest_sequence is not None and tokens > self.longest_sequence:
             name = self.model.name_or_path
-            raise ValueError(
+            raise UserError(
                 f"prompt and response take up to {tokens} tokens together, and the positions of "
                 f"{type(self.model).__name__}{f' ({name})' if name else ''} end at {self.longest_sequence}: lower "
                 "--max_prompt_tokens or --max_response_tokens"
@@ -90,7 +91,7 @@ class PackedModel(nn.Module):
         for module in body.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return module
-        raise ValueError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
+        raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
         """Raises ValueError if the head is not a plain linear layer; one with a LoRA adapter is not."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import PackedRow
 
@@ -41,7 +42,7 @@ def process_mesh(device: torch.device, shard_size: int = 0) -> DeviceMesh | None
         return None
     size = shard_size or processes
     if processes % size:
-        raise ValueError(f"--shard_size ({size}) must divide the number of processes ({processes})")
+        raise UserError(f"--shard_size ({size}) must divide the number of processes ({processes})")
     if size == processes:
         return init_device_mesh(device.type, (size,))
     return init_device_mesh(device.type, (processes // size, size), mesh_dim_names=("replicas", "shards"))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastp3o.config import TrainableConfig
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
 
@@ -39,7 +40,7 @@ def freeze_below(model: PackedModel, layers: int) -> None:
     body = model.model.base_model
     stack = model.layers()
     if layers > len(stack):
-        raise ValueError(f"--trainable_layers is {layers}, and the model has {len(stack)} layers")
+        raise UserError(f"--trainable_layers is {layers}, and the model has {len(stack)} layers")
     model.requires_grad_(False)
     for layer in stack[len(stack) - layers :]:
         layer.requires_grad_(True)
@@ -58,10 +59,10 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ValueError("--lora_rank needs peft: pip install 'fastp3o[lora]'") from error
+        raise UserError("--lora_rank needs peft: pip install 'fastp3o[lora]'") from error
     largest = max(min(weight.shape) for weight in model.model.base_model.parameters() if weight.dim() == 2)
     if rank > largest:
-        raise ValueError(f"--lora_rank is {rank}, and the model's matrices have a rank of {largest} at most")
+        raise UserError(f"--lora_rank is {rank}, and the model's matrices have a rank of {largest} at most")
     lora = LoraConfig(
         r=rank,
         lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
@@ -72,7 +73,7 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     try:
         model.model.add_adapter(lora)
     except ValueError as error:
-        raise ValueError(f"--lora_targets {targets}: {error}") from error
+        raise UserError(f"--lora_targets {targets}: {error}") from error
     model.head()
 
 

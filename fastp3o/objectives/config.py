@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required
+from fastp3o.errors import UserError
 from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
@@ -91,17 +92,17 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         super().__post_init__()
         self.check_penalties(self.max_response_tokens)
         if self.reference_every and self.reference_decay:
-            raise ValueError("--reference_every and --reference_decay exclude each other")
+            raise UserError("--reference_every and --reference_decay exclude each other")
         if self.reference_moves and self.lora_rank:
-            raise ValueError(
+            raise UserError(
                 "--reference_every and --reference_decay need whole weights that train: without --lora_rank"
             )
         if self.eval_at and not all(part.strip().isdecimal() for part in self.eval_at.split(",")):
-            raise ValueError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
+            raise UserError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:
-            raise ValueError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
+            raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
         if self.prompts_per_update % self.prompts_per_minibatch:
-            raise ValueError(
+            raise UserError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
                 f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
             )
@@ -153,7 +154,7 @@ class KLConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.target_kl and not self.kl_coef:
-            raise ValueError("--target_kl adapts --kl_coef, which must be above 0 to begin with")
+            raise UserError("--target_kl adapts --kl_coef, which must be above 0 to begin with")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +194,8 @@ class MixtureConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mixture and self.lora_rank and not self.reference:
-            raise ValueError("--mixture samples from a reference of its own: with --lora_rank, name one by --reference")
+            raise UserError("--mixture samples from a reference of its own: with --lora_rank, name one by --reference")
         if self.mixture and self.offload:
-            raise ValueError("--mixture and --offload exclude each other: the reference is sampled from, too")
+            raise UserError("--mixture and --offload exclude each other: the reference is sampled from, too")
         if self.mixture and (self.sampler != "engine" or self.compile_rollouts):
-            raise ValueError("--mixture needs --sampler engine without --compile_rollouts")
+            raise UserError("--mixture needs --sampler engine without --compile_rollouts")

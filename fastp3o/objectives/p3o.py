@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from fastp3o.config import objective_name, option
+from fastp3o.errors import UserError
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
@@ -131,13 +132,13 @@ class PPGConfig(P3OConfig):
             ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),
         ):
             if value != default:
-                raise ValueError(f"--{name} must be left as it is, as all ratios are 1, got {value!r}")
+                raise UserError(f"--{name} must be left as it is, as all ratios are 1, got {value!r}")
         if self.inner_epochs != 1:
-            raise ValueError(
+            raise UserError(
                 f"--inner_epochs must be 1, since the gradient is on-policy (p3o has more), got {self.inner_epochs}"
             )
         if self.minibatches_per_update != 1:
-            raise ValueError(
+            raise UserError(
                 f"--prompts_per_minibatch ({self.prompts_per_minibatch}) must be --prompts_per_update "
                 f"({self.prompts_per_update}): the gradient is on-policy, and a round has one step (p3o has more)"
             )

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from fastp3o.config import SamplerConfig, SupervisedConfig, TrainableConfig, objective_name, option
+from fastp3o.errors import UserError
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
@@ -80,9 +81,9 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         if self.needs_reference:
             return
         if self.reference_logprobs:
-            raise ValueError(f"--reference_logprobs does nothing: --objective {self.objective} has no reference")
+            raise UserError(f"--reference_logprobs does nothing: --objective {self.objective} has no reference")
         if self.reference and not self.eval_prompts:
-            raise ValueError(
+            raise UserError(
                 f"--reference does nothing without --eval_prompts: --objective {self.objective} has no reference"
             )
 
@@ -449,7 +450,7 @@ class BPOConfig(OnlineDPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reference_moves:
-            raise ValueError(
+            raise UserError(
                 "--reference_every and --reference_decay change nothing: the loss compares with the policy that sampled"
             )
 
@@ -512,7 +513,7 @@ class NashMDConfig(MixtureConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.responses_per_prompt % 2:
-            raise ValueError(
+            raise UserError(
                 f"--responses_per_prompt must be even: half are the mixture's, got {self.responses_per_prompt}"
             )
 

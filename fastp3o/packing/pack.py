@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.packing.layout import Ids, RowBuilder, plain_layout, shared_layout
 from fastp3o.packing.packed_row import PackedRow
 
@@ -53,11 +54,11 @@ def check_groups(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], *, 
     for number, (prompt, group) in enumerate(zip(prompts, responses, strict=True)):
         if not prompt or not group or not all(group):
             lengths = [len(response) for response in group]
-            raise ValueError(
+            raise UserError(
                 f"group {number} has {len(prompt)} prompt tokens and responses of {lengths}; each needs one"
             )
         if score_prompts and len(group) != 1:
-            raise ValueError(f"group {number} has {len(group)} responses; a scored prompt has one")
+            raise UserError(f"group {number} has {len(group)} responses; a scored prompt has one")
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
@@ -67,7 +68,7 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
     """
     responses_per_prompt = rows[0].responses_per_prompt
     if responses_per_prompt is None or any(row.responses_per_prompt != responses_per_prompt for row in rows):
-        raise ValueError("groups with different numbers of responses have no common shape [P, K]")
+        raise UserError("groups with different numbers of responses have no common shape [P, K]")
     order = torch.tensor([group for row in rows for group in row.groups])
     return torch.cat(list(values)).view(-1, responses_per_prompt)[order.argsort().to(values[0].device)]
 
@@ -106,7 +107,7 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
     Raises ValueError if the indices do not divide evenly.
     """
     if len(sizes) % parts:
-        raise ValueError(f"{len(sizes)} groups cannot be split evenly into {parts} parts")
+        raise UserError(f"{len(sizes)} groups cannot be split evenly into {parts} parts")
     members: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):

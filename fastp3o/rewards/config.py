@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from fastp3o.config import Flags, option, required
+from fastp3o.errors import UserError
 from fastp3o.rewards.names import is_endpoint, reward_names
 
 # Fields of the request to an endpoint that are not columns.
@@ -41,15 +42,15 @@ class RemoteConfig(Flags):
         super().__post_init__()
         columns = self.columns
         if not all(columns) or len(set(columns)) < len(columns):
-            raise ValueError(f"--reward_columns must be different names and commas, got {self.reward_columns!r}")
+            raise UserError(f"--reward_columns must be different names and commas, got {self.reward_columns!r}")
         if not set(columns).isdisjoint(TEXTS):
-            raise ValueError(
+            raise UserError(
                 f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
             )
         if not any(map(is_endpoint, self.scorers)):
             for flag in fields(RemoteConfig):
                 if flag.name != "reward_columns" and getattr(self, flag.name) != flag.default:
-                    raise ValueError(f"--{flag.name} does nothing without a URL as a reward")
+                    raise UserError(f"--{flag.name} does nothing without a URL as a reward")
 
     @property
     def scorers(self) -> list[str]:
@@ -84,15 +85,15 @@ class RewardConfig(RemoteConfig):
         super().__post_init__()
         names = self.rewards
         if len(names) > 1 and not all(names):
-            raise ValueError(f"--reward must be names separated by commas, none of them empty, got {self.reward!r}")
+            raise UserError(f"--reward must be names separated by commas, none of them empty, got {self.reward!r}")
         if len(set(names)) < len(names):
-            raise ValueError(f"--reward must be different names, got {self.reward!r}")
+            raise UserError(f"--reward must be different names, got {self.reward!r}")
         try:
             weights = self.weights
         except ValueError:
             weights = []
         if names and not (len(weights) == len(names) and all(map(isfinite, weights)) and any(weights)):
-            raise ValueError(
+            raise UserError(
                 f"--reward_weights must be {len(names)} finite number{'s' if len(names) > 1 else ''}, as many as there "
                 f"are rewards, and not all 0, got {self.reward_weights!r}"
             )
@@ -162,11 +163,11 @@ class PenaltyConfig(Flags):
     def check_penalties(self, longest: int) -> None:
         """longest: tokens that a response may have, --max_response_tokens."""
         if self.length_penalty_after >= longest:
-            raise ValueError(
+            raise UserError(
                 f"--length_penalty_after must be below --max_response_tokens ({longest}), "
                 f"got {self.length_penalty_after}"
             )
         if self.overlong_margin > longest:
-            raise ValueError(
+            raise UserError(
                 f"--overlong_margin must be at most --max_response_tokens ({longest}), got {self.overlong_margin}"
             )

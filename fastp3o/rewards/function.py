@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError, call_for_list, import_function
 from fastp3o.rollouts.rollouts import Rollouts
 
@@ -37,7 +38,7 @@ class FunctionReward:
             if self.takes_all or name in self.optional
         }
         if missing := [name for name in self.columns if name not in columns]:
-            raise ValueError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
+            raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
         rewards = [
             self.number(reward, index)
             for index, reward in enumerate(call_for_list(self.function, self.name, *rollouts.texts(), **columns))
@@ -68,7 +69,7 @@ def further_parameters(function: Callable, name: str) -> list[Parameter]:
     misplaced = "prompts" in names[1:] or not {"responses", "completions"}.isdisjoint([*names[:1], *names[2:]])
     taken = len(positional) >= 2 or any(p.kind == Parameter.VAR_POSITIONAL for p in parameters)
     if misplaced or not taken:
-        raise ValueError(
+        raise UserError(
             f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
             f"behind them; it takes {signature}"
         )

@@ -5,6 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.rollouts.room import LayerShape, Room
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
 
@@ -102,8 +103,8 @@ class LayerShapes:
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         if key.shape != value.shape:
-            raise ValueError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
+            raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
         self.found[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
 
     def attend(self, *_: object, **__: object) -> Tensor:
-        raise ValueError("there are no responses to continue")
+        raise UserError("there are no responses to continue")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.models.packable import within_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
@@ -86,7 +87,7 @@ class MixtureSampler(EngineSampler):
             shapes |= layer_shapes(policy, *within_vocabulary(policy.model, [3]))
             if reason := reason_against(policy, shapes):
                 name = type(policy.model).__name__
-                raise ValueError(
+                raise UserError(
                     f"a mixture of two policies needs ones that the engine can decode, not {name}: {reason}"
                 )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastp3o.context import Context
 from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
+from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
@@ -199,7 +200,7 @@ def with_mismatched(examples: Dataset, flag: str) -> Dataset:
     """The examples with a column of responses to other prompts. Raises ValueError if all prompts are the same."""
     others = with_other_prompts(examples["prompt_ids"])
     if others is None:
-        raise ValueError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
+        raise UserError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
     responses = examples.data.column("response_ids").take(pa.array(others))
     return examples.add_column("mismatched_ids", responses, new_fingerprint=examples._fingerprint)
 

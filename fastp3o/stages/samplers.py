@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
@@ -68,7 +69,7 @@ def with_mixture(
     """
     for model in (policy, reference):
         if model.copy is not None and model.copy.by_layer:
-            raise ValueError("--mixture samples from two models, and a process has no room for both of them whole")
+            raise UserError("--mixture samples from two models, and a process has no room for both of them whole")
     mixture = MixtureSampler(
         policy.whole,
         tokenizer,

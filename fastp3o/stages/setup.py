@@ -14,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.data import DataReport
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, precision_of
@@ -51,7 +52,7 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
     """
     for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-            raise ValueError(
+            raise UserError(
                 f"accelerate's configuration asks for {engine}, and fastp3o shards models itself: start with torchrun, "
                 "or with accelerate launch --multi_gpu and a configuration without it"
             )
@@ -71,7 +72,7 @@ def tracker_names(report_to: str) -> list[str] | None:
     chosen = [name.strip() for name in report_to.split(",")]
     available = [tracker.value for tracker in get_available_trackers()]
     if missing := [name for name in chosen if name not in available]:
-        raise ValueError(
+        raise UserError(
             f"--report_to: {', '.join(missing)} is not installed or not a tracker of accelerate's; "
             f"there are {', '.join([*available, 'none'])}"
         )
@@ -94,7 +95,7 @@ def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
     """Raises ValueError if `total` does not divide evenly among the processes."""
     processes = accelerator.num_processes
     if total % processes:
-        raise ValueError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
+        raise UserError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
 
 
 def load_examples(
@@ -112,7 +113,7 @@ def load_examples(
     )
     context.accelerator.print(f"{source}: {report}")
     if len(examples) < context.accelerator.num_processes:
-        raise ValueError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
+        raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
     return examples
 
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import get_scheduler
 
 from fastp3o.config import StageConfig
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import shard, whole
 from fastp3o.precision import Precision
@@ -53,7 +54,7 @@ class Optimizer:
             fused=True,
         )
         if config.warmup_steps > steps:
-            raise ValueError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
+            raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
         # transformers' constant schedule leaves out the warm-up.
         name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self.schedule = get_scheduler(
@@ -115,7 +116,7 @@ class Optimizer:
             kind, _, parameter_name = name.partition(".")
             parameter = self.parameters.get(parameter_name)
             if parameter is None or kind not in KINDS:
-                raise ValueError(f"the state has {name}, which is nothing that this model trains")
+                raise UserError(f"the state has {name}, which is nothing that this model trains")
             if kind != "weights":
                 like = torch.zeros((), device=parameter.device) if kind == "step" else torch.zeros_like(parameter)
                 self.optimizer.state[parameter].setdefault(kind, like)

@@ -9,10 +9,12 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fastp3o.errors import UserError
+
 Result = TypeVar("Result")
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(UserError):
     """A reward, a loss, a gradient, a weight or an evaluation is NaN or infinite."""
 
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.models.reference import Reference
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.training.durable import write_file
@@ -31,7 +32,7 @@ NAME, CHECKSUM = "logprobs", "sha256"
 CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time
 
 
-class DamagedFileError(ValueError):
+class DamagedFileError(UserError):
     """A file does not hold the log-probs that were written to it."""
 
 

@@ -19,6 +19,7 @@ import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import RunConfig
+from fastp3o.errors import UserError
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, sync, write_file
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.states.fingerprints import MODELS, names_in
@@ -53,7 +54,7 @@ def require_usable(config: RunConfig) -> None:
     for option in MODELS:
         for name in names_in(config, option):
             if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
-                raise ValueError(
+                raise UserError(
                     f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
                     "another --output_dir"
                 )

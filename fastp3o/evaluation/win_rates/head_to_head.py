@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import LARGEST_INT, option, required
 from fastp3o.data import load_prompts
+from fastp3o.errors import UserError
 from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
 from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
 from fastp3o.evaluation.win_rates.rates import WinRate, verdicts_of_rewards, win_rate
@@ -64,13 +65,13 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.reward or self.judge or self.judge_url):
-            raise ValueError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
+            raise UserError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
         if self.judge and self.judge_url:
-            raise ValueError("--judge and --judge_url exclude each other")
+            raise UserError("--judge and --judge_url exclude each other")
         if bool(self.judge_url) != bool(self.judge_model):
-            raise ValueError("--judge_url and --judge_model go together")
+            raise UserError("--judge_url and --judge_model go together")
         if self.verdicts and not self.judge_url:
-            raise ValueError("--verdicts keeps the verdicts of --judge_url, which is not given")
+            raise UserError("--verdicts keeps the verdicts of --judge_url, which is not given")
 
     @property
     def scorers(self) -> list[str]:
@@ -100,7 +101,7 @@ def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
     tokenizers = [load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in checkpoints]
     first, second = (prompts_for(tokenizer, config) for tokenizer in tokenizers)
     if first["prompt"] != second["prompt"]:
-        raise ValueError(
+        raise UserError(
             f"the tokenizers of {config.first} and {config.second} make different texts of {config.prompts}: their "
             "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
         )
@@ -179,7 +180,7 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     )
     same = [one == other for one, other in zip(*ends, strict=True)]
     if first.rewards is None or second.rewards is None:
-        raise ValueError("responses without rewards cannot be compared by them")
+        raise UserError("responses without rewards cannot be compared by them")
     verdicts = verdicts_of_rewards(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
 

@@ -11,6 +11,7 @@ from string import Template
 from tqdm import tqdm
 
 from fastp3o.endpoint import at_once
+from fastp3o.errors import UserError
 from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
 from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
 from fastp3o.named_function import call_for_list, import_function
@@ -61,9 +62,7 @@ class FunctionJudge:
         expected = [verdict.value for verdict in Verdict]
         for number, word in enumerate(words):
             if not isinstance(word, str) or word not in expected:
-                raise ValueError(
-                    f"{self.name}: verdict {number} must be one of {', '.join(expected)}, got {word!r:.80}"
-                )
+                raise UserError(f"{self.name}: verdict {number} must be one of {', '.join(expected)}, got {word!r:.80}")
         return [Verdict(word) for word in words]
 
 
@@ -97,7 +96,7 @@ class EndpointJudge:
         self.requests = requests
         placeholders = set(self.template.get_identifiers())
         if not self.template.is_valid() or not PLACEHOLDERS <= placeholders <= PLACEHOLDERS | {"boundary"}:
-            raise ValueError(
+            raise UserError(
                 "a judge's template must hold $prompt, $first and $second, may hold $boundary, and writes other "
                 f"dollar signs as $$; this one holds {', '.join(sorted(placeholders)) or 'none of them'}"
             )

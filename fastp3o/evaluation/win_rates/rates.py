@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastp3o.errors import UserError
 from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
 from fastp3o.evaluation.win_rates.verdicts import Verdict
 
@@ -38,10 +39,10 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
     Raises ValueError where there is no verdict at all, or their number is no multiple of `responses_per_prompt`.
     """
     if len(verdicts) % responses_per_prompt:
-        raise ValueError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")
+        raise UserError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")
     count = {verdict: sum(v == verdict for v in verdicts) for verdict in Verdict}
     if count[Verdict.NONE] == len(verdicts):
-        raise ValueError(f"none of {len(verdicts)} comparisons has a verdict")
+        raise UserError(f"none of {len(verdicts)} comparisons has a verdict")
     points = np.array([POINTS[verdict] for verdict in verdicts]).reshape(-1, responses_per_prompt)
     judged = (~np.isnan(points)).sum(axis=1)
     points, judged = np.nansum(points, axis=1)[judged > 0], judged[judged > 0]
@@ -66,7 +67,7 @@ def verdicts_of_rewards(firsts: Sequence[float], seconds: Sequence[float]) -> li
     for name, rewards in (("first", firsts), ("second", seconds)):
         broken = np.flatnonzero(~np.isfinite(rewards))
         if len(broken):
-            raise ValueError(
+            raise UserError(
                 f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint are not finite, that of response "
                 f"{broken[0]} to begin with: {rewards[broken[0]]}"
             )

@@ -6,6 +6,8 @@ import threading
 from enum import StrEnum
 from pathlib import Path
 
+from fastp3o.errors import UserError
+
 
 class Verdict(StrEnum):
     """FIRST, SECOND: the response that is better. NONE: the judge gave no usable answer."""
@@ -45,12 +47,12 @@ class VerdictFile:
                 record = json.loads(line)
                 self.verdicts[record["key"]] = Verdict(record["verdict"])
             except (ValueError, LookupError, TypeError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{path} line {number}: expected a JSON object with 'key' and 'verdict', as a judge writes them "
                     f"({type(error).__name__}: {error})"
                 ) from error
         if not unfinished.startswith(LINE_START[: len(unfinished)]):
-            raise ValueError(f"{path} line {len(lines) + 1}: expected a line as a judge writes them, with its end")
+            raise UserError(f"{path} line {len(lines) + 1}: expected a line as a judge writes them, with its end")
         os.truncate(path, path.stat().st_size - len(unfinished))
 
     def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fastp3o.config import RunConfig, option, required
+from fastp3o.errors import UserError
 from fastp3o.precision import PRECISIONS
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
@@ -28,9 +29,9 @@ class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep in PAIRS and self.responses_per_prompt < 2:
-            raise ValueError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
+            raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
         if "accept" in FLAGS_OF[self.keep] and self.accept >= self.responses_per_prompt:
-            raise ValueError(
+            raise UserError(
                 f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt}): "
                 "all of them would be accepted"
             )

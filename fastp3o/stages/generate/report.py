@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from fastp3o.errors import UserError
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.samples import SamplesFile
 from fastp3o.stages.generate.selection import PAIRS, records_of
@@ -46,7 +47,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
             empty += sum(not text.strip() for text in one.responses)
             unfinished += len(one.finished) - sum(one.finished)
         if not kept:
-            raise ValueError(
+            raise UserError(
                 f"nothing of {len(rewards)} responses is kept by --keep {config.keep}: rewards go from "
                 f"{min(rewards):.4g} to {max(rewards):.4g}, {unfinished} responses have no end-of-sequence and {empty} "
                 f"no text. All are in {samples.path}: --resume with other settings keeps others"

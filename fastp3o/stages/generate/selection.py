@@ -12,6 +12,7 @@ import numpy as np
 
 from fastp3o.config import Flags, option
 from fastp3o.data.layouts import Message
+from fastp3o.errors import UserError
 from fastp3o.stages.generate.samples import Samples
 
 Record = dict[str, Any]
@@ -72,11 +73,11 @@ class SelectionConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.keep == "rso" and self.accept < 2:
-            raise ValueError(f"--accept must be at least 2 for pairs, got {self.accept}")
+            raise UserError(f"--accept must be at least 2 for pairs, got {self.accept}")
         for flag in fields(SelectionConfig):
             users = [keep for keep, names in FLAGS_OF.items() if flag.name in names]
             if users and self.keep not in users and getattr(self, flag.name) != flag.default:
-                raise ValueError(f"--{flag.name} does nothing without --keep {' or '.join(users)}")
+                raise UserError(f"--{flag.name} does nothing without --keep {' or '.join(users)}")
 
 
 class Candidates(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastp3o.config import RunConfig
+from fastp3o.errors import UserError
 from fastp3o.training.durable import write_file
 from fastp3o.training.states.fingerprints import FUNCTION
 
@@ -17,11 +18,11 @@ MANIFEST = "manifest.json"
 VERSION = 1
 
 
-class CorruptStateError(ValueError):
+class CorruptStateError(UserError):
     """A state is not what its manifest says. `str` is the reason, without the state's name."""
 
 
-class ResumeError(ValueError):
+class ResumeError(UserError):
     """A run cannot go on from its state with the configuration, data or models that it is given."""
 
 

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from fastp3o.errors import UserError
 from fastp3o.training.durable import (
     LEFTOVER,
     clear_leftovers,
@@ -209,7 +210,7 @@ class States:
         newest, others = self.newest, self.other_tensors()
         names = on_every_process(self.accelerator, lambda: saved_names(newest))
         if others.keys() - names:
-            raise ValueError(
+            raise UserError(
                 f"--resume: {newest} lacks {min(others.keys() - names)}, which this run has: was its --precision "
                 "another? Give what was before, or a new --output_dir"
             )
