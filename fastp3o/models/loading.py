@@ -42,6 +42,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 NAMED = 3  # weights or tokens in an error
 # Endings of settings that make passes in training mode random: dropout, and noise of the routers of experts.
 NOISE = ("dropout", "pdrop", "dropout_prob", "layerdrop", "drop", "jitter_noise", "jitter_eps")
+# transformers' table of missing and unexpected weights, which `require_whole` reports as an error.
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 
 # --- tokenizers -----------------------------------------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
     """A model without dropout or noise of routers, and transformers' lists of missing, unexpected and mismatched
     weights.
     """
-    with errors_naming(name), without_load_report():
+    with errors_naming(name):
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
@@ -306,18 +308,3 @@ def listed(names: list[str]) -> str:
     """The first few names and the number of the others."""
     more = len(names) - NAMED
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-@contextmanager
-def without_load_report() -> Iterator[None]:
-    """Silences transformers' table of missing and unexpected weights, which `require_whole` reports as an error."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_no_load_report)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_load_report)
-
-
-def is_no_load_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in record.getMessage()

@@ -77,12 +77,8 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     model.head()
 
 
-def as_it_is(weight: Tensor) -> Tensor:
-    return weight
-
-
 def whole_model(
-    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] = as_it_is
+    model: PreTrainedModel, dtype: torch.dtype | None = None, *, keep: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """A model without adapters, and its weights, into which LoRA adapters are merged. The given model is unchanged.
 
@@ -105,7 +101,7 @@ def whole_model(
 
 @torch.no_grad()
 def whole_weights(
-    model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor]
+    model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor] | None
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     kept: dict[tuple[int, str], Tensor] = {}  # tied weights stay tied, unless one of them is adapted
@@ -122,7 +118,7 @@ def whole_weights(
                 delta = lora_delta(model.get_submodule(owner), model.active_adapters()[0], dtype)
                 # Together they would be a second model on the device.
                 weight = (weight.float() + delta).cpu()
-            kept[key] = keep(weight)
+            kept[key] = keep(weight) if keep else weight
         weights[name.replace(".base_layer.", ".")] = kept[key]
     return weights
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.trainable import as_it_is, whole_model
+from fastp3o.models.trainable import whole_model
 from fastp3o.training.durable import move_into_place, temporary_sibling
 from fastp3o.training.processes import on_main_process
 
@@ -50,7 +50,7 @@ def save_model(
         move_into_place(unfinished, folder)
 
     try:
-        whole, weights = whole_model(model.model, dtype, keep=kept or as_it_is)
+        whole, weights = whole_model(model.model, dtype, keep=kept)
         on_main_process(accelerator, write)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -13,7 +13,6 @@ from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.reference import adapters_off
 from fastp3o.models.trainable import (
     add_lora,
-    as_it_is,
     choose_trainable,
     freeze_below,
     whole_model,
@@ -218,7 +217,7 @@ def test_merged_weights_take_no_room_on_the_device():
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
-        weights = whole_weights(model.model, None, as_it_is)
+        weights = whole_weights(model.model, None, None)
     devices = {name: weight.device.type for name, weight in weights.items()}
     assert {name for name, device in devices.items() if device == "cpu"} == {n for n in devices if "q_proj" in n}
 
