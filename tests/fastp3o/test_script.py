@@ -1,6 +1,7 @@
 """What ends in one line, and what in a traceback."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +34,7 @@ def _arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: fail(NotFiniteError("the loss is NaN")), "error: the loss is NaN"),
         (lambda: fail(EndpointError("http://a does not answer")), "error: http://a does not answer"),
         (chained, "error: no a"),
-        (lambda: open("no such file"), "error: [Errno 2] No such file or directory: 'no such file'"),
+        (Path("no such file").read_text, "error: [Errno 2] No such file or directory: 'no such file'"),
     ],
 )
 def test_a_message_is_one_line(main, line):
