@@ -16,8 +16,7 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
     reference: str | None = option(
-        None,
-        "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA.",
+        None, "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA."
     )
     reference_every: int = option(
         0, "The policy's own weights become the reference after every this many updates; 0: it stays.", at_least=0

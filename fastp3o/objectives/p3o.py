@@ -30,10 +30,7 @@ class P3OConfig(RewardScalingConfig, KLConfig):
         DEFAULTS.ratio_cap, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1
     )
     kl_coef: float = option(
-        DEFAULTS.kl_coef,
-        "Beta, the weight of the KL to the reference (first author: 0.05).",
-        at_least=0,
-        changeable=True,
+        DEFAULTS.kl_coef, "Beta, weight of the KL to the reference (first author: 0.05).", at_least=0, changeable=True
     )
     kl_reward: str = option(
         DEFAULTS.kl_reward,

@@ -24,12 +24,6 @@ from fastp3o_kernels.losses import group_advantages, k2, k3, ppo_clip, rebel, re
 
 TOKEN_KL = {"k2": k2, "k3": k3}
 
-# Options of several configurations, which have their own defaults. source: where a default is from.
-
-
-def kl_coef_option(default: float, source: str = "") -> Any:
-    return option(default, "Beta, the weight of the KL to the reference" + cited(source), at_least=0, changeable=True)
-
 
 def kl_estimator_option(default: str) -> Any:
     return option(
@@ -51,18 +45,6 @@ def loss_mean_option(default: str) -> Any:
     )
 
 
-def clip_low_option(default: float, source: str = "") -> Any:
-    return option(default, "Ratios count down to 1 − clip_low" + cited(source), above=0, below=1, changeable=True)
-
-
-def clip_high_option(default: float, source: str = "") -> Any:
-    return option(default, "Ratios count up to 1 + clip_high" + cited(source), above=0, changeable=True)
-
-
-def cited(source: str) -> str:
-    return f" ({source})." if source else "."
-
-
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
@@ -76,7 +58,7 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     reward_clip: float = option(
         0.0, "Bound on scaled reward differences, or rewards; 0 for none.", at_least=0, changeable=True
     )
-    kl_coef: float = kl_coef_option(0.05)
+    kl_coef: float = option(0.05, "Beta, weight of the KL to the reference.", at_least=0, changeable=True)
     kl_estimator: str = kl_estimator_option("k1")
     entropy_coef: float = option(
         0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.", at_least=0, changeable=True
@@ -239,8 +221,8 @@ class REINFORCE(RLOO):
 class ClippedConfig(PolicyGradientConfig):
     """Clipped ratios, and advantages within a prompt's responses."""
 
-    clip_low: float = clip_low_option(0.2)
-    clip_high: float = clip_high_option(0.2)
+    clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, below=1, changeable=True)
+    clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 
@@ -249,7 +231,7 @@ class GRPOConfig(ClippedConfig):
     """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
 
     objective: str = objective_name("grpo")
-    kl_coef: float = kl_coef_option(0.04, "arXiv 2402.03300: 0.04")
+    kl_coef: float = option(0.04, "Beta, weight of the KL to the reference (paper: 0.04).", at_least=0, changeable=True)
     kl_estimator: str = kl_estimator_option("k3")
     loss_mean: str = loss_mean_option("sequence")
 
@@ -262,7 +244,7 @@ class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
     objective: str = objective_name("dr_grpo")
-    kl_coef: float = kl_coef_option(0.0, "arXiv 2503.20783: none")
+    kl_coef: float = option(0.0, "Beta, weight of the KL to the reference (paper: none).", at_least=0, changeable=True)
     loss_mean: str = loss_mean_option("constant")
     scale_advantages: bool = option(False, "Divide advantages by the standard deviation of their prompt's rewards.")
 
@@ -272,8 +254,8 @@ class DAPOConfig(GRPOConfig):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
     objective: str = objective_name("dapo")
-    clip_high: float = clip_high_option(0.28)
-    kl_coef: float = kl_coef_option(0.0, "arXiv 2503.14476: none")
+    clip_high: float = option(0.28, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
+    kl_coef: float = option(0.0, "Beta, weight of the KL to the reference (paper: none).", at_least=0, changeable=True)
     loss_mean: str = loss_mean_option("token")
     dynamic_sampling: int = option(
         3,
@@ -323,9 +305,9 @@ class GSPOConfig(ClippedConfig):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
     objective: str = objective_name("gspo")
-    clip_low: float = clip_low_option(3e-4, "arXiv 2507.18071: 0.0003")
-    clip_high: float = clip_high_option(4e-4, "arXiv 2507.18071: 0.0004")
-    kl_coef: float = kl_coef_option(0.0, "arXiv 2507.18071: none")
+    clip_low: float = option(3e-4, "Ratios count down to 1 − clip_low (paper 3e-4).", above=0, below=1, changeable=True)
+    clip_high: float = option(4e-4, "Ratios count up to 1 + clip_high (paper 4e-4).", above=0, changeable=True)
+    kl_coef: float = option(0.0, "Beta, weight of the KL to the reference (paper: none).", at_least=0, changeable=True)
     kl_estimator: str = kl_estimator_option("k3")
 
     def build(self) -> "GSPO":
@@ -359,11 +341,16 @@ class REBELConfig(PolicyGradientConfig):
     objective: str = objective_name("rebel")
     eta: float = option(
         1.0,
-        "Size of the step: log-ratios of pairs are drawn to eta times the difference of rewards.",
+        "Step size: log-ratios of pairs are drawn to eta times the difference of rewards.",
         above=0,
         changeable=True,
     )
-    kl_coef: float = kl_coef_option(0.0, "the step has its own to the old policy")
+    kl_coef: float = option(
+        0.0,
+        "Beta, weight of the KL to the reference; the step stays near the old policy.",
+        at_least=0,
+        changeable=True,
+    )
 
     def build(self) -> "REBEL":
         return REBEL(self)

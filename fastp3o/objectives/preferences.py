@@ -19,21 +19,7 @@ from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
 from fastp3o.rewards.pairs import differences, pairs
 from fastp3o.rewards.scaling import AbsoluteScaler
-from fastp3o_kernels import Groups
-from fastp3o_kernels.losses import (
-    apo_down,
-    apo_zero,
-    cpo,
-    discopop,
-    dpo,
-    ipo,
-    k2,
-    kto,
-    nash_md,
-    orpo,
-    simpo,
-    slic,
-)
+from fastp3o_kernels import Groups, losses
 
 # --- Offline: fixed pairs -------------------------------------------------------------------------------------------
 
@@ -86,10 +72,6 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
             raise UserError(
                 f"--reference does nothing without --eval_prompts: --objective {self.objective} has no reference"
             )
-
-    @property
-    def rewards(self) -> list[str]:
-        return super().rewards if self.reward else []
 
     @property
     def longest_sequence(self) -> int:
@@ -146,7 +128,7 @@ def square_kl(groups: Groups) -> Tensor:
     It is about the KL to the reference, in nats per response, if the policy is near it and the responses are like its
     own.
     """
-    return k2(groups.logprobs, groups["reference"]).mean(1)
+    return losses.k2(groups.logprobs, groups["reference"]).mean(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +137,7 @@ class DPOConfig(PairConfig):
 
     objective: str = objective_name("dpo")
     beta: float = option(
-        0.1,
-        "Beta: a larger one keeps the policy closer to the reference (paper: 0.1; 0.5 on TL;DR).",
-        above=0,
-        changeable=True,
+        0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
     label_smoothing: float = option(
         0.0,
@@ -170,7 +149,7 @@ class DPOConfig(PairConfig):
 
     def losses(self, groups: Groups) -> Tensor:
         logprobs, ref_logprobs = self.logprobs(groups), self.ref_logprobs(groups)
-        return dpo(logprobs, ref_logprobs, beta=self.beta, label_smoothing=self.label_smoothing)
+        return losses.dpo(logprobs, ref_logprobs, beta=self.beta, label_smoothing=self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +162,11 @@ class IPOConfig(PairConfig):
     per_token: ClassVar[bool] = True
     objective: str = objective_name("ipo")
     tau: float = option(
-        0.1,
-        "Tau: the target of the difference of log-ratios per token is 1 / (2 tau) (paper: 0.1 to 1).",
-        above=0,
-        changeable=True,
+        0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
     )
 
     def losses(self, groups: Groups) -> Tensor:
-        return ipo(self.logprobs(groups), self.ref_logprobs(groups), tau=self.tau)
+        return losses.ipo(self.logprobs(groups), self.ref_logprobs(groups), tau=self.tau)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +184,7 @@ class SimPOConfig(PairConfig):
     )
 
     def losses(self, groups: Groups) -> Tensor:
-        return simpo(self.logprobs(groups), beta=self.beta, gamma=self.gamma)
+        return losses.simpo(self.logprobs(groups), beta=self.beta, gamma=self.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +195,11 @@ class ORPOConfig(PairConfig):
     per_token: ClassVar[bool] = True
     objective: str = objective_name("orpo")
     odds_weight: float = option(
-        0.1,
-        "Lambda, the weight of the odds ratio; the likelihood of the chosen has weight 1 (paper: 0.1).",
-        at_least=0,
-        changeable=True,
+        0.1, "Lambda, the odds ratio's weight; the chosen's likelihood has 1 (paper: 0.1).", at_least=0, changeable=True
     )
 
     def losses(self, groups: Groups) -> Tensor:
-        return orpo(self.logprobs(groups), weight=self.odds_weight)
+        return losses.orpo(self.logprobs(groups), weight=self.odds_weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +214,7 @@ class CPOConfig(PairConfig):
     )
 
     def losses(self, groups: Groups) -> Tensor:
-        return cpo(self.logprobs(groups), beta=self.beta, weight=self.nll_weight)
+        return losses.cpo(self.logprobs(groups), beta=self.beta, weight=self.nll_weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,17 +224,14 @@ class SLiCConfig(PairConfig):
     needs_reference: ClassVar[bool] = False
     objective: str = objective_name("slic")
     delta: float = option(
-        1.0,
-        "Delta: the margin of log-probs, in nats per response, beyond which a pair has no gradient.",
-        at_least=0,
-        changeable=True,
+        1.0, "Delta: the margin of log-probs that is enough, in nats per response.", at_least=0, changeable=True
     )
     nll_weight: float = option(
         1.0, "Lambda, the weight of the chosen response's negative log-likelihood.", at_least=0, changeable=True
     )
 
     def losses(self, groups: Groups) -> Tensor:
-        return slic(self.logprobs(groups), delta=self.delta, weight=self.nll_weight)
+        return losses.slic(self.logprobs(groups), delta=self.delta, weight=self.nll_weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,7 +242,7 @@ class APOZeroConfig(PairConfig):
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
     def losses(self, groups: Groups) -> Tensor:
-        return apo_zero(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
+        return losses.apo_zero(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +253,7 @@ class APODownConfig(PairConfig):
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
     def losses(self, groups: Groups) -> Tensor:
-        return apo_down(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
+        return losses.apo_down(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,14 +263,11 @@ class DiscoPOPConfig(PairConfig):
     objective: str = objective_name("discopop")
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
     tau: float = option(
-        0.05,
-        "Tau: how wide the blend of the two losses is, in the scaled difference (paper: 0.05).",
-        above=0,
-        changeable=True,
+        0.05, "Tau: width of the blend, in units of the scaled difference (paper: 0.05).", above=0, changeable=True
     )
 
     def losses(self, groups: Groups) -> Tensor:
-        return discopop(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta, tau=self.tau)
+        return losses.discopop(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta, tau=self.tau)
 
 
 # --- Offline: fixed single responses --------------------------------------------------------------------------------
@@ -315,10 +282,7 @@ class KTOConfig(PreferenceConfig):
 
     objective: str = objective_name("kto")
     beta: float = option(
-        0.1,
-        "Beta: how fast utility saturates with distance from the reference point (paper: 0.1).",
-        above=0,
-        changeable=True,
+        0.1, "Beta: how fast utility saturates away from the reference point (paper: 0.1).", above=0, changeable=True
     )
     desirable_weight: float = option(
         1.0,
@@ -331,7 +295,7 @@ class KTOConfig(PreferenceConfig):
 
     def losses(self, groups: Groups) -> Tensor:
         """`groups` has `desirable`, bool, and `reference_point`, z0, both [P, 1]."""
-        return kto(
+        return losses.kto(
             groups.logprobs,
             groups["reference"],
             groups["desirable"],
@@ -401,10 +365,10 @@ class LabelledPairs(GroupwiseObjective):
             logprobs, anchor = groups.means(groups.token_logprobs), anchor / groups.lengths.clamp(min=1)
         labels = differences(groups["rewards"]).sign()
         counts = pairs(groups["counted"]).all(-1)
-        losses = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
+        values = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
         margins = labels * differences(logprobs.detach() - anchor)
         metrics = {"accuracy": (1 + margins.sign()) / 2, "tied": (labels == 0).float(), "margin": margins}
-        loss = losses.view_as(labels).where(counts & (labels != 0), 0.0).mean(1).sum()
+        loss = values.view_as(labels).where(counts & (labels != 0), 0.0).mean(1).sum()
         return loss, {name: values.where(counts, 0.0).sum() for name, values in metrics.items()}
 
 
@@ -432,7 +396,7 @@ class OnlineDPO(LabelledPairs):
     config: OnlineDPOConfig
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return dpo(logprobs, anchor, beta=self.config.kl_coef)
+        return losses.dpo(logprobs, anchor, beta=self.config.kl_coef)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,12 +404,7 @@ class BPOConfig(OnlineDPOConfig):
     """BPO (arXiv 2406.12168): online DPO against the policy that sampled."""
 
     objective: str = objective_name("bpo")
-    kl_coef: float = option(
-        0.1,
-        "Beta of DPO's implicit reward, the weight of the KL to the policy that sampled.",
-        above=0,
-        changeable=True,
-    )
+    kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -470,10 +429,7 @@ class OnlineIPOConfig(MixtureConfig):
 
     objective: str = objective_name("online_ipo")
     tau: float = option(
-        0.1,
-        "Weight of the KL to the reference; log-ratios are means over tokens, as IPO's authors advise.",
-        above=0,
-        changeable=True,
+        0.1, "Weight of the KL to the reference; log-ratios are means over tokens.", above=0, changeable=True
     )
 
     @property
@@ -491,7 +447,7 @@ class OnlineIPO(LabelledPairs):
     per_token = True
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return ipo(logprobs, anchor, tau=self.config.tau)
+        return losses.ipo(logprobs, anchor, tau=self.config.tau)
 
 
 # --- Online: probabilities of preference ----------------------------------------------------------------------------
@@ -541,17 +497,11 @@ class NashMD(GroupwiseObjective):
         return counted[:, : self.config.from_mixture].sum()
 
     def sums(self, groups: Groups) -> LossAndMetrics:
-        own = slice(self.config.from_mixture)
-        counted = groups["counted"][:, own]
-        preferred = preferences(groups["rewards"], self.config.from_mixture)
-        losses = nash_md(groups.logprobs[:, own], groups["ref"][:, own], preferred, tau=self.config.tau)
-        return losses.where(counted, 0.0).mean(1).sum(), {"preferred": preferred.where(counted, 0.0).sum()}
-
-
-def preferences(rewards: Tensor, count: int) -> Tensor:
-    """P(y ≻ y′) of the first `count` responses, the mean over the others: [P, K] -> [P, count]."""
-    own, others = rewards[:, :count], rewards[:, count:]
-    return (own.unsqueeze(2) - others.unsqueeze(1)).sigmoid().mean(2)
+        count, rewards = self.config.from_mixture, groups["rewards"]
+        own, counted = slice(count), groups["counted"][:, :count]
+        preferred = (rewards[:, :count, None] - rewards[:, None, count:]).sigmoid().mean(2)
+        values = losses.nash_md(groups.logprobs[:, own], groups["ref"][:, own], preferred, tau=self.config.tau)
+        return values.where(counted, 0.0).mean(1).sum(), {"preferred": preferred.where(counted, 0.0).sum()}
 
 
 # The choices of `--objective` in scripts/preference.py.

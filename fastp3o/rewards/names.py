@@ -4,7 +4,9 @@ import os
 
 
 def reward_names(names: str) -> list[str]:
-    """The names of several rewards, separated by commas; that of a path which exists may hold some."""
+    """Splits the names of several rewards, separated by commas; the name of a path that exists may hold commas."""
+    if not names:
+        return []
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
 
 

@@ -1,0 +1,339 @@
+"""Losses as functions of log-probabilities, for `linear_loss`, `linear_logprobs` or a head of one's own.
+
+They return the loss of each pair, response or token, to be summed by an objective of `linear_loss` or averaged. Only
+the policy's log-probs get gradients: old and reference log-probs, rewards and advantages are constants everywhere.
+P3O's losses, which have kernels of their own, are in `fastp3o_kernels.p3o`.
+
+P prompts with K responses each, n tokens. ρ = π / π_old, A the advantage, r the reward.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from fastp3o_kernels.overlong_penalty import overlong_penalty as overlong_penalty
+
+# --- Estimators of the KL ---------------------------------------------------------------------------------------------
+# Estimators of KL(π ‖ π_ref) from samples of π, tokens or responses (Schulman, "Approximating KL divergence", 2020).
+# q = π_ref / π at a sample. A loss follows an estimator's gradient with the samples held fixed, which is not that of
+# the estimated KL (arXiv 2506.09477): each docstring says which gradient it is on-policy. Off-policy, each must be
+# multiplied by the ratio π / π_old.
+
+
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """log π − log π_ref: unbiased, of either sign. As a loss it is useless: the mean of its gradient, that of log π, is
+    0. In a reward, detached, it is the usual choice.
+    """
+    return logprobs - ref_logprobs.detach()
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log q)² / 2: biased, never negative. Its gradient is that of KL(π ‖ π_ref)."""
+    return k1(logprobs, ref_logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """q − 1 − log q: unbiased, never negative; GRPO's. Its gradient, (1 − q) ∇ log π, is that of KL(π_ref ‖ π), the
+    other direction.
+    """
+    log_ratios = ref_logprobs.detach() - logprobs
+    return torch.expm1(log_ratios) - log_ratios
+
+
+# --- Policy gradients: losses of responses or tokens with advantages --------------------------------------------------
+# GRPO and its kin differ in the advantages and in what the sum over tokens is divided by:
+#
+#     GRPO      grpo, group_advantages; the mean over a response's tokens, then over responses
+#     Dr. GRPO  ppo_clip, group_advantages(scale=False); the sum over tokens divided by a constant, the longest response
+#     DAPO      dapo, group_advantages; the mean over all tokens of the batch; groups of equal rewards are sampled again
+#     GRPO+     grpo_plus: DAPO without responses that were cut off, no KL, no entropy bonus
+
+# Added to the standard deviation, as DeepSeek's successors and TRL do.
+SMALL = 1e-4
+
+
+def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """−A log π of each response or token (Williams 1992), A = r − b for any baseline b that it does not depend on.
+
+    On-policy: the policy that is differentiated has sampled. Any shape.
+    """
+    return -advantages.detach() * logprobs
+
+
+def rloo_advantages(rewards: Tensor) -> Tensor:
+    """REINFORCE leave-one-out (Kool, van Hoof and Welling 2019; arXiv 2402.14740): r less the mean reward of the
+    prompt's other K − 1 responses, [P, K] -> [P, K].
+
+    Raises ValueError if K is 1.
+    """
+    K = rewards.shape[1]
+    if K < 2:
+        raise ValueError("leave-one-out advantages need 2 responses or more to a prompt, got rewards of shape [P, 1]")
+    return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
+
+
+def ppg(logprobs: Tensor, rewards: Tensor) -> Tensor:
+    """The pairwise policy gradient, on-policy (arXiv 2310.00212, equation 6): −(r1 − r2) / 2 (log π(y1) − log π(y2)),
+    the mean over pairs of a prompt's responses, [P, K] -> [P].
+
+    That mean is −Σ (r − mean r) log π / (K − 1), a K-th of the sum that RLOO takes.
+    """
+    K = rewards.shape[1]
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return reinforce(logprobs, centred).sum(1) / (K - 1)
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+) -> Tensor:
+    """PPO's clipped ratio of each token or response (arXiv 1707.06347): max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)).
+
+    Any shape. clip_high: clip_low by default; a larger one is DAPO's "clip-higher" (arXiv 2503.14476).
+    """
+    ratios = (logprobs - old_logprobs.detach()).exp()
+    clipped = ratios.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
+    advantages = advantages.detach()
+    return torch.maximum(-advantages * ratios, -advantages * clipped)
+
+
+def group_advantages(rewards: Tensor, *, scale: bool = True) -> Tensor:
+    """(r − mean) / (std + small) within each prompt's responses, [P, K] -> [P, K] (arXiv 2402.03300).
+
+    The deviation is that of a sample, divided by K − 1. scale=False leaves it out (Dr. GRPO, arXiv 2503.20783).
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return centred / (rewards.std(1, keepdim=True) + SMALL) if scale else centred
+
+
+def grpo(
+    token_logprobs: Tensor,
+    old_token_logprobs: Tensor,
+    advantages: Tensor,
+    ref_token_logprobs: Tensor | None = None,
+    *,
+    clip_range: float = 0.2,
+    kl_coef: float = 0.04,
+) -> Tensor:
+    """Group relative policy optimization (arXiv 2402.03300, equation 3): max(−A ρ, −A clip(ρ, 1 ± ε)) + β k3, [n].
+
+    advantages: of each token's response. Without a reference there is no KL.
+    """
+    losses = ppo_clip(token_logprobs, old_token_logprobs, advantages, clip_low=clip_range)
+    if ref_token_logprobs is None:
+        return losses
+    return losses + kl_coef * k3(token_logprobs, ref_token_logprobs)
+
+
+def dapo(
+    token_logprobs: Tensor,
+    old_token_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+) -> Tensor:
+    """DAPO (arXiv 2503.14476, equation 8): clipped farther above than below, without KL, [n]."""
+    return ppo_clip(token_logprobs, old_token_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def grpo_plus(
+    token_logprobs: Tensor,
+    old_token_logprobs: Tensor,
+    advantages: Tensor,
+    complete: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+) -> Tensor:
+    """GRPO+ (DeepCoder, Agentica 2025): DAPO's loss of responses that came to their end, [n]. complete: [n] bool."""
+    losses = dapo(token_logprobs, old_token_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    return losses.masked_fill(~complete, 0.0)
+
+
+def gspo(
+    mean_logprobs: Tensor,
+    old_mean_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """Group sequence policy optimization (arXiv 2507.18071): max(−A s, −A clip(s)), s = ρ(y)^(1 / |y|); any shape.
+
+    That is PPO's loss of the geometric mean of a response's token ratios; the defaults are the paper's.
+    mean_logprobs: means over the tokens of each response.
+    """
+    return ppo_clip(mean_logprobs, old_mean_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def rebel(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, eta: float = 1.0) -> Tensor:
+    """Regression to relative rewards (REBEL, arXiv 2404.16767, equation 1) of pairs of responses, [P, 2] -> [P].
+
+    ((log ρ(y1) − log ρ(y2)) / η − (r1 − r2))².
+    """
+    log_ratios = logprobs - old_logprobs.detach()
+    rewards = rewards.detach()
+    difference = log_ratios[:, 0] - log_ratios[:, 1]
+    return (difference / eta - (rewards[:, 0] - rewards[:, 1])).square()
+
+
+def nash_md(logprobs: Tensor, ref_logprobs: Tensor, preferred: Tensor, *, tau: float = 0.1) -> Tensor:
+    """Nash learning by mirror descent (Nash-MD, arXiv 2312.00886, section 7) of each response y; any shape.
+
+    −(P(y ≻ y′) − ½ − τ log π/π_ref(y)) log π(y) with the bracket detached. preferred: P(y ≻ y′), the probability that y
+    is preferred to y′, which is sampled from the geometric mixture π^(1 − β) π_ref^β of policy and reference. ½ is the
+    baseline.
+    """
+    advantages = preferred - 0.5 - tau * (logprobs - ref_logprobs)
+    return -advantages.detach() * logprobs
+
+
+# --- Preferences: losses of pairs, and of single responses (KTO) ------------------------------------------------------
+# Pairs are [P, 2]: column 0 is the chosen response, column 1 the rejected one. ℓ = log π/π_ref of a response; Δ is the
+# chosen response's ℓ less the rejected one's.
+
+
+def log_ratio_difference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Δ, [P, 2] -> [P]."""
+    log_ratios = logprobs - ref_logprobs.detach()
+    return log_ratios[:, 0] - log_ratios[:, 1]
+
+
+def dpo(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:
+    """Direct preference optimization (arXiv 2305.18290, equation 7): −log σ(β Δ), [P, 2] -> [P].
+
+    The gradient is β (σ(β Δ) − 1) (∇ log π_chosen − ∇ log π_rejected). A larger β allows less deviation from the
+    reference. label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell 2023).
+    """
+    difference = beta * log_ratio_difference(logprobs, ref_logprobs)
+    loss = -(1 - label_smoothing) * logsigmoid(difference)
+    return loss - label_smoothing * logsigmoid(-difference) if label_smoothing else loss
+
+
+def bpo(logprobs: Tensor, behavior_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Behaviour preference optimization (arXiv 2406.12168): DPO whose reference is the policy that sampled the pairs,
+    refreshed every few updates, [P, 2] -> [P].
+    """
+    return dpo(logprobs, behavior_logprobs, beta=beta)
+
+
+def ipo(logprobs: Tensor, ref_logprobs: Tensor, *, tau: float = 0.1) -> Tensor:
+    """Identity preference optimization (arXiv 2310.12036, equation 17): (Δ − 1 / (2 τ))², [P, 2] -> [P].
+
+    The paper's log-probs are sums over a response. Means over its tokens, which its authors advise and TRL takes, are
+    passed in the same way. IPO-MD is this loss of pairs from the mixture of policy and reference (see `nash_md`).
+    """
+    return (log_ratio_difference(logprobs, ref_logprobs) - 1 / (2 * tau)).square()
+
+
+def simpo(mean_logprobs: Tensor, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
+    """Simple preference optimization, without a reference (arXiv 2405.14734, equation 6), [P, 2] -> [P].
+
+    −log σ(β (mean log π_chosen − mean log π_rejected) − γ). mean_logprobs: means over the tokens of each response.
+    gamma: the target margin.
+    """
+    return -logsigmoid(beta * (mean_logprobs[:, 0] - mean_logprobs[:, 1]) - gamma)
+
+
+def orpo(mean_logprobs: Tensor, *, weight: float = 0.1) -> Tensor:
+    """Odds ratio preference optimization, without a reference (arXiv 2403.07691, equation 6), [P, 2] -> [P].
+
+    −mean log π_chosen − λ log σ(log odds_chosen − log odds_rejected). mean_logprobs: means over the tokens of each
+    response. The p of a response's odds p / (1 − p) is the geometric mean of its tokens' probabilities. weight: λ.
+    """
+    log_odds = mean_logprobs - log1mexp(mean_logprobs)
+    return -mean_logprobs[:, 0] - weight * logsigmoid(log_odds[:, 0] - log_odds[:, 1])
+
+
+def log1mexp(logprobs: Tensor) -> Tensor:
+    """log(1 − e^x), x < 0, in two forms, each used where it loses no digits (Mächler, "Accurately computing
+    log(1 − exp(−|a|))", 2012). A probability that rounds to 1 counts as the largest below 1.
+    """
+    logprobs = logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)
+    near = logprobs > -math.log(2)
+    # Each form gets a harmless value where the other is taken, or its gradient there would be NaN.
+    by_expm1 = (-torch.expm1(logprobs.where(near, -1.0))).log()
+    by_log1p = torch.log1p(-logprobs.where(~near, -1.0).exp())
+    return torch.where(near, by_expm1, by_log1p)
+
+
+def cpo(logprobs: Tensor, *, beta: float = 0.1, weight: float = 1.0) -> Tensor:
+    """Contrastive preference optimization, without a reference (arXiv 2401.08417, equations 3 and 4), [P, 2] -> [P].
+
+    −log σ(β (log π_chosen − log π_rejected)) − λ log π_chosen. weight: λ, 1 in the paper.
+    """
+    return -logsigmoid(beta * (logprobs[:, 0] - logprobs[:, 1])) - weight * logprobs[:, 0]
+
+
+def slic(logprobs: Tensor, target_logprobs: Tensor | None = None, *, delta: float = 1.0, weight: float = 1.0) -> Tensor:
+    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425, equation 1), [P, 2] -> [P].
+
+    max(0, δ − log π_chosen + log π_rejected) − λ log π(y_target). target_logprobs: [P], log π of texts that keep the
+    policy near the SFT data, differentiable; by default the chosen responses, which the paper also proposes.
+    """
+    target = logprobs[:, 0] if target_logprobs is None else target_logprobs
+    return (delta - logprobs[:, 0] + logprobs[:, 1]).clamp(min=0) - weight * target
+
+
+def apo_zero(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Anchored preference optimization (arXiv 2408.06266): (1 − σ(β ℓ_chosen)) + σ(β ℓ_rejected), [P, 2] -> [P].
+
+    Chosen responses become likelier, rejected ones less likely. For data better than the policy's own.
+    """
+    chosen, rejected = (beta * (logprobs - ref_logprobs.detach())).unbind(1)
+    return (-chosen).sigmoid() + rejected.sigmoid()
+
+
+def apo_down(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:
+    """Anchored preference optimization (arXiv 2408.06266): σ(β ℓ_chosen) + 1 − σ(β Δ), [P, 2] -> [P].
+
+    Both become less likely, rejected responses more so. For data worse than the policy's own.
+    """
+    chosen, rejected = (beta * (logprobs - ref_logprobs.detach())).unbind(1)
+    return chosen.sigmoid() + (rejected - chosen).sigmoid()
+
+
+def discopop(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.05, tau: float = 0.05) -> Tensor:
+    """Discovered preference optimization, the log-ratio modulated loss (arXiv 2406.08414, equation 5), [P, 2] -> [P].
+
+    (1 − m) (−log σ(β Δ)) + m e^(−β Δ), m = σ(β Δ / τ). Not convex: for Δ slightly below 0 the blend has a bump.
+    """
+    difference = beta * log_ratio_difference(logprobs, ref_logprobs)
+    # m e^(−β Δ) in one exponential: far below 0 one factor is 0 and the other infinite.
+    exponential = torch.exp(logsigmoid(difference / tau) - difference)
+    return (-difference / tau).sigmoid() * -logsigmoid(difference) + exponential
+
+
+def kto(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    desirable: Tensor,
+    reference_point: Tensor | float,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Kahneman-Tversky optimization (arXiv 2402.01306, equation 8) of single responses; any shape.
+
+    λ_D (1 − σ(β (ℓ − z0))) for a desirable response, λ_U (1 − σ(β (z0 − ℓ))) for another one. desirable: bool, of the
+    same shape. reference_point: z0 of `kto_reference_point`, 0-d.
+    """
+    log_ratios = logprobs - ref_logprobs.detach()
+    distance = beta * (log_ratios - reference_point)
+    return (desirable_weight * (-distance).sigmoid()).where(desirable, undesirable_weight * distance.sigmoid())
+
+
+def kto_reference_point(mismatched_logprobs: Tensor, mismatched_ref_logprobs: Tensor) -> Tensor:
+    """z0: the mean of ℓ over prompts with another prompt's response, at least 0; 0-d, detached.
+
+    It is a mean over the whole batch: with several processes or accumulation, average before cutting off at 0.
+    """
+    return (mismatched_logprobs - mismatched_ref_logprobs).detach().mean().clamp(min=0)
