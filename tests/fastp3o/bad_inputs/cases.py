@@ -1,12 +1,15 @@
 """What users can get wrong, each with the line that they must read.
 
 A case adds flags to a run that would work, writes files into its folder first, and ends in `message`: an error of its
-own, or one line under argparse's usage. Folders under `models/` are those of `broken_models.py`.
+own, or one line under argparse's usage. Folders under `models/` are those of `broken_models.py`. CONFIGURED are the
+cases that a configuration refuses, CALLED those of a reward function's result; of each kind a few run a whole script.
 """
 
 import gzip
 import json
 from typing import NamedTuple
+
+SCRIPTS = ("ppo", "online_dpo", "online", "sft", "reward_model", "preference", "win_rate", "generate", "memory")
 
 
 class Case(NamedTuple):
@@ -23,7 +26,7 @@ def lines(*records: object) -> str:
     return "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
 
 
-# --- flags ----------------------------------------------------------------------------------------------------------
+# --- flags that a configuration refuses -----------------------------------------------------------------------------
 
 TWO = "rewards_for_tests:varied,rewards_for_tests:vowels"
 AWAY = "--reward http://127.0.0.1:1/score"
@@ -51,21 +54,6 @@ FLAGS = [
     ("p3o", "--reward_columns a,,b", "--reward_columns must be different names"),
     ("p3o", "--reward_columns a,a", "--reward_columns must be different names"),
     ("p3o", "--reward_columns responses", "--reward_columns must be other names than prompts and responses"),
-    ("p3o", "--reward_columns prompt", "--reward_columns asks for the column 'prompt', which is the prompt itself"),
-    (
-        "p3o",
-        "--reward_columns answer",
-        "field 'answer': expected a value, which --reward_columns asks for, got nothing",
-    ),
-    ("p3o", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer: ConnectionRefusedError"),
-    ("p3o", f"{AWAY},rewards_for_tests:vowels --reward_retries 1", "Connection refused (attempts: 2)"),
-    (
-        "p3o",
-        f"--eval_prompts prompts.jsonl --gold_{AWAY.removeprefix('--')} --reward_retries 0",
-        "http://127.0.0.1:1/score does not answer",
-    ),
-    ("win_rate", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer"),
-    ("p3o", "--reward http://host/a?b=c", "the endpoint must be a URL such as http://localhost:8000/v1"),
     *[
         ("p3o", f"--{name}={value}", f"--{name} must be {expected}")
         for name in ("length_penalty", "repetition_penalty")
@@ -85,8 +73,6 @@ FLAGS = [
     ("p3o", "--reward_weights 1,2", "--reward_weights must be 1 finite number, as many as there are rewards"),
     ("p3o", f"--reward {TWO},", "--reward must be names separated by commas, none of them empty"),
     ("p3o", f"--reward {TWO},rewards_for_tests:varied", "--reward must be different names"),
-    ("p3o", f"--reward {TWO},rewards_for_tests:nosuch", "cannot load the reward function 'rewards_for_tests:nosuch'"),
-    ("p3o", f"--reward {TWO},./nosuch", "cannot load ./nosuch: there is no such folder"),
     ("p3o", "--reward_clip nan", "--reward_clip must be a finite number"),
     ("p3o", "--rollout_memory nan", "--rollout_memory must be a finite number"),
     ("p3o", "--lora_rank 2 --lora_alpha inf", "--lora_alpha must be a finite number"),
@@ -134,20 +120,8 @@ FLAGS = [
         for name in ("clipping", "kl_reward", "reward_scaling", "precision", "sampler")
     ],
     ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
-    ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
-    ("p3o", "--lora_rank 2 --lora_targets nosuch", "--lora_targets nosuch: Target modules {'nosuch'} not found"),
     ("p3o", "--lora_rank 2 --lora_alpha 0", "--lora_alpha must be above 0"),
-    ("p3o", "--lora_rank 2 --lora_targets lm_head", "leave it out of --lora_targets"),
-    ("p3o", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
-    ("p3o", "--report_to nosuch", "--report_to: nosuch is not installed or not a tracker of accelerate's"),
-    ("p3o", "--report_to tensorboard,aim", "--report_to: aim is not installed"),
-    (
-        "p3o",
-        "--max_prompt_tokens 4000",
-        "the positions of LlamaForCausalLM (models/whole) end at 2048: lower --max_prompt_tokens",
-    ),
     ("p3o", "--offload maybe", "argument --offload: Truthy value expected"),
-    ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),
     ("p3o", "--missing_eos_penalty -1", "--missing_eos_penalty must be 0 or more"),
     ("p3o", f"--responses_per_prompt {10**30}", "--responses_per_prompt must be at most 2**32"),
     *[
@@ -164,10 +138,6 @@ FLAGS = [
     ("p3o", "--nosuch 1", "['--nosuch', '1']"),
     ("p3o", "--update 3", "['--update', '3']"),
     *[("p3o", f"--{name}=", f"--{name} must not be empty") for name in ("model", "output_dir", "prompts", "reward")],
-    ("p3o", "--split nosuch", "prompts.jsonl: there is no split 'nosuch': all that files hold is 'train'"),
-    ("p3o", "--eval_prompts prompts.jsonl --eval_split test", "prompts.jsonl: there is no split 'test'"),
-    ("p3o", "--split train[:2]", "the split 'train[:2]' has a slice, which only the hub takes"),
-    ("p3o", "--eval_prompts ./nosuch.jsonl", "./nosuch.jsonl: no such file or folder"),
     ("ppo", "--gae_lambda 2", "--gae_lambda must be within 0 and 1"),
     ("ppo", "--critic_learning_rate 0", "--critic_learning_rate must be above 0"),
     ("ppo", "--critic_learning_rate inf", "--critic_learning_rate must be a finite number"),
@@ -220,8 +190,6 @@ FLAGS = [
     ),
     ("online", "--reference_every 1 --lora_rank 2", "--reference_every and --reference_decay need whole weights"),
     ("online", "--ptx_coef 2", "--ptx_coef does nothing without --ptx_data"),
-    ("online", "--ptx_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
-    ("online", "--ptx_data prompts.jsonl", "prompts.jsonl record 1: expected the fields of one of the layouts"),
     ("online", "--ptx_data sft.jsonl --ptx_coef 0", "--ptx_coef must be above 0"),
     ("online", "--ptx_data sft.jsonl --ptx_batch_size 0", "--ptx_batch_size must be at least 1"),
     ("online", "--objective nash_md --lora_rank 2", "--mixture samples from a reference of its own"),
@@ -232,7 +200,6 @@ FLAGS = [
         for name in ("epochs", "batch_size", "max_response_tokens", "max_prompt_tokens", "limit")
     ],
     ("sft", "--learning_rate inf", "--learning_rate must be a finite number"),
-    ("sft", "--train_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
     ("preference", "--objective nosuch", "argument --objective: invalid choice: 'nosuch' (choose from "),
     ("preference", "--desirable_weight 2", "['--desirable_weight', '2']"),
     ("preference", "--objective simpo --label_smoothing 0.1", "['--label_smoothing', '0.1']"),
@@ -268,33 +235,18 @@ FLAGS = [
         ("preference", f"--eval_prompts prompts.jsonl --{name}", f"--{name.split()[0]} does nothing without --reward")
         for name in ("gold_reward models/reward", "reward_weights 1", "reward_columns answer", "reward_timeout 9")
     ],
-    *[
-        ("preference", f"--eval_prompts prompts.jsonl --reward {flags}", message)
-        for flags, message in {
-            f"{TWO} --reward_weights 1": "--reward_weights must be 2 finite numbers, as many as there are rewards",
-            f"{TWO} --reward_columns answer": "field 'answer': expected a value, which --reward_columns asks for",
-            "http://127.0.0.1:1/score --reward_retries 0": "http://127.0.0.1:1/score does not answer",
-        }.items()
-    ],
+    (
+        "preference",
+        f"--eval_prompts prompts.jsonl --reward {TWO} --reward_weights 1",
+        "--reward_weights must be 2 finite numbers, as many as there are rewards",
+    ),
     ("preference", "--eval_every 1", "--eval_every does nothing without --eval_data"),
     ("preference", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
-    ("preference", "--eval_prompts nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
-    ("preference", "--train_data unpaired.jsonl", "record 1: expected the fields of one of the layouts prompt/chosen/"),
-    *[
-        ("preference", f"--objective kto --train_data {name}.jsonl", "the fields of the layout prompt/completion/label")
-        for name in ("preferences", "sft", "prompts")
-    ],
-    ("sft", "--train_data unpaired.jsonl", "record 1: expected one response in the fields label, completion"),
     ("reward_model", "--batch_size 0", "--batch_size must be at least 1"),
     ("reward_model", "--warmup_steps -2", "--warmup_steps must be 0 or more"),
     ("reward_model", "--centring -1", "--centring must be 0 or more"),
     ("reward_model", "--centring nan", "--centring must be a finite number"),
     ("reward_model", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
-    ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
-    ("reward_model", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
-    ("reward_model", "--train_data preferences.jsonl,nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
-    ("reward_model", "--train_data preferences.jsonl,", "expected names with commas between, got an empty one"),
-    ("reward_model", "--train_data sft.jsonl,sft.jsonl", "sft.jsonl comes more than once"),
     *[
         ("win_rate", f"--{name}", message)
         for name, message in {
@@ -309,9 +261,7 @@ FLAGS = [
             "judge_requests 0": "--judge_requests must be at least 1",
             "judge_url http://a": "--judge_url and --judge_model go together",
             "judge m:f --judge_url http://a --judge_model m": "--judge and --judge_url exclude each other",
-            "judge_url ftp://a --judge_model m": "the endpoint must be a URL such as http://localhost:8000/v1",
             "verdicts v.jsonl": "--verdicts keeps the verdicts of --judge_url",
-            "judge nosuch_module:f": "cannot load the judge 'nosuch_module:f': No module named 'nosuch_module'",
         }.items()
     ],
     *[
@@ -333,23 +283,92 @@ FLAGS = [
             "seed -1": "--seed must be at least 0",
             "rollout_batch_size 0": "--rollout_batch_size must be at least 1",
             "precision fp8": "--precision: invalid choice: 'fp8'",
-            "max_prompt_tokens 4000": "the positions of LlamaForCausalLM (models/whole) end at 2048",
-            "prompts nosuch.jsonl": "nosuch.jsonl: no such file or folder",
-            "output_dir prompts.jsonl": "--output_dir prompts.jsonl is a file",
-            "output_dir models": "--model models/whole lies in --output_dir models",
         }.items()
     ],
     ("memory", "--prompt_tokens 0", "--prompt_tokens must be at least 1"),
     ("memory", "--tokens_per_row -1", "--tokens_per_row must be at least 1"),
     ("memory", "--precision auto", "--precision: invalid choice: 'auto' (choose from "),
-    ("memory", "--model ./nosuch", "cannot load ./nosuch: there is no such folder"),
     ("make_tiny_llama", "--vocab_size 10", "--vocab_size must be at least 258"),
     ("make_tiny_llama", "--heads 3", "--hidden_size must be an even multiple of --heads"),
     ("make_tiny_llama", "--layers 0", "--layers must be at least 1"),
     ("make_tiny_llama", "--seed -1", "--seed must be 0 or more"),
-    ("make_tiny_llama", "--text nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
     ("make_arithmetic", "--largest 0", "--largest must be at least 1"),
+]
+
+# --- flags that a run refuses, when it uses them --------------------------------------------------------------------
+
+USES = [
+    ("p3o", "--reward_columns prompt", "--reward_columns asks for the column 'prompt', which is the prompt itself"),
+    (
+        "p3o",
+        "--reward_columns answer",
+        "field 'answer': expected a value, which --reward_columns asks for, got nothing",
+    ),
+    ("p3o", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer: ConnectionRefusedError"),
+    (
+        "p3o",
+        f"{AWAY},rewards_for_tests:vowels --reward_retries 1",
+        "ConnectionRefusedError: [Errno 111] Connect call failed ('127.0.0.1', 1) (attempts: 2)",
+    ),
+    (
+        "p3o",
+        f"--eval_prompts prompts.jsonl --gold_{AWAY.removeprefix('--')} --reward_retries 0",
+        "http://127.0.0.1:1/score does not answer",
+    ),
+    ("win_rate", f"{AWAY} --reward_retries 0", "http://127.0.0.1:1/score does not answer"),
+    ("p3o", "--reward http://host/a?b=c", "the endpoint must be a URL such as http://localhost:8000/v1"),
+    ("p3o", f"--reward {TWO},rewards_for_tests:nosuch", "cannot load the reward function 'rewards_for_tests:nosuch'"),
+    ("p3o", f"--reward {TWO},./nosuch", "cannot load ./nosuch: there is no such folder"),
+    ("p3o", "--lora_rank 100000", "--lora_rank is 100000, and the model's matrices have a rank of 32 at most"),
+    ("p3o", "--lora_rank 2 --lora_targets nosuch", "--lora_targets nosuch: Target modules {'nosuch'} not found"),
+    ("p3o", "--lora_rank 2 --lora_targets lm_head", "leave it out of --lora_targets"),
+    ("p3o", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
+    ("p3o", "--report_to nosuch", "--report_to: nosuch is not installed or not a tracker of accelerate's"),
+    ("p3o", "--report_to tensorboard,aim", "--report_to: aim is not installed"),
+    (
+        "p3o",
+        "--max_prompt_tokens 4000",
+        "the positions of LlamaForCausalLM (models/whole) end at 2048: lower --max_prompt_tokens",
+    ),
+    ("p3o", "--warmup_steps 100", "--warmup_steps is 100, and the run has 4 optimizer steps"),
+    ("p3o", "--split nosuch", "prompts.jsonl: there is no split 'nosuch': all that files hold is 'train'"),
+    ("p3o", "--eval_prompts prompts.jsonl --eval_split test", "prompts.jsonl: there is no split 'test'"),
+    ("p3o", "--split train[:2]", "the split 'train[:2]' has a slice, which only the hub takes"),
+    ("p3o", "--eval_prompts ./nosuch.jsonl", "./nosuch.jsonl: no such file or folder"),
+    ("online", "--ptx_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("online", "--ptx_data prompts.jsonl", "prompts.jsonl record 1: expected the fields of one of the layouts"),
+    ("sft", "--train_data nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("preference", "--eval_prompts nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("preference", "--train_data unpaired.jsonl", "record 1: expected the fields of one of the layouts prompt/chosen/"),
+    ("sft", "--train_data unpaired.jsonl", "record 1: expected one response in the fields label, completion"),
+    ("reward_model", "--lora_rank 2 --lora_targets score", "leave it out of --lora_targets"),
+    ("reward_model", "--trainable_layers 100", "--trainable_layers is 100, and the model has 2 layers"),
+    ("reward_model", "--train_data preferences.jsonl,nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("reward_model", "--train_data preferences.jsonl,", "expected names with commas between, got an empty one"),
+    ("reward_model", "--train_data sft.jsonl,sft.jsonl", "sft.jsonl comes more than once"),
+    ("memory", "--model ./nosuch", "cannot load ./nosuch: there is no such folder"),
+    ("make_tiny_llama", "--text nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
     ("make_tiny_llama", "--text rewards_for_tests.py", "rewards_for_tests.py: expected a file that ends with one of"),
+    *[
+        ("preference", f"--objective kto --train_data {name}.jsonl", "the fields of the layout prompt/completion/label")
+        for name in ("preferences", "sft", "prompts")
+    ],
+    ("win_rate", "--judge_url ftp://a --judge_model m", "the endpoint must be a URL such as http://localhost:8000/v1"),
+    ("win_rate", "--judge nosuch_module:f", "cannot load the judge 'nosuch_module:f': No module named 'nosuch_module'"),
+    ("generate", "--max_prompt_tokens 4000", "the positions of LlamaForCausalLM (models/whole) end at 2048"),
+    ("generate", "--prompts nosuch.jsonl", "nosuch.jsonl: no such file or folder"),
+    ("generate", "--output_dir prompts.jsonl", "--output_dir prompts.jsonl is a file"),
+    ("generate", "--output_dir models", "--model models/whole lies in --output_dir models"),
+    (
+        "preference",
+        f"--eval_prompts prompts.jsonl --reward {TWO} --reward_columns answer",
+        "field 'answer': expected a value, which --reward_columns asks for",
+    ),
+    (
+        "preference",
+        "--eval_prompts prompts.jsonl --reward http://127.0.0.1:1/score --reward_retries 0",
+        "http://127.0.0.1:1/score does not answer",
+    ),
 ]
 
 # --- YAML -----------------------------------------------------------------------------------------------------------
@@ -544,22 +563,25 @@ def leaves_with_text(prompts, responses): sys.exit("done")
 constant = 3
 """
 HOLES = lines({"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None})
-REWARD_FUNCTIONS = [
-    ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
+# The function's result alone tells these.
+RESULTS = [
     ("text", "bad_rewards:text must return a list of 8 entries, got a str"),
     ("mapping", "bad_rewards:mapping must return a list of 8 entries, got a dict"),
     ("nothing", "bad_rewards:nothing must return a list of 8 entries, got a NoneType"),
-    ("nothings", "bad_rewards:nothings: reward 0 must be a number, got None"),
     ("one_number", "bad_rewards:one_number must return a list of 8 entries, got a float"),
-    ("too_few", "bad_rewards:too_few must return 8 entries, one a response, got 7"),
     ("too_many", "bad_rewards:too_many must return 8 entries, one a response, got 9"),
+    ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
+    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
+]
+REWARD_FUNCTIONS = [
+    ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
+    ("nothings", "bad_rewards:nothings: reward 0 must be a number, got None"),
+    ("too_few", "bad_rewards:too_few must return 8 entries, one a response, got 7"),
     ("nested", "bad_rewards:nested: reward 0 must be a number, got [1.0]"),
     ("table", "bad_rewards:table: reward 0 must be a number, got [1.0, 1.0]"),
     ("huge", "bad_rewards:huge: reward 0 must be a number of fp32, got a larger one"),
     ("not_finite", "a reward is NaN or infinite (8 values)"),
-    ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
     ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
-    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
     (
         "answered",
         "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks "
@@ -654,9 +676,36 @@ MODELS = [
 
 DATA_OF = {"p3o": "--prompts", "sft": "--train_data", "reward_model": "--train_data"}
 
-CASES = [
-    *(Case(*case) for case in (*FLAGS, *MODELS)),
+CONFIGURED = [
+    *(Case(*case) for case in FLAGS),
     *(Case("p3o", "run.yaml", message, {"run.yaml": content}) for content, message in YAML),
+    *(
+        Case("preference", "run.yaml", message, {"run.yaml": content})
+        for content, message in (
+            ("objective: nosuch\n", "argument --objective: invalid choice: 'nosuch' (choose from "),
+            ("objective: [dpo]\n", "run.yaml must give one value for objective, not a list"),
+            ("objective: dpo\nobjective: kto\n", "run.yaml gives more than one value for objective"),
+            (
+                "objective: simpo\nlabel_smoothing: 0.1\n",
+                "run.yaml has fields that SimPOConfig does not: label_smoothing",
+            ),
+        )
+    ),
+]
+# One of each kind of error, and one of each script.
+KINDS = (
+    *("--learning_rate=0", "--learning_rate nan", "--learning_rate fast", "--lr_schedule nosuch", "--offload maybe"),
+    *("--lora_alpha 8", "--prompts_per_minibatch 3", "--eval_at 1,two", "--output_dir ' '", "--nosuch 1", "--model="),
+)
+SAMPLE = [
+    *(case for case in CONFIGURED if case.script == "p3o" and case.flags in KINDS),
+    *(next(case for case in CONFIGURED if case.script == script) for script in SCRIPTS),
+    *(case for case in CONFIGURED if case.message.startswith(("run.yaml has", "cannot read", "--updates must"))),
+]
+
+CASES = [
+    *SAMPLE,
+    *(Case(*case) for case in (*USES, *MODELS)),
     *(
         Case(script, f"{DATA_OF[script]} data.jsonl", f"data.jsonl record 2{said}", {"data.jsonl": lines(good, record)})
         for script, good, table in (
@@ -685,18 +734,6 @@ CASES = [
         "--objective kto --train_data data.jsonl",
         "--train_data: KTO needs two different prompts at least, for z0, and all are the same",
         {"data.jsonl": lines(*({"prompt": "a", "completion": "b", "label": label} for label in (True, False)))},
-    ),
-    *(
-        Case("preference", "run.yaml", message, {"run.yaml": content})
-        for content, message in (
-            ("objective: nosuch\n", "argument --objective: invalid choice: 'nosuch' (choose from "),
-            ("objective: [dpo]\n", "run.yaml must give one value for objective, not a list"),
-            ("objective: dpo\nobjective: kto\n", "run.yaml gives more than one value for objective"),
-            (
-                "objective: simpo\nlabel_smoothing: 0.1\n",
-                "run.yaml has fields that SimPOConfig does not: label_smoothing",
-            ),
-        )
     ),
     *(Case("p3o", f"--prompts {name.split('/')[0]}", message, {name: content}) for name, content, message in FILES),
     Case("p3o", "--prompts *.nosuch", "*.nosuch: no file matches"),

@@ -2,12 +2,14 @@
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fastp3o.bad_inputs.cases import CASES, Case
-from tests.fastp3o.bad_inputs.working import WORKING, run
+from fastp3o.named_function import FunctionError, call_for_list, import_function
+from tests.fastp3o.bad_inputs.cases import CASES, CONFIGURED, RESULTS, REWARDS, Case
+from tests.fastp3o.bad_inputs.working import WORKING, configure, run
 
 
 @pytest.mark.parametrize("script", WORKING)
@@ -15,18 +17,30 @@ def test_without_the_mistake_it_works(script: str, place: Path, monkeypatch: pyt
     run(script, shlex.split(WORKING[script]), monkeypatch)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.script} {case.flags} {case.message}"[:80])
+def case_name(case: Case) -> str:
+    return f"{case.script} {case.flags} {case.message}"[:80]
+
+
+@pytest.mark.parametrize("case", CONFIGURED, ids=case_name)
+def test_a_configuration_refuses_a_bad_flag_in_one_line(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((SystemExit, ValueError)) as refused:
+        configure(case.script, arguments(case, tmp_path))
+    usage = isinstance(refused.value, SystemExit)
+    line = capsys.readouterr().err.splitlines()[-1] if usage else str(refused.value)
+    assert case.message in line
+    assert len(line.splitlines()) == 1
+    assert not usage or refused.value.code == 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_a_bad_input_ends_in_one_line(
     case: Case, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    for name, content in case.files.items():
-        (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-    flags, working = shlex.split(case.flags), shlex.split(WORKING[case.script])
-    # A file of flags comes first, and flags behind it would override it.
-    flags = [*flags, *not_in(case.files["run.yaml"], working)] if flags == ["run.yaml"] else [*working, *flags]
     with pytest.raises(SystemExit) as stopped:
-        run(case.script, flags, monkeypatch)
+        run(case.script, arguments(case, place), monkeypatch)
     usage, said = stopped.value.code == 2, capfd.readouterr().err
     line = said.splitlines()[-1] if usage else str(stopped.value.code)
     assert case.message in line
@@ -35,6 +49,29 @@ def test_a_bad_input_ends_in_one_line(
     assert "Traceback" not in said
     assert not Path("o/model").exists(), "nothing is trained"
     assert "bad_rewards:" in case.flags or not Path("o").exists() or not os.listdir("o"), "no run is begun"
+
+
+@pytest.mark.parametrize(("function", "message"), RESULTS)
+def test_a_reward_function_with_a_bad_result_is_named(
+    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "bad_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "bad_rewards", raising=False)
+    name = f"bad_rewards:{function}"
+    with pytest.raises(FunctionError) as refused:
+        call_for_list(import_function(name, "reward function"), name, ["a"] * 8, ["b"] * 8)
+    assert message in str(refused.value)
+
+
+def arguments(case: Case, folder: Path) -> list[str]:
+    """The case's command line, with its files written."""
+    for name, content in case.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    flags, working = shlex.split(case.flags), shlex.split(WORKING[case.script])
+    # A file of flags comes first, and flags after it would override it.
+    return [*flags, *not_in(case.files["run.yaml"], working)] if flags == ["run.yaml"] else [*working, *flags]
 
 
 def not_in(content: str | bytes, flags: list[str]) -> list[str]:

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-# Of what is drawn at random, tried of each kind.
+from fastp3o.config import parse, parse_chosen
+from fastp3o.evaluation.win_rates.head_to_head import WinRateConfig
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.reward_model import RewardModelConfig
+from fastp3o.stages.sft import SFTConfig
+
+# Random inputs of each kind that are tried.
 EXAMPLES = int(os.environ.get("FASTP3O_FUZZ", "25"))
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -33,13 +40,35 @@ WORKING = {
 }
 
 
+OBJECTIVES = runpy.run_path(str(SCRIPTS / "online.py"))["OBJECTIVES"]
+# A configuration, or several by objective.
+CONFIGS: dict[str, Any] = {
+    **{objective: OBJECTIVES[objective] for objective in ("p3o", "ppo", "online_dpo")},
+    "online": OBJECTIVES,
+    "sft": SFTConfig,
+    "reward_model": RewardModelConfig,
+    "preference": OFFLINE_OBJECTIVES,
+    "win_rate": WinRateConfig,
+    "generate": GenerateConfig,
+    "memory": runpy.run_path(str(SCRIPTS / "memory.py"))["MemoryConfig"],
+    "make_arithmetic": runpy.run_path(str(SCRIPTS / "make_arithmetic.py"))["ArithmeticConfig"],
+    "make_tiny_llama": runpy.run_path(str(SCRIPTS / "make_tiny_llama.py"))["TinyLlamaConfig"],
+}
+
+
+def configure(script: str, flags: list[str]) -> Any:
+    """The script's configuration. Exits, or raises ValueError, as the script does."""
+    config = CONFIGS[script]
+    return parse_chosen(config, flags) if isinstance(config, dict) else parse(config, flags)
+
+
 def run(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
     runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
 
 
 class BegunError(BaseException):
-    """In the place of training and sampling: every check is behind. config: where it is known."""
+    """Raised in place of training and sampling, after every check. config: if it is known."""
 
     def __init__(self, config: Any = None):
         self.config = config
