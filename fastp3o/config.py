@@ -26,7 +26,6 @@ SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial
 TOKENS_PER_ROW = 8192
 LARGEST_INT = 2**32
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
-EVALUATION_FLAGS: tuple[str, ...] = ()  # until objectives/ no longer names it
 
 
 class Rules(TypedDict, total=False):
@@ -86,22 +85,6 @@ class Flags:
             if getattr(self, name) != here[name].default:
                 raise UserError(f"--{name} does nothing without {' or '.join(f'--{other}' for other in needed)}")
 
-    # Until objectives/ no longer calls them.
-
-    def check_values(self) -> None: ...
-
-    def check_at_least(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            self.check(value is None or value >= least, name, f"{least} or more" if least == 0 else f"at least {least}")
-
-    def check_alone(self, needed: str, *names: str) -> None:
-        self.check_needs(needed, *names)
-
-    def check(self, holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise UserError(f"--{name} must be {expected}, got {getattr(self, name)!r}")
-
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
     """What the value must be and is not, in words; "" if it keeps the rules."""
@@ -148,8 +131,7 @@ class RunConfig(Flags):
     @classmethod
     def changeable(cls) -> set[str]:
         """Options that may be different when a run is resumed, since each step reads them anew."""
-        old = {name for base in cls.__mro__ for name in vars(base).get("CHANGEABLE", ())}
-        return old | {flag.name for flag in fields(cls) if flag.metadata.get("changeable")}
+        return {flag.name for flag in fields(cls) if flag.metadata.get("changeable")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +247,6 @@ class SupervisedConfig(StageConfig):
     epochs: int = option(1, "Passes over the training data.", at_least=1, changeable=True)
     batch_size: int = option(32, "Examples of one optimizer step, over all processes.", at_least=1)
 
-    # Until objectives/ no longer names it.
-    def check_evaluation(self) -> None: ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableConfig(Flags):
@@ -292,9 +271,6 @@ class TrainableConfig(Flags):
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
             raise UserError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
-
-    # Until objectives/ no longer calls it.
-    def check_trainable(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,9 +301,6 @@ class SamplerConfig(Flags):
         super().__post_init__()
         if self.sampler == "transformers" and (self.rollout_memory is not None or self.compile_rollouts):
             raise UserError("--rollout_memory and --compile_rollouts do nothing with --sampler transformers")
-
-    # Until objectives/ no longer calls it.
-    def check_sampler(self) -> None: ...
 
 
 class Parser(HfArgumentParser):

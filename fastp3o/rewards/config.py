@@ -98,9 +98,6 @@ class RewardConfig(RemoteConfig):
                 f"are rewards, and not all 0, got {self.reward_weights!r}"
             )
 
-    # Until objectives/ no longer calls it.
-    def check_rewards(self) -> None: ...
-
     @property
     def scorers(self) -> list[str]:
         return [*self.rewards, *([self.gold_reward] if self.gold_reward else [])]

@@ -1,6 +1,6 @@
-"""Files with random damage: refused in one line, or taken where they still read as what they are.
+"""Files with random damage: refused in one line, or taken if they can still be read.
 
-FASTP3O_FUZZ=300 tries so many of each kind, and `pytest -s` says what came of them.
+FASTP3O_FUZZ=300 tries this many of each kind, and `pytest -s` prints the outcomes.
 """
 
 import gzip
@@ -10,14 +10,21 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
 
-from tests.fastp3o.bad_inputs.working import EXAMPLES, ONLINE, WORKING, taken_by
+from fastp3o.config import parse
+from fastp3o.data import load_demonstrations, load_prompts
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.script import run_script
+from tests.fastp3o.bad_inputs.working import EXAMPLES, ONLINE, WORKING, BegunError, run, taken
 
 PROMPTS = [{"prompt": f"Say {word}:", "n": n} for n, word in enumerate(["tree", "river", "ocean"])]
 LINES = "".join(json.dumps(record) + "\n" for record in PROMPTS).encode()
@@ -26,7 +33,7 @@ MESSAGES = b"".join(
     + b"\n"
     for word in ("you", "there")
 )
-# What in a file means something, beside bytes that do not.
+# Bytes that mean something in a file; others do not.
 PIECES = st.sampled_from(
     [b'"', b"\\", b"{", b"}", b"[", b"\n", b":", b",", b"\0", b"\xff", b"null", b"NaN", b"1e999", b"-9"]
 )
@@ -55,60 +62,77 @@ YAML = "".join(
     f"{name.removeprefix('--')}: {value}\n"
     for name, value in zip(shlex.split(ONLINE)[::2], shlex.split(ONLINE)[1::2], strict=True)
 ).encode()
-# Script and flags, the file that they name, and what it holds.
-FILES = {
-    "JSON Lines": ("p3o", f"{ONLINE} --prompts damaged.jsonl", "damaged.jsonl", LINES),
-    "compressed": ("p3o", f"{ONLINE} --prompts damaged.jsonl.gz", "damaged.jsonl.gz", gzip.compress(LINES)),
-    "messages": (
-        "sft",
-        f"{WORKING['sft']} --model models/chat --train_data damaged.jsonl",
-        "damaged.jsonl",
-        MESSAGES,
-    ),
-    "JSON": ("p3o", f"{ONLINE} --prompts damaged.json", "damaged.json", json.dumps(PROMPTS).encode()),
-    "parquet": ("p3o", f"{ONLINE} --prompts damaged.parquet", "damaged.parquet", parquet()),
-    "YAML": ("p3o", "damaged.yaml", "damaged.yaml", YAML),
+PROMPT_FILES = {
+    "damaged.jsonl": LINES,
+    "damaged.jsonl.gz": gzip.compress(LINES),
+    "damaged.json": json.dumps(PROMPTS).encode(),
+    "damaged.parquet": parquet(),
 }
 OF_A_MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 
 @pytest.fixture
-def damage(stopping: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
-    def damage(kind: str, script: str, flags: str, path: Path, content: bytes) -> None:
-        """Runs a command that works as the file is, and then with the file damaged."""
+def damage(capfd: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    def damage(path: Path, content: bytes, use: Callable[[], object]) -> None:
+        """Uses a file as it is, which works, and then damaged."""
         outcomes: Counter[str] = Counter()
 
-        def taken(content: bytes) -> bool:
+        def begun(content: bytes) -> bool:
             path.write_bytes(content)
-            begun = taken_by(script, shlex.split(flags), monkeypatch, capfd)
+            taken_as = taken(lambda: run_script(use), capfd)
             shutil.rmtree("o", ignore_errors=True)
-            return begun is not None
+            return taken_as is not None
 
         @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
         @given(EDITS)
         def attempt(edits: list[tuple[str, int, bytes]]) -> None:
-            begun = taken(damaged(content, edits))
-            outcomes["taken" if begun else "refused"] += 1
-            if begun and kind == "JSON Lines":
+            outcome = begun(damaged(content, edits))
+            outcomes["taken" if outcome else "refused"] += 1
+            if outcome and path.suffix == ".jsonl" and content == LINES:
                 records = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
                 assert all(record["prompt"].strip() for record in records)
 
-        assert taken(content)
+        assert begun(content)
         attempt()
         with capfd.disabled():
-            print(f"\n{kind}: {dict(outcomes)}")
+            print(f"\n{path.name}: {dict(outcomes)}")
 
     return damage
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_damaged_file_is_refused_in_one_line_or_still_reads(kind: str, stopping: Path, damage: Callable[..., None]):
-    script, flags, name, content = FILES[kind]
-    damage(kind, script, flags, stopping / name, content)
+def begin_with(loaded: object) -> NoReturn:
+    raise BegunError
+
+
+@pytest.fixture
+def chat_tokenizer(models: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(str(models / "chat"))
+
+
+@pytest.mark.parametrize("name", PROMPT_FILES)
+def test_damaged_prompts_are_refused_in_one_line_or_still_read(
+    name: str, tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase, damage: Callable[..., None]
+):
+    path = tmp_path / name
+    damage(path, PROMPT_FILES[name], lambda: begin_with(load_prompts(str(path), chat_tokenizer, max_prompt_tokens=32)))
+
+
+def test_damaged_messages_are_refused_in_one_line_or_still_read(
+    tmp_path: Path, chat_tokenizer: PreTrainedTokenizerBase, damage: Callable[..., None]
+):
+    path, lengths = tmp_path / "damaged.jsonl", {"max_prompt_tokens": 32, "max_response_tokens": 8}
+    damage(path, MESSAGES, lambda: begin_with(load_demonstrations(str(path), chat_tokenizer, **lengths)))
+
+
+def test_damaged_yaml_is_refused_in_one_line_or_still_reads(tmp_path: Path, damage: Callable[..., None]):
+    path = tmp_path / "damaged.yaml"
+    damage(path, YAML, lambda: begin_with(parse(P3OConfig, [str(path)])))
 
 
 @pytest.mark.parametrize("name", OF_A_MODEL)
-def test_a_damaged_model_is_refused_in_one_line_or_still_reads(name: str, stopping: Path, damage: Callable[..., None]):
+def test_a_damaged_model_is_refused_in_one_line_or_still_reads(
+    name: str, stopping: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[..., None]
+):
     shutil.copytree(stopping / "models" / "whole", stopping / "damaged")
-    path = stopping / "damaged" / name
-    damage(name, "p3o", f"{WORKING['p3o']} --model damaged", path, path.read_bytes())
+    path, flags = stopping / "damaged" / name, shlex.split(f"{WORKING['p3o']} --model damaged")
+    damage(path, path.read_bytes(), lambda: run("p3o", flags, monkeypatch))

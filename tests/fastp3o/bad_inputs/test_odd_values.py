@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.hf_argparser import string_to_bool
 
-from tests.fastp3o.bad_inputs.working import EXAMPLES, WORKING, configure, taken_by
+from tests.fastp3o.bad_inputs.working import EXAMPLES, WORKING, configure, run, taken
 
 SCRIPTS = ("p3o", "ppo", "online_dpo", "sft", "reward_model", "preference", "online", "generate", "win_rate")
 ODD = (
@@ -38,9 +38,10 @@ def test_an_odd_value_is_refused_in_one_line_or_taken_as_it_reads(
     @given(st.sampled_from(names), st.sampled_from(ODD))
     def attempt(name: str, value: str) -> None:
         flags, before = [*working, f"--{name}={value}"], set(stopping.iterdir())
-        taken = None if refused_as_a_flag(script, flags) else taken_by(script, flags, monkeypatch, capfd)
-        outcomes["taken" if taken else "refused"] += 1
-        assert not taken or taken.config is None or reads_as(getattr(taken.config, name), value)
+        refused = refused_as_a_flag(script, flags)
+        begun = None if refused else taken(lambda: run(script, flags, monkeypatch), capfd)
+        outcomes["taken" if begun else "refused"] += 1
+        assert not begun or begun.config is None or reads_as(getattr(begun.config, name), value)
         # The next one must not find what this one has left.
         for path in set(stopping.iterdir()) - before:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,11 @@ class BegunError(BaseException):
         self.config = config
 
 
-def taken_by(
-    script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> BegunError | None:
-    """How the script begins, or None where it refuses in one line, which is checked."""
+def taken(main: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> BegunError | None:
+    """How a script's main function begins; None if it refuses in one line, which is checked."""
     capfd.readouterr()
     try:
-        run(script, flags, monkeypatch)
+        main()
     except BegunError as begun:
         return begun
     except SystemExit as stopped:
