@@ -28,7 +28,7 @@ from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import PRECISIONS, Precision, precision_of
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 from fastp3o.rollouts.transformers_sampler import sampling_mode
 from fastp3o.training.ratio_noise import ratio_noise
 from fastp3o_kernels import Head, sequence_logprobs
@@ -67,7 +67,7 @@ def in_precision(model: PackedModel, precision: Precision) -> Iterator[PackedMod
         yield rounded
 
 
-def sampled(policy: PackedModel, prompts: list[list[int]], tokens: int, end: int) -> Rollouts:
+def sampled(policy: PackedModel, prompts: list[list[int]], tokens: int, end: int) -> list[Group]:
     """Two responses of exactly so many tokens to each prompt."""
     width = max(map(len, prompts))
     ids = torch.tensor([[end] * (width - len(prompt)) + prompt for prompt in prompts], device=policy.model.device)
@@ -77,8 +77,10 @@ def sampled(policy: PackedModel, prompts: list[list[int]], tokens: int, end: int
     with sampling_mode(policy) as model, torch.no_grad():
         output = model.generate(ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, **settings)
     responses = output[:, width:].view(len(prompts), 2, tokens).tolist()
-    texts = [["", ""] for _ in prompts]
-    return Rollouts([""] * len(prompts), prompts, texts, responses, [[False, False] for _ in prompts])
+    return [
+        Group(Prompt("", prompt), [Response(own, "", False) for own in group])
+        for prompt, group in zip(prompts, responses, strict=True)
+    ]
 
 
 def after_a_step(policy: PackedModel, microbatch: Microbatch, learning_rate: float) -> PackedModel:
@@ -95,9 +97,9 @@ def rms(values: Tensor) -> float:
     return values.double().square().mean().sqrt().item()
 
 
-def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
+def measure(policy: PackedModel, groups: list[Group]) -> list[dict]:
     """One record for each precision: the error of log-ratios at each learning rate, and ratio/noise."""
-    row = single_row(rollouts).to(policy.model.device)
+    row = single_row(groups).to(policy.model.device)
     old = sums(policy, row).view(-1, 2)
     rewards = torch.randn(old.shape, generator=torch.Generator().manual_seed(0)).to(old.device)
     microbatch = Microbatch(row, rewards, old, old, old, old, 1.0)
@@ -111,7 +113,7 @@ def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
         with in_precision(policy, precision) as rounded:
             before = sums_in_precision(rounded, row)
             given = replace(microbatch, old_logprobs=before.view(-1, 2))
-            noise = ratio_noise(rounded, rollouts, given).item() if name != USUAL else None
+            noise = ratio_noise(rounded, groups, given).item() if name != USUAL else None
         errors = {}
         for rate, model in moved.items():
             with in_precision(model, precision) as rounded:
@@ -120,8 +122,8 @@ def measure(policy: PackedModel, rollouts: Rollouts) -> list[dict]:
     return records
 
 
-def single_row(rollouts: Rollouts) -> PackedRow:
-    (row,) = pack(rollouts.prompt_ids, rollouts.response_ids, Packing(tokens_per_row=10**9))
+def single_row(groups: list[Group]) -> PackedRow:
+    (row,) = pack(*token_ids(groups), Packing(tokens_per_row=10**9))
     return row
 
 
@@ -136,8 +138,8 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.model)
     prompts, _ = load_prompts(arguments.prompts, tokenizer, split="train", limit=arguments.pairs, max_prompt_tokens=192)
     policy = load_policy(arguments.model, device=device).eval()
-    rollouts = sampled(policy, list(prompts["prompt_ids"]), arguments.tokens, tokenizer.eos_token_id)
-    entropy = -sums(policy, single_row(rollouts).to(device))
+    groups = sampled(policy, list(prompts["prompt_ids"]), arguments.tokens, tokenizer.eos_token_id)
+    entropy = -sums(policy, single_row(groups).to(device))
     record = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -145,7 +147,7 @@ def main() -> None:
         "nats_per_token": entropy.mean().item() / arguments.tokens,
         "responses": 2 * arguments.pairs,
         "tokens": arguments.tokens,
-        "results": measure(policy, rollouts),
+        "results": measure(policy, groups),
     }
     assert all(math.isfinite(error) for result in record["results"] for error in result["errors"].values())
     (FOLDER / "results" / "policy_precision.json").write_text(json.dumps(record, indent=1) + "\n")

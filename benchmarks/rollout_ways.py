@@ -18,9 +18,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from benchmarks.shapes import CUDA
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
-from fastp3o.rollouts.end_of_sequence import cut_after_end
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.transformers_sampler import generate, sampling_mode
+from fastp3o.rollouts.groups import Prompt, token_ids
+from fastp3o.rollouts.transformers_sampler import cut_after_end, generate, sampling_mode
 
 Sampled = list[list[Ids]]  # [P][K]
 # Pads, and is among the ids that end responses.
@@ -75,7 +75,8 @@ ENGINE, COMPILED_ENGINE = (Kept(partial(engine_sampler, compiles=compiles)) for 
 
 def by_engine(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, *, kept: Kept = ENGINE) -> Sampled:
     sampler = kept(policy, len(prompts), case)
-    return sampler([""] * len(prompts), prompts, responses_per_prompt=case.K, seed=seed).response_ids
+    given = [Prompt("", ids, number) for number, ids in enumerate(prompts)]
+    return token_ids(sampler(given, case.K, seed))[1]
 
 
 def by_generate(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, **settings: object) -> Sampled:

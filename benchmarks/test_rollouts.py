@@ -29,9 +29,9 @@ from benchmarks.training_shapes import llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import first_fit_decreasing
+from fastp3o.rollouts.cache import MOST_SLOTS
 from fastp3o.rollouts.engine import STEPS_PER_LOOK
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
-from fastp3o.rollouts.room import MOST_SLOTS
 
 PROMPTS = 64 if CUDA else 32
 ROUNDS = 3

@@ -18,7 +18,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
 from fastp3o.precision import PRECISIONS, precision_of
-from fastp3o.rollouts.room import Room, fitting_room
+from fastp3o.rollouts.cache import Room, fitting_room
 from fastp3o.script import run_script
 from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 

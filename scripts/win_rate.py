@@ -13,8 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import parse
 from fastp3o.endpoint import EndpointError
-from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, head_to_head, load_judge, win_rates
-from fastp3o.evaluation.win_rates.rates import WinRate
+from fastp3o.evaluation.verdicts import WinRate
+from fastp3o.evaluation.win_rates import Responses, WinRateConfig, head_to_head, load_judge, win_rates
 from fastp3o.script import run_script
 
 

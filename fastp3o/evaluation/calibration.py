@@ -12,7 +12,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 
-from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
+from fastp3o.evaluation.bootstrap import percentile_interval
 from fastp3o.training.durable import temporary_sibling
 
 matplotlib.use("Agg")

@@ -13,10 +13,9 @@ from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.packing.pack import Packing, by_group, pack
-from fastp3o.rewards.reward import Reward
-from fastp3o.rewards.scoring import scored
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.sampler import Sampler, sample
+from fastp3o.rewards.reward import Reward, rewarded
+from fastp3o.rollouts.groups import Group, finished, lengths, make_prompts, token_ids
+from fastp3o.rollouts.sampler import Sampler
 from fastp3o.training.order import process_share, seed_of
 from fastp3o_kernels import sequence_logprobs
 
@@ -28,8 +27,7 @@ EVALUATION = 2**32 - 1
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them.
 
-    rewards: by the name that their means get. prompts: with the columns `prompt` and `prompt_ids`, and
-    those that rewards ask for.
+    rewards: by the names that their means get. prompts: with the columns that rewards ask for.
     """
 
     accelerator: Accelerator
@@ -48,20 +46,15 @@ class Evaluation:
         prompts.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
-        rollouts = sample(
-            self.sampler,
-            self.prompts[numbers],
-            numbers,
-            responses_per_prompt=self.responses_per_prompt,
-            seed=seed_of(self.seed, EVALUATION),
-        )
+        prompts = make_prompts(self.prompts[numbers], numbers)
+        groups = self.sampler(prompts, self.responses_per_prompt, seed_of(self.seed, EVALUATION))
         with self.accelerator.autocast():
-            with_deviation = scored(self.accelerator, self.rewards, rollouts)
-            with_deviation["kl"] = self.sequence_log_ratios(rollouts)
+            with_deviation = rewarded(self.rewards, groups)
+            with_deviation["kl"] = self.sequence_log_ratios(groups)
         values = {
             **with_deviation,
-            "response_length": torch.tensor(rollouts.response_lengths).float(),
-            "missing_eos": 1 - torch.tensor(rollouts.finished).float(),
+            "response_length": lengths(groups),
+            "missing_eos": 1 - finished(groups).float(),
         }
         metrics: dict[str, float] = {}
         for name, response_values in values.items():
@@ -72,10 +65,9 @@ class Evaluation:
         return {**metrics, "prompts": len(self.prompts)}
 
     @torch.no_grad()
-    def sequence_log_ratios(self, rollouts: Rollouts) -> Tensor:
+    def sequence_log_ratios(self, groups: list[Group]) -> Tensor:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
-        rows = pack(rollouts.prompt_ids, rollouts.response_ids, self.packing)
-        rows = [row.to(self.accelerator.device) for row in rows]
+        rows = [row.to(self.accelerator.device) for row in pack(*token_ids(groups), self.packing)]
         logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, self.policy))
         log_ratios = [
             sequence_logprobs(policy_logprobs - ref_logprobs, row.cu_seqlens)

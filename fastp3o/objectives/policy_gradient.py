@@ -17,8 +17,7 @@ from fastp3o.config import objective_name, option
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, Microbatch, SumOverProcesses
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
-from fastp3o.rewards.pairs import pairs
-from fastp3o.rewards.scaling import AbsoluteScaler
+from fastp3o.rewards.scaling import AbsoluteScaler, pairs
 from fastp3o_kernels import Groups
 from fastp3o_kernels.losses import group_advantages, k2, k3, ppo_clip, rebel, reinforce, rloo_advantages
 

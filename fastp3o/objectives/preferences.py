@@ -17,8 +17,7 @@ from fastp3o.errors import UserError
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
-from fastp3o.rewards.pairs import differences, pairs
-from fastp3o.rewards.scaling import AbsoluteScaler
+from fastp3o.rewards.scaling import AbsoluteScaler, differences, pairs
 from fastp3o_kernels import Groups, losses
 
 # --- Offline: fixed pairs -------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """The flags of rewards and penalties."""
 
+import os
 from dataclasses import dataclass, fields
 from math import isfinite
 
 from fastp3o.config import Flags, option, required
 from fastp3o.errors import UserError
-from fastp3o.rewards.names import is_endpoint, reward_names
 
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
@@ -55,7 +55,7 @@ class RemoteConfig(Flags):
     @property
     def scorers(self) -> list[str]:
         """The names of all rewards."""
-        raise NotImplementedError(f"{type(self).__name__} names no rewards")
+        return []
 
     @property
     def columns(self) -> list[str]:
@@ -168,3 +168,19 @@ class PenaltyConfig(Flags):
             raise UserError(
                 f"--overlong_margin must be at most --max_response_tokens ({longest}), got {self.overlong_margin}"
             )
+
+
+def reward_names(names: str) -> list[str]:
+    """Splits the names of several rewards, separated by commas; the name of a path that exists may hold commas."""
+    if not names:
+        return []
+    return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
+
+
+def is_endpoint(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def is_function(name: str) -> bool:
+    """Whether it names a Python function, as module:function, and not a model."""
+    return ":" in name and not is_endpoint(name) and not os.path.exists(name)

@@ -1,4 +1,4 @@
-"""A user's Python function of texts, and of what the data have beside them, as a reward."""
+"""A user's Python function of texts, and of further columns of the data, as a reward."""
 
 import inspect
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError, call_for_list, import_function
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, for_each_response, texts
 
 
 class FunctionReward:
     """`function(prompts: list[str], responses: list[str], ...) -> list[float]`, given as `module:function`.
 
-    It sees the P K responses one after the other, each beside its prompt. Further parameters without a default are
-    columns of the prompts' data, of which it gets a list as long, by name; those with one, and `**columns`, get what
-    else is kept (`--reward_columns`). It may be an `async def`.
+    It gets all P K responses, and a list of the same length with the prompt of each. Further parameters without a
+    default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
+    `**columns`, get the columns of `--reward_columns`. It may be an `async def`.
     """
 
     def __init__(self, name: str):
-        """Raises ValueError where there is no such function, or none that takes prompts and responses."""
+        """Raises ValueError if there is no such function, or it does not take prompts and responses."""
         self.name = name
         self.function = import_function(name, "reward function")
         parameters = further_parameters(self.function, name)
@@ -30,23 +30,23 @@ class FunctionReward:
         self.optional = {p.name for p in parameters}
         self.takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        """[P, K] fp32. Raises FunctionError where the function fails, or does not return one number a response."""
+    def __call__(self, groups: list[Group]) -> Tensor:
+        """Raises FunctionError if the function fails, or does not return one number a response."""
         columns = {
-            name: rollouts.beside_responses(values)
-            for name, values in rollouts.columns.items()
+            name: for_each_response(groups, [group.prompt.columns[name] for group in groups])
+            for name in groups[0].prompt.columns
             if self.takes_all or name in self.optional
         }
         if missing := [name for name in self.columns if name not in columns]:
             raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
         rewards = [
             self.number(reward, index)
-            for index, reward in enumerate(call_for_list(self.function, self.name, *rollouts.texts(), **columns))
+            for index, reward in enumerate(call_for_list(self.function, self.name, *texts(groups), **columns))
         ]
-        return torch.tensor(rewards, dtype=torch.float32).view(len(rollouts), -1)
+        return torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
 
     def number(self, reward: object, index: int) -> float:
-        """Text is no number, even if it reads like one."""
+        """Text is not a number, even if it reads like one."""
         if isinstance(reward, Tensor) and reward.numel() == 1:
             reward = reward.item()
         if not isinstance(reward, Real):
@@ -58,7 +58,7 @@ class FunctionReward:
 
 
 def further_parameters(function: Callable, name: str) -> list[Parameter]:
-    """Those behind prompts and responses that can be given by name; none of a function that has no signature."""
+    """Parameters after prompts and responses that can be given by name; none if the function has no signature."""
     try:
         signature = inspect.signature(function)
     except ValueError:

@@ -1,20 +1,19 @@
-"""What an endpoint says responses are worth."""
+"""Rewards from an endpoint."""
 
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
 
-from fastp3o.data.loading import column_values
 from fastp3o.endpoint import AnswerError, Endpoint, at_once
 from fastp3o.rewards.config import TEXTS, RemoteConfig
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, Prompt, Response
 
-# Rewards of the newest responses; each takes some 150 bytes.
+# Rewards of this many newest responses are kept; each takes some 150 bytes.
 REMEMBERED = 2**18
 
 LARGEST = torch.finfo(torch.float32).max
@@ -24,9 +23,9 @@ Text = tuple
 
 
 class RemoteReward:
-    """A URL to which prompts, responses and columns of the data are posted, and which answers with rewards.
+    """Rewards from a URL, to which prompts, responses and columns of the data are posted.
 
-    Equal responses to equal prompts are asked for once. A key in the environment variable REWARD_API_KEY is sent along.
+    Equal responses to equal prompts are sent once. A key in the environment variable REWARD_API_KEY is sent along.
 
     Raises ValueError on a URL that cannot be one.
     """
@@ -37,10 +36,14 @@ class RemoteReward:
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
         self.known: dict[bytes, float] = {}
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
-        """[P, K] fp32, finite. Raises EndpointError where the endpoint refuses, or all attempts of a request fail."""
-        columns = [rollouts.beside_responses(rollouts.columns[name]) for name in self.fields[len(TEXTS) :]]
-        texts = list(zip(*rollouts.texts(), *columns, strict=True))
+    def __call__(self, groups: list[Group]) -> Tensor:
+        """Finite values. Raises EndpointError if the endpoint refuses, or all attempts of a request fail."""
+        columns = self.fields[len(TEXTS) :]
+        texts = [
+            (prompt.text, response.text, *(prompt.columns[name] for name in columns))
+            for prompt, responses in groups
+            for response in responses
+        ]
         keys = [hashlib.sha256(json.dumps(text).encode()).digest() for text in texts]
         unknown = list({key: text for key, text in zip(keys, texts, strict=True) if key not in self.known}.items())
         batches = [unknown[start : start + self.batch_size] for start in range(0, len(unknown), self.batch_size)]
@@ -49,7 +52,7 @@ class RemoteReward:
         rewards = torch.tensor([self.known[key] for key in keys], dtype=torch.float32)
         for key in list(islice(self.known, max(0, len(self.known) - REMEMBERED))):
             del self.known[key]
-        return rewards.view(len(rollouts), -1)
+        return rewards.view(len(groups), -1)
 
     def ask(self, batch: Sequence[tuple[bytes, Text]], stopped: threading.Event) -> dict[bytes, float]:
         keys, texts = zip(*batch, strict=True)
@@ -57,14 +60,13 @@ class RemoteReward:
         rewards = self.endpoint.post(body, lambda answer: read_rewards(answer, len(texts)), stopped)
         return dict(zip(keys, rewards, strict=True))
 
-    def check(self, example: Mapping[str, list]) -> None:
-        """Has an empty response to a prompt scored. example: a batch of one. Raises as a call does."""
-        columns = column_values(example)
-        self(Rollouts(example["prompt"], example["prompt_ids"], [[""]], [[[]]], [[False]], columns=columns))
+    def check(self, prompt: Prompt) -> None:
+        """Asks for the reward of an empty response to a prompt. Raises as a call does."""
+        self([Group(prompt, [Response([], "", False)])])
 
 
 def read_rewards(answer: bytes, count: int) -> list[float]:
-    """Raises AnswerError where it holds anything but so many finite numbers, ValueError where it is not JSON."""
+    """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON."""
     try:
         content = json.loads(answer)
     except (ValueError, RecursionError) as error:

@@ -1,27 +1,48 @@
-"""What every reward is, and how one is loaded by name."""
+"""Rewards by name, their weighted sum, and the penalties subtracted from it.
 
-from collections.abc import Callable, Iterable
+P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.endpoint import EndpointError
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
+from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
-from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
 from fastp3o.rewards.function import FunctionReward
-from fastp3o.rewards.names import is_endpoint, is_function
+from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward_model import ModelReward
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o_kernels.overlong_penalty import overlong_penalty
 
-# Rollouts of P prompts with K responses each -> [P, K] fp32.
-Reward = Callable[[Rollouts], Tensor]
+Reward = Callable[[list[Group]], Tensor]
 
 
 def load_reward(
+    name: str, policy_tokenizer: PreTrainedTokenizerBase, *, remote: RemoteConfig | None = None, **loading: Any
+) -> Reward:
+    """`module:function` is a Python function, http(s)://... an endpoint; anything else a reward model's folder or hub
+    name.
+
+    remote: how an endpoint is asked. loading: how a model is loaded, as in `load_model_reward`.
+    """
+    if is_endpoint(name):
+        return RemoteReward(name, remote or RemoteConfig())
+    if is_function(name):
+        return FunctionReward(name)
+    return load_model_reward(name, policy_tokenizer, **loading)
+
+
+def load_model_reward(
     name: str,
     policy_tokenizer: PreTrainedTokenizerBase,
     *,
@@ -31,33 +52,107 @@ def load_reward(
     mesh: DeviceMesh | None = None,
     offload: bool = False,
     trust_remote_code: bool = False,
-    remote: RemoteConfig | None = None,
-) -> Reward:
-    """`module:function` is a Python function, http(s)://... an endpoint; anything else a reward model's folder or hub
-    name.
-
-    mesh: of processes over which a model is spread; None for one. remote: what goes to an endpoint, and how.
-    """
-    if is_endpoint(name):
-        return RemoteReward(name, remote or RemoteConfig())
-    if is_function(name):
-        return FunctionReward(name)
-    return ModelReward(
-        load_reward_model(name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code),
-        load_tokenizer(name, trust_remote_code=trust_remote_code),
-        policy_tokenizer,
-        device=device,
-        packing=packing,
-        mesh=mesh,
-        offload=offload,
+) -> ModelReward:
+    """name: a reward model's folder or hub name. Further arguments as of a ModelReward."""
+    model = load_reward_model(
+        name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code
     )
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+    return ModelReward(model, tokenizer, policy_tokenizer, device=device, packing=packing, mesh=mesh, offload=offload)
 
 
 def columns_of(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
-    """The columns of the prompts' data that rewards of these names ask for, each with what does, for messages."""
+    """The columns of the prompts' data that rewards of these names ask for, each with the name of the asker, for
+    messages.
+    """
     return dict.fromkeys(config.columns, "--reward_columns") | {
         column: f"the reward function {name}"
         for name in names
         if is_function(name)
         for column in FunctionReward(name).columns
     }
+
+
+class WeightedSum:
+    """The sum of rewards, each times its weight. A reward of weight 0 is only logged, and may be NaN.
+
+    rewards: by name. weights: not all 0.
+    """
+
+    def __init__(self, rewards: Mapping[str, Reward], weights: Sequence[float]):
+        self.rewards, self.weights = rewards, weights
+
+    def __call__(self, groups: list[Group]) -> Tensor:
+        return self.sum([reward(groups) for reward in self.rewards.values()])
+
+    def sum(self, values: Sequence[Tensor]) -> Tensor:
+        """values: of each reward, [P, K]."""
+        weighted = [weight * value.float() for weight, value in zip(self.weights, values, strict=True) if weight]
+        return torch.stack(weighted).sum(0)
+
+
+def weighted(rewards: Mapping[str, Reward], weights: Sequence[float]) -> Reward:
+    """The sum of rewards; a single one of weight 1 stays as it is."""
+    return next(iter(rewards.values())) if list(weights) == [1.0] else WeightedSum(rewards, weights)
+
+
+def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
+    """Values of rewards by their names, and each part of a sum without its weight, as `name/part`.
+
+    All processes must call it. Raises EndpointError or FunctionError on each of them if a reward fails on any, once all
+    others are computed: a model that is spread over processes needs all of them.
+    """
+    singles: dict[str, Reward] = {}
+    for name, reward in rewards.items():
+        if isinstance(reward, WeightedSum):
+            singles |= {f"{name}/{part}": single for part, single in reward.rewards.items()}
+        else:
+            singles[name] = reward
+    values: dict[str, Tensor] = {}
+    failures: list[EndpointError | FunctionError] = []
+    for name, single in singles.items():
+        try:
+            values[name] = single(groups)
+        except (EndpointError, FunctionError) as error:
+            failures.append(error)
+    if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
+        raise failed[0] from (failures[0] if failures else None)
+    sums = {
+        name: reward.sum([values[f"{name}/{part}"] for part in reward.rewards])
+        for name, reward in rewards.items()
+        if isinstance(reward, WeightedSum)
+    }
+    return sums | values
+
+
+def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
+    """`reward` less all penalties; and by name the penalties, and the parts of a reward that is a sum.
+
+    longest: tokens that a response may have. Raises what `rewarded` does.
+    """
+    subtracted = penalties(groups, config, longest)
+    values = rewarded({"reward": reward}, groups) | subtracted
+    for penalty in subtracted.values():
+        values["reward"] = values["reward"] - penalty
+    return values
+
+
+def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
+    """The penalties that are on, 0 or more, by the names of their metrics. longest: tokens that a response may have."""
+    found: dict[str, Tensor] = {}
+    if config.missing_eos_penalty:
+        found["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
+    if config.length_penalty:
+        found["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
+    if config.repetition_penalty:
+        shares = [[repeated_share(r.ids, config.repetition_ngram) for r in group.responses] for group in groups]
+        found["repetition"] = config.repetition_penalty * torch.tensor(shares)
+    if config.overlong_margin:
+        found["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
+    return {f"penalty/{name}": values for name, values in found.items()}
+
+
+def repeated_share(ids: list[int], n: int) -> float:
+    """1 − different n-grams / n-grams; 0 if there is none."""
+    ngrams = list(zip(*(ids[start:] for start in range(n)), strict=False))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

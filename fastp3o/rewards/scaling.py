@@ -1,10 +1,26 @@
-"""Scales the rewards of the responses to a prompt: their differences, which alone count for P3O, or themselves."""
+"""Rewards of the responses to a prompt: their differences in pairs, and scalers of the differences or the rewards."""
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
-from fastp3o.rewards.pairs import differences
+
+def pairs(values: Tensor) -> Tensor:
+    """(v_i, v_j) of all i < j, [P, K] -> [P, K (K − 1) / 2, 2]."""
+    K = values.shape[1]
+    return values[:, torch.triu_indices(K, K, offset=1).T]
+
+
+def differences(values: Tensor) -> Tensor:
+    """v_i − v_j of all i < j, [P, K] -> [P, K (K − 1) / 2]."""
+    first, second = pairs(values).unbind(-1)
+    return first - second
+
+
+def tied(rewards: Tensor) -> Tensor:
+    """[P] bool: which prompts have only responses of equal rewards [P, K], whose differences teach nothing."""
+    return (rewards == rewards[:, :1]).all(dim=1)
 
 
 class Scaler(ABC):
@@ -77,8 +93,3 @@ class AbsoluteScaler(Scaler):
 
     def std(self) -> float:
         return self.deviation_around(self.sum / self.count)
-
-
-def tied(rewards: Tensor) -> Tensor:
-    """[P] bool: which prompts have responses of equal rewards [P, K] alone, whose differences teach nothing."""
-    return (rewards == rewards[:, :1]).all(dim=1)

@@ -1,24 +1,102 @@
-"""Keys and values of all layers, and attention of tokens that each continue a response."""
+"""Keys and values of all layers: how much of them the memory holds, and attention to them."""
 
+import os
 from math import prod
+from typing import Any, NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from fastp3o.errors import UserError
-from fastp3o.rollouts.room import LayerShape, Room
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
+
+# The cache may take this share of free memory; the rest is for activations of a step and of prompts, and for logits.
+SHARE = 0.7
+# With more slots the weights are no longer most of what a step reads, and steps become longer.
+MOST_SLOTS = 256
+
+
+class LayerShape(NamedTuple):
+    """Shape of one token's keys in one layer; values have the same."""
+
+    heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values together."""
+        return 2 * self.heads * self.head_size * self.dtype.itemsize
+
+
+class Room(NamedTuple):
+    """How much the cache, and all tensors of slots and responses, have room for."""
+
+    prompts: int
+    prompt_tokens: int
+    responses_per_prompt: int
+    slots: int
+    response_tokens: int
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * self.responses_per_prompt
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the cache."""
+        return self.prompts * self.prompt_tokens + self.slots * self.response_tokens
+
+    def holds(self, other: "Room") -> bool:
+        """Whether an engine with this room can replace one with the other."""
+        pairs = zip(self, other, strict=True)
+        return self.responses_per_prompt == other.responses_per_prompt and all(mine >= its for mine, its in pairs)
+
+
+def fitting_room(
+    longest_prompt: int,
+    response_tokens: int,
+    responses_per_prompt: int,
+    *,
+    prompts: int,
+    bytes_per_token: int,
+    memory: int,
+) -> Room:
+    """Room for `prompts` at once with a slot for each of their responses, or for as many as `memory` (bytes) holds.
+
+    Less memory means fewer prompts at once, then fewer slots; at least one of each.
+    """
+    prompt_tokens = max(1, longest_prompt)
+    tokens = memory // bytes_per_token
+    slots_of_prompt = min(responses_per_prompt, MOST_SLOTS)
+    fits = tokens // (prompt_tokens + slots_of_prompt * response_tokens)
+    if fits:
+        prompts = min(prompts, fits)
+        slots = min(prompts * responses_per_prompt, MOST_SLOTS)
+    else:
+        prompts, slots = 1, max(1, min(slots_of_prompt, (tokens - prompt_tokens) // response_tokens))
+    return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that the cache may take of the memory that is free now."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        # Processes of one machine share what is free.
+        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(SHARE * free)
 
 
 class Cache:
-    """A KeyValueCache of prompts and of slots, in memory that can be given back.
+    """A KeyValueCache of prompts and of slots, whose memory can be given back.
 
-    slots: what the slots of the current step work on. prompt_of_token, position_of_token: of the row of prompts whose
-    keys are stored, [n] int64; what follows them in the row is padding.
+    slots: what the slots of the current step work on. prompt_of_token, position_of_token: [n] int64, where the keys of
+    the row of prompts that comes next belong; further tokens of the row are padding.
     """
 
-    def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device, *, impl: str | None = None):
-        self.impl = impl
+    def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device):
         # One piece of memory, which is more likely to come back at the same address than many.
         sizes = [room.tokens * shape.bytes_per_token for shape in shapes.values()]
         self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -29,7 +107,8 @@ class Cache:
         self.position_of_token: Tensor
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for layer in self.layers.values() for tensor in vars(layer).values()]
+        layers = self.layers.values()
+        return [part for own in layers for part in (own.prompt_keys, own.prompt_values, own.own_keys, own.own_values)]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         cache = self.layers[layer]
@@ -37,45 +116,25 @@ class Cache:
         for stored, tensor in ((cache.prompt_keys, key), (cache.prompt_values, value)):
             stored[place] = tensor[: len(self.prompt_of_token)].to(stored.dtype)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Rotary embeddings may leave queries and keys in fp32 where values are not.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        return decode_attention(
-            query,
-            key,
-            value,
-            self.layers[layer],
-            self.slots,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            impl=self.impl,
-        )
+        return decode_attention(query, key, value, self.layers[layer], self.slots, **options)
 
     def take_memory(self) -> None:
-        """Where it was given back."""
+        """Takes the memory again if it was given back."""
         storage = self.memory.untyped_storage()
         if not storage.nbytes():
             storage.resize_(self.memory.numel())
             self.memory.zero_()
 
     def release_memory(self) -> None:
-        """Gives it back until it is taken again, which it may be elsewhere."""
+        """Gives the memory back until it is taken again, perhaps at another address."""
         self.memory.untyped_storage().resize_(0)
 
     def keep_slots(self, kept: Tensor) -> None:
-        """kept: [n] int64, slots whose keys stay, in this order. They move to the front of their memory: copies of all
-        would take as much again.
+        """Keeps the keys of some slots, [n] int64, in this order. They move to the front of their memory: a copy of
+        them all would take as much again.
         """
         for layer in self.layers.values():
             for own in (layer.own_keys, layer.own_values):
@@ -85,26 +144,8 @@ class Cache:
 
 def layer_cache(memory: Tensor, shape: LayerShape, room: Room) -> LayerCache:
     """memory: bytes for keys and values of all tokens that there is room for."""
-    of_prompts = (room.prompts, shape.heads, room.prompt_tokens, shape.head_size)
-    of_slots = (room.slots, shape.heads, room.response_tokens, shape.head_size)
-    sizes = [prod(of_prompts)] * 2 + [prod(of_slots)] * 2
-    parts = memory.view(shape.dtype).split(sizes)
-    return LayerCache(*(part.view(s) for part, s in zip(parts, [of_prompts] * 2 + [of_slots] * 2, strict=True)))
-
-
-class LayerShapes:
-    """A KeyValueCache that only looks at what it is given.
-
-    Raises ValueError where the values' heads are not of the keys' size.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[int, LayerShape] = {}
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        if key.shape != value.shape:
-            raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
-        self.found[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
-
-    def attend(self, *_: object, **__: object) -> Tensor:
-        raise UserError("there are no responses to continue")
+    prompts = room.prompts, shape.heads, room.prompt_tokens, shape.head_size
+    slots = room.slots, shape.heads, room.response_tokens, shape.head_size
+    shapes = [prompts, prompts, slots, slots]
+    parts = memory.view(shape.dtype).split(list(map(prod, shapes)))
+    return LayerCache(*(part.view(part_shape) for part, part_shape in zip(parts, shapes, strict=True)))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fastp3o.config import TOKENS_PER_ROW, SamplerConfig, option, required
 from fastp3o.data.encoding import LONGEST_TEXT
 from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.sampling_settings import SamplingSettings
+from fastp3o.rollouts.sampler import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,40 +1,42 @@
 """Responses from the policy's own weights: prompts once through it, then one token of each response a step.
 
-A step is a packed row of one token for each slot. Which token is next, whether it ends the response, and which response
-the slot takes then is decided on the device too: the host looks every few steps only, to see whether all are done, and
-on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each slot costs time, idle ones are dropped.
+A step is a packed row of one token for each slot. The device decides everything in it: which token is next, whether it
+ends the response, and which response the slot takes then. The host looks only every few steps whether all are done, and
+on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each slot costs time, idle slots are dropped.
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
-from fastp3o.rollouts.cache import Cache
-from fastp3o.rollouts.compiled import CompiledBody
-from fastp3o.rollouts.graph import StepGraph
-from fastp3o.rollouts.logits import head_logits
+from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
 from fastp3o.rollouts.queue import Queue
-from fastp3o.rollouts.room import LayerShape, Room
-from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.steps import CompiledBody, StepGraph
+from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import Slots, sample_tokens
+from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
+from fastp3o_kernels.rows.rows import transformed
 
-# Steps between two looks of the host. So many less one may be for nothing.
+# Steps between two looks of the host; all but one of them may be for nothing.
 STEPS_PER_LOOK = 8
-# Share of slots that are idle before they are dropped: that copies the others' keys.
+# Share of slots that are idle before they are dropped, which copies the keys of the others.
 IDLE = 0.15
 
 
 class Engine:
-    """One batch of prompts after the other through the same memory, as long as it has room for them.
+    """Samples one batch of prompts after the other in the same memory, as long as it has room for them.
 
-    static: shapes stay for the whole of a batch, as a CUDA graph needs it; by default on all devices but CPUs.
-    graph: whether steps are captured, by default on GPUs. compiles: whether torch compiles the body, for which shapes
-    must stay.
+    static: whether shapes stay for the whole of a batch, as a CUDA graph needs it; by default except on CPUs. graph:
+    whether steps are captured; by default on GPUs. compiles: whether torch compiles the body, for static shapes.
     """
+
+    tokens_per_row = TOKENS_PER_ROW  # of a packed row of prompts
 
     def __init__(
         self,
@@ -47,13 +49,11 @@ class Engine:
         static: bool | None = None,
         graph: bool | None = None,
         compiles: bool = False,
-        impl: str | None = None,
-        tokens_per_row: int = TOKENS_PER_ROW,
     ):
-        self.policy, self.settings, self.tokens_per_row = policy, vars(settings), tokens_per_row
+        self.policy, self.settings = policy, asdict(settings)
         device = policy.model.device
         self.static = device.type != "cpu" or compiles if static is None else static
-        self.room, self.cache = room, Cache(shapes, room, device, impl=impl)
+        self.room, self.cache = room, Cache(shapes, room, device)
         self.queue = Queue(room, end_ids, device)
         self.body = CompiledBody(policy) if compiles else policy.hidden_states
         self.head = policy.head()
@@ -62,9 +62,9 @@ class Engine:
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:
-        """Responses to at most as many prompts as there is room for, and log-probabilities of their tokens, [p][K].
+        """Token ids of responses to at most as many prompts as there is room for, and their log-probabilities, [p][K].
 
-        keys: [p, K] int64, of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
+        keys: [p, K] int64, keys of the responses' random numbers (`fastp3o_kernels.decoding.response_keys`).
         """
         self.queue.fill(prompts, keys)
         self.prefill(prompts)
@@ -81,20 +81,20 @@ class Engine:
         prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
 
     def step(self) -> None:
-        """One token for every slot. With static shapes nothing in it waits for the device."""
+        """Samples one token for every slot. With static shapes nothing in it waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots(bounds=not self.static))
         tokens, logprobs = sample_tokens(logits, queue.keys[queue.response], queue.steps, **self.settings)
         queue.take(tokens, logprobs)
 
     def logits(self, slots: Slots) -> Tensor:
-        """Of the next token of each slot."""
+        """Logits of the next token of each slot, [R, V]."""
         self.cache.slots = slots
         hidden = self.body(self.queue.tokens[None], (slots.prompt_lengths + slots.steps)[None], cache=self.cache)
         return head_logits(hidden, self.head)
 
     def tensors(self) -> list[Tensor]:
-        """All that steps read and write beside what they make."""
+        """All tensors that outlive a step and that it reads or writes."""
         model = self.policy.model
         return [*model.parameters(), *model.buffers(), *self.cache.tensors(), *self.queue.tensors()]
 
@@ -110,3 +110,11 @@ class Engine:
     def keep_slots(self, kept: Tensor) -> None:
         self.queue.keep_slots(kept)
         self.cache.keep_slots(kept)
+
+
+def head_logits(hidden: Tensor, head: Head) -> Tensor:
+    """[R, D] -> [R, V], fp32 or fp64 whatever the precision of the policy."""
+    dtypes = HeadDtypes.for_hidden(hidden)
+    logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
+    multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T, out=logits)
+    return transformed(logits, head)

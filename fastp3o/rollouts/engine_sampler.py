@@ -1,6 +1,6 @@
-"""Responses from the engine: batches of prompts, as many at once as memory holds."""
+"""Responses from the engine: as many prompts at once as memory holds."""
 
-from collections.abc import Sequence
+from math import isfinite
 from typing import cast
 
 import torch
@@ -9,34 +9,35 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import get_logger
 
-from fastp3o.models.packable import within_vocabulary
-from fastp3o.models.packed_model import PackedModel, evaluation_mode
-from fastp3o.packing.layout import Ids
-from fastp3o.rollouts.end_of_sequence import end_of_sequence_ids
+from fastp3o.config import SamplerConfig
+from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, scored_logprobs
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room
 from fastp3o.rollouts.engine import Engine
+from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.rollouts.rollouts import Rollouts, decode_rollouts
-from fastp3o.rollouts.room import LayerShape, Room, available_memory, fitting_room
-from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.sampler import POLICY_ITSELF, Sampler, SamplingSettings, decoded, end_of_sequence_ids
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
-from fastp3o.rollouts.trial import reason_against
 from fastp3o_kernels.decoding import response_keys
 
 logger = get_logger(__name__)
 
-# On a GPU the room for prompts is in steps of so many tokens: batches with longest prompts of similar length share it.
+# On a GPU the room for prompts grows in steps of this many tokens: batches with similar longest prompts share it.
 PROMPT_STEP = 256
+# Room of the trial: two responses share a slot, two a prompt.
+TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=3, response_tokens=5)
 
 
 class EngineSampler:
     """A Sampler. Responses do not depend on the batch or the process that a prompt is in.
 
-    A policy that the engine cannot decode is sampled by transformers, which is said once.
+    A policy that the engine cannot decode is sampled by transformers, after a warning.
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
-    for keys and values of prompts and responses, by default a part of what is free; where it is little, fewer prompts
-    are sampled at once. compiles: whether torch compiles the policy's pass of a step. graph: whether a step may be a
-    CUDA graph, as in `Engine`.
+    for keys and values of prompts and responses, by default a part of free memory; with less, fewer prompts are sampled
+    at once. compiles: whether torch compiles the policy's pass of a step. graph: whether a step may be a CUDA graph, as
+    in `Engine`.
     """
 
     def __init__(
@@ -56,32 +57,19 @@ class EngineSampler:
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty before the policy was tried
         self.engine: Engine | None = None
-        self.in_its_place: TransformersSampler | None = None
+        self.fallback_sampler: TransformersSampler | None = None
 
-    def __call__(
-        self,
-        prompts: list[str],
-        prompt_ids: list[list[int]],
-        numbers: Sequence[int] | None = None,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-    ) -> Rollouts:
+    def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         with evaluation_mode(self.policy):
-            if not self.shapes and self.in_its_place is None:
+            if not self.shapes and self.fallback_sampler is None:
                 self.try_policy()
-            if self.in_its_place is not None:
-                return self.in_its_place(
-                    prompts, prompt_ids, numbers, responses_per_prompt=responses_per_prompt, seed=seed
-                )
-            end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
-            numbers = range(len(prompts)) if numbers is None else numbers
-            keys = response_keys(seed, torch.tensor(numbers), responses_per_prompt)
-            response_ids, logprobs = self.sample(prompt_ids, keys, end_ids)
-        return decode_rollouts(self.tokenizer, end_ids, prompts, prompt_ids, response_ids, logprobs)
+            if self.fallback_sampler is not None:
+                return self.fallback_sampler(prompts, responses_per_prompt, seed)
+            keys = response_keys(seed, torch.tensor([prompt.number for prompt in prompts]), responses_per_prompt)
+            return self.sample(prompts, keys)
 
     def try_policy(self) -> None:
-        """Finds out whether the engine decodes the policy, and shapes of its keys."""
+        """Finds the shapes of the policy's keys, and whether the engine can decode it."""
         reason = None
         try:
             self.shapes = layer_shapes(self.policy, *within_vocabulary(self.policy.model, [3]))
@@ -91,7 +79,7 @@ class EngineSampler:
         if reason is not None:
             name = type(self.policy.model).__name__
             logger.warning_once(f"{name} is sampled by transformers' generate, several times slower: {reason}")
-            self.in_its_place = TransformersSampler(
+            self.fallback_sampler = TransformersSampler(
                 self.policy,
                 self.tokenizer,
                 max_response_tokens=self.max_response_tokens,
@@ -99,45 +87,45 @@ class EngineSampler:
                 settings=self.settings,
             )
 
-    def sample(
-        self, prompt_ids: list[Ids], keys: Tensor, end_ids: set[int]
-    ) -> tuple[list[list[Ids]], list[list[list[float]]]]:
-        """Token ids and log-probabilities, [P][K]. keys: [P, K], of the random numbers."""
+    def sample(self, prompts: list[Prompt], keys: Tensor) -> list[Group]:
+        """keys: [P, K] int64, of the random numbers."""
+        end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
         memory = available_memory(self.policy.model.device) if self.memory is None else self.memory
-        room = self.room_for(prompt_ids, keys.shape[1], memory)
-        response_ids: list[list[Ids]] = []
-        logprobs: list[list[list[float]]] = []
-        batches = range(0, len(prompt_ids), room.prompts)
+        room = self.room_for(prompts, keys.shape[1], memory)
+        groups: list[Group] = []
+        batches = range(0, len(prompts), room.prompts)
         for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
-            batch = slice(first, first + room.prompts)
-            ids, ids_logprobs = self.engine_with(room, end_ids, memory).run(prompt_ids[batch], keys[batch])
-            response_ids += ids
-            logprobs += ids_logprobs
+            batch = prompts[first : first + room.prompts]
+            engine = self.engine_with(room, end_ids, memory)
+            sampled = engine.run([prompt.ids for prompt in batch], keys[first : first + room.prompts])
+            for prompt, ids, logprobs in zip(batch, *sampled, strict=True):
+                groups.append(Group(prompt, list(decoded(self.tokenizer, end_ids, ids, logprobs))))
         self.release_memory()
-        return response_ids, logprobs
+        return groups
 
     def release_memory(self) -> None:
-        """An engine whose shapes stay, and its graph, are of use again."""
+        """Keeps an engine whose shapes stay, and its graph, for the next call, but not its cache's memory."""
         if self.engine is not None and self.engine.static:
             self.engine.release_memory()
         else:
             self.engine = None
 
-    def room_for(self, prompt_ids: list[Ids], responses_per_prompt: int, memory: int) -> Room:
-        device = self.policy.model.device
-        longest = max(map(len, prompt_ids)) - 1
+    def room_for(self, prompts: list[Prompt], responses_per_prompt: int, memory: int) -> Room:
+        longest = max(len(prompt.ids) for prompt in prompts) - 1
+        if self.policy.model.device.type != "cpu":
+            longest = -(-longest // PROMPT_STEP) * PROMPT_STEP
         return fitting_room(
-            longest if device.type == "cpu" else -(-longest // PROMPT_STEP) * PROMPT_STEP,
+            longest,
             self.max_response_tokens,
             responses_per_prompt,
-            prompts=min(self.batch_size, len(prompt_ids)),
+            prompts=min(self.batch_size, len(prompts)),
             bytes_per_token=self.bytes_per_token(),
             memory=memory,
         )
 
     def engine_with(self, room: Room, end_ids: set[int], memory: int) -> Engine:
-        """The last one where it has the room and its shapes stay, so that its graph serves again; unless it is larger
-        than the memory (bytes) that is allowed by now: an optimizer takes its own after the first rollouts.
+        """The last engine, so that its graph serves again, if its shapes stay and it has the room; but not if it takes
+        more than the memory (bytes) allowed now: an optimizer takes its own after the first rollouts.
         """
         last = self.engine
         if last is None or not last.static or not last.room.holds(room) or not self.fits(last.room, room, memory):
@@ -153,5 +141,56 @@ class EngineSampler:
         return Engine(*given, graph=self.graph, compiles=self.compiles)
 
     def bytes_per_token(self) -> int:
-        """Of keys and values."""
+        """Of keys and values in all layers."""
         return sum(shape.bytes_per_token for shape in self.shapes.values())
+
+
+@torch.no_grad()
+def reason_against(policy: PackedModel, shapes: dict[int, LayerShape]) -> str | None:
+    """Why the engine must not sample from this policy, None if it may: a few short responses must have the
+    log-probabilities of the policy's own distribution.
+    """
+    prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]
+    try:
+        engine = Engine(policy, shapes, TRIAL_ROOM, end_ids=set(), graph=False)
+        responses, logprobs = engine.run(prompts, response_keys(0, torch.arange(2), 2))
+    except Exception as error:  # from anywhere in a model that does not hand the cache on
+        return f"a trial failed with: {error}"
+    (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
+    expected = scored_logprobs(policy, row.to(policy.model.device))
+    got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
+    difference = (got.to(expected) - expected).abs().mean().item()
+    if not isfinite(difference) or difference > TOLERANCE[policy.model.dtype]:
+        return f"its tokens have other log-probabilities than in a packed row (off by {difference:.2g} on average)"
+    return None
+
+
+def named_sampler(
+    config: SamplerConfig,
+    policy: PackedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_response_tokens: int,
+    batch_size: int,
+    settings: SamplingSettings = POLICY_ITSELF,
+    graph: bool | None = None,
+) -> Sampler:
+    """The sampler that the configuration names. Further arguments as of an EngineSampler."""
+    if config.sampler == "transformers":
+        return TransformersSampler(
+            policy, tokenizer, max_response_tokens=max_response_tokens, batch_size=batch_size, settings=settings
+        )
+    return EngineSampler(
+        policy,
+        tokenizer,
+        max_response_tokens=max_response_tokens,
+        batch_size=batch_size,
+        memory=rollout_bytes(config),
+        compiles=config.compile_rollouts,
+        settings=settings,
+        graph=graph,
+    )
+
+
+def rollout_bytes(config: SamplerConfig) -> int | None:
+    return None if config.rollout_memory is None else round(1e9 * config.rollout_memory)

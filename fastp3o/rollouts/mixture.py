@@ -1,25 +1,22 @@
 """Responses from a geometric mixture of two policies, π^(1 − β) π_other^β at each token (arXiv 2312.00886)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fastp3o.errors import UserError
 from fastp3o.models.packable import within_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
-from fastp3o.rollouts.cache import Cache
-from fastp3o.rollouts.engine import Engine
-from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.logits import head_logits
+from fastp3o.rollouts.cache import Cache, LayerShape, Room
+from fastp3o.rollouts.engine import Engine, head_logits
+from fastp3o.rollouts.engine_sampler import EngineSampler, reason_against
+from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.prefill import layer_shapes, prefill
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.room import LayerShape, Room
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.rollouts.trial import reason_against
 from fastp3o_kernels.decoding import Slots
 
 # Sets responses of the mixture apart from those of the policy with the same seed.
@@ -27,25 +24,17 @@ MIXTURE = 0x6D697874757265
 
 
 class MixtureEngine(Engine):
-    """Two policies over the same tokens, each with keys and values of its own.
+    """An engine of two policies with the same vocabulary: each has keys and values of its own of the same tokens.
 
-    other: with the same vocabulary. weight: β.
+    weight: β. Further arguments as of an Engine.
     """
 
     def __init__(
-        self,
-        policy: PackedModel,
-        shapes: dict[int, LayerShape],
-        room: Room,
-        other: PackedModel,
-        other_shapes: dict[int, LayerShape],
-        weight: float,
-        *given: Any,
-        **options: Any,
+        self, other: PackedModel, other_shapes: dict[int, LayerShape], weight: float, *given: Any, **options: Any
     ):
-        super().__init__(policy, shapes, room, *given, **options)
+        super().__init__(*given, **options)
         self.other, self.other_head, self.weight = other, other.head(), weight
-        self.other_cache = Cache(other_shapes, room, policy.model.device)
+        self.other_cache = Cache(other_shapes, self.room, self.policy.model.device)
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
         super().prefill(prompts)
@@ -57,7 +46,7 @@ class MixtureEngine(Engine):
         self.other_cache.slots = slots
         positions = (slots.prompt_lengths + slots.steps)[None]
         hidden = self.other.hidden_states(self.queue.tokens[None], positions, cache=self.other_cache)
-        # Logits are log-probabilities but for a number a token, which the softmax behind takes out.
+        # Logits differ from log-probabilities by a number for each token, which the softmax after it takes out.
         return torch.lerp(logits, head_logits(hidden, self.other_head), self.weight)
 
     def tensors(self) -> list[Tensor]:
@@ -74,15 +63,22 @@ class MixtureEngine(Engine):
 
 
 class MixtureSampler(EngineSampler):
-    """A Sampler from the mixture. Its log-probabilities are the mixture's."""
+    """A Sampler from the mixture, whose log-probabilities are the mixture's. options: as of an EngineSampler."""
 
-    def __init__(self, policy: PackedModel, tokenizer: Any, other: PackedModel, weight: float, **options: Any):
+    def __init__(
+        self,
+        policy: PackedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        other: PackedModel,
+        weight: float,
+        **options: Any,
+    ):
         super().__init__(policy, tokenizer, **options)
         self.other, self.weight = other, weight
         self.other_shapes: dict[int, LayerShape] = {}
 
     def try_policy(self) -> None:
-        """Raises ValueError where the engine cannot decode both."""
+        """Raises ValueError if the engine cannot decode both policies."""
         for policy, shapes in ((self.policy, self.shapes), (self.other, self.other_shapes)):
             shapes |= layer_shapes(policy, *within_vocabulary(policy.model, [3]))
             if reason := reason_against(policy, shapes):
@@ -92,39 +88,25 @@ class MixtureSampler(EngineSampler):
                 )
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
-        given = self.other, self.other_shapes, self.weight, end_ids, self.settings
-        return MixtureEngine(self.policy, self.shapes, room, *given, graph=self.graph, compiles=self.compiles)
+        given = self.policy, self.shapes, room, end_ids, self.settings
+        options = {"graph": self.graph, "compiles": self.compiles}
+        return MixtureEngine(self.other, self.other_shapes, self.weight, *given, **options)
 
     def bytes_per_token(self) -> int:
         return super().bytes_per_token() + sum(shape.bytes_per_token for shape in self.other_shapes.values())
 
 
-class PartlyFromMixture:
-    """A Sampler: the last responses of each prompt are the mixture's.
+def partly_from_mixture(policy_sampler: Sampler, mixture_sampler: Sampler, count: int) -> Sampler:
+    """A sampler whose last `count` responses to each prompt are the mixture's, and all others the policy's."""
 
-    count: how many; all others are the policy's.
-    """
+    def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+        mixed = mixture_sampler(prompts, count, seed ^ MIXTURE)
+        own = responses_per_prompt - count
+        plain = policy_sampler(prompts, own, seed) if own else [Group(prompt, []) for prompt in prompts]
+        return [
+            # The mixture's log-probs are not the policy's.
+            Group(prompt, responses + [response._replace(logprob=None) for response in from_mixture])
+            for (prompt, responses), (_, from_mixture) in zip(plain, mixed, strict=True)
+        ]
 
-    def __init__(self, policy_sampler: Sampler, mixture_sampler: Sampler, count: int):
-        self.policy_sampler, self.mixture_sampler, self.count = policy_sampler, mixture_sampler, count
-
-    def __call__(
-        self,
-        prompts: list[str],
-        prompt_ids: list[list[int]],
-        numbers: Sequence[int] | None = None,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-    ) -> Rollouts:
-        given = prompts, prompt_ids, numbers
-        own = responses_per_prompt - self.count
-        mixed = self.mixture_sampler(*given, responses_per_prompt=self.count, seed=seed ^ MIXTURE)
-        if own == 0:
-            return replace(mixed, logprobs=None)
-        plain = self.policy_sampler(*given, responses_per_prompt=own, seed=seed)
-        both: dict[str, Any] = {
-            name: [[*first, *second] for first, second in zip(getattr(plain, name), getattr(mixed, name), strict=True)]
-            for name in ("responses", "response_ids", "finished")
-        }
-        return replace(plain, **both, logprobs=None)
+    return sample

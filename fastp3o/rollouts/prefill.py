@@ -1,4 +1,4 @@
-"""Prompts without their last tokens through the policy, once for all responses, for their keys and values."""
+"""Prefill: prompts without their last tokens go through the policy once, for keys and values of all their responses."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -6,19 +6,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Segments, offsets
-from fastp3o.rollouts.cache import Cache, LayerShapes
-from fastp3o.rollouts.room import LayerShape
+from fastp3o.rollouts.cache import Cache, LayerShape
 
-# Of a packed row of prompts: enough for large matrix products.
+# Length of a packed row of prompts: enough for large matrix products.
 TOKENS_PER_ROW = 2048
 
 
 class PromptRow(NamedTuple):
-    """A packed row of T tokens, the first n of them of prompts and the others padding."""
+    """A packed row of T tokens: the first n are of prompts, the others padding."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -30,9 +30,9 @@ class PromptRow(NamedTuple):
 def prefill(
     policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
 ) -> None:
-    """Keys and values of the prompts into the cache.
+    """Puts keys and values of the prompts into the cache.
 
-    pad: rows of equal length, since libraries on a GPU round otherwise at other shapes.
+    pad: makes rows of equal length, since libraries on a GPU round otherwise at other shapes.
     """
     for row in prompt_rows(prompts, tokens_per_row, pad, policy.model.device):
         cache.prompt_of_token, cache.position_of_token = row.prompt_of_token, row.position_of_token
@@ -61,8 +61,26 @@ def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: 
         )
 
 
+class LayerShapes:
+    """A KeyValueCache that only notes the shapes of what it is given."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, LayerShape] = {}
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if key.shape != value.shape:
+            raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
+        self.found[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
+
+    def attend(self, *_: object, **__: object) -> Tensor:
+        raise RuntimeError("there are no responses to continue")
+
+
 def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
-    """By the layer's index. `token`: any one of the vocabulary."""
+    """Shapes of the policy's keys by the layer's index. token: any one of the vocabulary.
+
+    Raises UserError if heads of values have another size than those of keys.
+    """
     shapes = LayerShapes()
     (row,) = prompt_rows([[token, token]], 1, False, policy.model.device)
     policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=shapes)

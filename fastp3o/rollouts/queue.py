@@ -1,7 +1,7 @@
-"""Which response each slot works on, what it has sampled, and who is next: all in tensors that stay where they are.
+"""Which response each slot works on, what it has sampled, and which is next: all in tensors that stay in place.
 
-N = P K responses, number p K + k for response k of prompt p. R slots work on them, each on one after the other, in the
-order of their numbers; a slot for which none is left is idle, and works on number N, of prompt P.
+Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the order of their numbers. A
+slot for which none is left is idle: it works on number N, of prompt P.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fastp3o.packing.layout import Ids
-from fastp3o.rollouts.room import Room
+from fastp3o.rollouts.cache import Room
 from fastp3o_kernels.decoding import Slots
 
 
 class Queue:
-    """For one batch of prompts after the other.
+    """Serves one batch of prompts after the other.
 
     tokens: [R] int64, the input of each slot's next step. A prompt's last token is the first input of its responses, so
     that all tokens are sampled in one place.
@@ -30,17 +30,17 @@ class Queue:
 
         self.end_ids = torch.tensor(sorted(end_ids), device=device)
         self.cached_lengths, self.last_tokens = zeros(room.prompts + 1), zeros(room.prompts + 1)
-        self.keys = zeros(N + 1)  # of the random numbers
+        self.keys = zeros(N + 1)  # of random numbers
         self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
-        self.lengths = zeros(N + 1)  # of what was sampled
+        self.lengths = zeros(N + 1)  # tokens sampled so far
         self.response, self.steps, self.tokens = zeros(3, room.slots)
-        self.total, self.waiting = zeros(), zeros()  # responses in all, and the first one that no slot has taken
+        self.total, self.waiting = zeros(), zeros()  # number of responses, and the first that no slot has taken
 
     def tensors(self) -> list[Tensor]:
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
     def fill(self, prompts: Sequence[Ids], keys: Tensor) -> None:
-        """Everything anew for these prompts, with the keys [p, K] of their responses' random numbers."""
+        """Begins a batch. keys: [p, K] int64, keys of the responses' random numbers."""
         K = self.room.responses_per_prompt
         total = len(prompts) * K
         self.cached_lengths.zero_()[: len(prompts)] = torch.tensor([len(ids) - 1 for ids in prompts])
@@ -54,7 +54,7 @@ class Queue:
         self.waiting.fill_(min(total, len(first)))
 
     def slots(self, *, bounds: bool) -> Slots:
-        """For attention. With bounds the host looks at the tensors."""
+        """What attention takes. With bounds the host looks at the tensors."""
         K = self.room.responses_per_prompt
         if not bounds:
             return Slots(self.response, self.cached_lengths, self.steps, K)
@@ -73,8 +73,8 @@ class Queue:
         )
 
     def take(self, tokens: Tensor, logprobs: Tensor) -> None:
-        """The tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. Slots whose response they
-        end take the next ones.
+        """Adds the tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. A slot whose response
+        has ended takes the next one.
         """
         Lr, N = self.room.response_tokens, self.room.responses
         place = self.response * Lr + self.steps
@@ -98,11 +98,11 @@ class Queue:
         return self.response < self.room.responses
 
     def keep_slots(self, kept: Tensor) -> None:
-        """kept: [n] int64, slots that stay, in this order."""
+        """Keeps some slots, [n] int64, in this order."""
         self.response, self.steps, self.tokens = self.response[kept], self.steps[kept], self.tokens[kept]
 
     def results(self, prompts: int) -> tuple[list[list[Ids]], list[list[list[float]]]]:
-        """Token ids and log-probabilities of the responses to the first so many prompts, [p][K]."""
+        """Token ids and log-probabilities of the responses to the first prompts, [p][K]."""
         K = self.room.responses_per_prompt
         lengths = self.lengths.tolist()
 

@@ -1,43 +1,52 @@
-"""What every sampler is. Training, evaluations and win rates know no other."""
+"""What every sampler is, and what samplers share."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from fastp3o.data.loading import column_values
-from fastp3o.rollouts.rollouts import Rollouts
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastp3o.packing.layout import Ids
+from fastp3o.rollouts.groups import Group, Prompt, Response
+from fastp3o_kernels.decoding.sampling import check_settings
+
+# sampler(prompts, K, seed) returns a group with K responses for each prompt, in the same order. Equal seeds give equal
+# responses of equal policies. By default a sampler draws from the policy itself, whose ratios and KL P3O is about.
+Sampler = Callable[[list[Prompt], int, int], list[Group]]
 
 
-class Sampler(Protocol):
-    """Samples responses from a policy, by default at temperature 1 from the whole vocabulary, within limits of its own.
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are chosen from the policy's distribution; by default they are samples of it.
 
-    A policy that is served elsewhere is one more of these.
+    temperature: divides the logits. top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens
+    that together have this probability. min_p: only tokens with this share of the most likely one's probability.
+
+    Raises ValueError for a setting out of range.
     """
 
-    def __call__(
-        self,
-        prompts: list[str],
-        prompt_ids: list[list[int]],
-        numbers: Sequence[int] | None = None,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-    ) -> Rollouts:
-        """Equal seeds give equal responses of equal policies.
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
-        numbers: of the prompts, among all that the processes sample with this seed; by default their places here.
-        """
+    def __post_init__(self) -> None:
+        check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-def sample(
-    sampler: Sampler,
-    examples: Mapping[str, list],
-    numbers: Sequence[int] | None = None,
-    *,
-    responses_per_prompt: int,
-    seed: int,
-) -> Rollouts:
-    """Responses to examples of `load_prompts`, whose further columns go with them. Arguments as of a Sampler."""
-    prompts, prompt_ids = examples["prompt"], examples["prompt_ids"]
-    rollouts = sampler(prompts, prompt_ids, numbers, responses_per_prompt=responses_per_prompt, seed=seed)
-    return replace(rollouts, columns=column_values(examples))
+POLICY_ITSELF = SamplingSettings()
+
+
+def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokenizer's end-of-sequence and those that the checkpoint stops at (a chat model's end of turn)."""
+    own = policy.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [] if own is None else [own])}
+
+
+def decoded(
+    tokenizer: PreTrainedTokenizerBase, end_ids: set[int], ids: list[Ids], logprobs: list[list[float]] | None = None
+) -> Iterator[Response]:
+    """Responses to one prompt. logprobs: of each token, in nats."""
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    sums = [None] * len(ids) if logprobs is None else map(sum, logprobs)
+    for response_ids, text, logprob in zip(ids, texts, sums, strict=True):
+        yield Response(response_ids, text, response_ids[-1] in end_ids, logprob)

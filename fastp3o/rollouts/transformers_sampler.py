@@ -1,6 +1,6 @@
 """Responses from transformers' `generate`: prompts padded on the left, a batch at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -9,14 +9,13 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel, evaluation_mode
-from fastp3o.rollouts.end_of_sequence import cut_after_end, end_of_sequence_ids
-from fastp3o.rollouts.rollouts import Rollouts, decode_rollouts
-from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
+from fastp3o.packing.layout import Ids
+from fastp3o.rollouts.groups import Group, Prompt
+from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings, decoded, end_of_sequence_ids
 
 
 class TransformersSampler:
-    """A Sampler. A batch is sampled until the longest of its responses ends, and batches of another size give other
-    responses.
+    """A Sampler. A batch is sampled until its longest response ends; another batch size gives other responses.
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses.
     """
@@ -33,49 +32,41 @@ class TransformersSampler:
         self.policy, self.tokenizer = policy, tokenizer
         self.max_response_tokens, self.batch_size, self.settings = max_response_tokens, batch_size, settings
 
-    def __call__(
-        self,
-        prompts: list[str],
-        prompt_ids: list[list[int]],
-        numbers: Sequence[int] | None = None,
-        *,
-        responses_per_prompt: int,
-        seed: int,
-    ) -> Rollouts:
+    def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         # Processes differ in the number of their first prompt.
-        torch.manual_seed(seed + (numbers[0] if numbers else 0))
+        torch.manual_seed(seed + prompts[0].number)
         end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
-        response_ids: list[list[list[int]]] = []
-        batches = range(0, len(prompt_ids), self.batch_size)
+        groups: list[Group] = []
+        batches = range(0, len(prompts), self.batch_size)
         with sampling_mode(self.policy) as model:
             for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
-                batch = prompt_ids[first : first + self.batch_size]
+                batch = prompts[first : first + self.batch_size]
                 ids = generate(
                     model,
-                    batch,
+                    [prompt.ids for prompt in batch],
                     responses_per_prompt=responses_per_prompt,
                     max_response_tokens=self.max_response_tokens,
                     end_ids=end_ids,
                     pad_token_id=self.tokenizer.pad_token_id,
                     settings=self.settings,
                 )
-                response_ids += [
-                    ids[p * responses_per_prompt : (p + 1) * responses_per_prompt] for p in range(len(batch))
-                ]
-        return decode_rollouts(self.tokenizer, end_ids, prompts, prompt_ids, response_ids)
+                for p, prompt in enumerate(batch):
+                    own = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
+                    groups.append(Group(prompt, list(decoded(self.tokenizer, end_ids, own))))
+        return groups
 
 
 @torch.no_grad()
 def generate(
     policy: PreTrainedModel,
-    prompt_ids: list[list[int]],
+    prompt_ids: list[Ids],
     *,
     responses_per_prompt: int,
     max_response_tokens: int,
     end_ids: set[int],
     pad_token_id: int,
     settings: SamplingSettings = POLICY_ITSELF,
-) -> list[list[int]]:
+) -> list[Ids]:
     """Token ids of P K responses, those to a prompt adjacent, each cut after its first end-of-sequence."""
     width = max(map(len, prompt_ids))
     input_ids = torch.tensor([[pad_token_id] * (width - len(ids)) + ids for ids in prompt_ids])
@@ -98,9 +89,14 @@ def generate(
     return [cut_after_end(ids, end_ids) for ids in output[:, width:].tolist()]
 
 
+def cut_after_end(ids: Ids, end_ids: set[int]) -> Ids:
+    end = next((position for position, token in enumerate(ids) if token in end_ids), len(ids))
+    return ids[: end + 1]
+
+
 @contextmanager
 def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
-    """Out of training mode, in which gradient checkpointing forbids the cache, and without the sampling settings that
+    """Leaves training mode, in which gradient checkpointing forbids the cache, and hides the sampling settings that
     came with the checkpoint: transformers merges them into those it is given.
     """
     model = policy.model

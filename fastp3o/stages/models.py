@@ -14,10 +14,11 @@ from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import OnlineConfig
+from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, load_reward
-from fastp3o.rewards.reward_model import ModelReward
-from fastp3o.rollouts.room import available_memory
+from fastp3o.rollouts.cache import available_memory
+from fastp3o.rollouts.groups import make_prompts
 from fastp3o.stages.samplers import SampledModel
 from fastp3o.training.processes import on_main_process
 
@@ -71,7 +72,7 @@ def load_named_reward(
         remote=config,
     )
     if isinstance(reward, RemoteReward):
-        on_main_process(context.accelerator, partial(reward.check, examples[:1]))
+        on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
     # In another vocabulary, lengths are known with the texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         reward.model.model.check_reach(config.longest_sequence)

@@ -23,8 +23,7 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rewards.reward import Reward, columns_of
-from fastp3o.rewards.scoring import weighted
+from fastp3o.rewards.reward import Reward, columns_of, weighted
 from fastp3o.stages.models import load_fixed_reference, load_named_reward, with_copy
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import load_examples

@@ -1,4 +1,4 @@
-"""What the online loop samples from: the policy, or for some of the responses its mixture with the reference."""
+"""Samplers of a model that may be spread over processes, and of its mixture with the reference."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,11 +8,10 @@ from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
-from fastp3o.rollouts.gathered_sampler import GatheredSampler
-from fastp3o.rollouts.mixture import MixtureSampler, PartlyFromMixture
-from fastp3o.rollouts.named_sampler import named_sampler
-from fastp3o.rollouts.sampler import Sampler
-from fastp3o.rollouts.sampling_settings import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.engine_sampler import named_sampler, rollout_bytes
+from fastp3o.rollouts.groups import Group, Prompt
+from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
+from fastp3o.rollouts.sampler import POLICY_ITSELF, Sampler, SamplingSettings
 
 if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.objectives.preferences import PreferenceConfig
@@ -20,7 +19,7 @@ if TYPE_CHECKING:  # a run imports its own stage only
 
 
 class SampledModel(NamedTuple):
-    """copy: what is sampled in the place of a model that is spread over the processes."""
+    """copy: what is sampled instead of a model that is spread over processes; None for one process."""
 
     model: PackedModel
     copy: WholeCopy | None
@@ -30,8 +29,18 @@ class SampledModel(NamedTuple):
         return self.model if self.copy is None else self.copy.model
 
     def gathered(self, sampler: Sampler) -> Sampler:
-        """A sampler of the copy, which has the model's weights for the time of each call."""
-        return sampler if self.copy is None else GatheredSampler(sampler, self.model, self.copy)
+        """A sampler of the copy, which has the model's weights during each call: each process gathers them once a call
+        and samples on its own.
+        """
+        copy = self.copy
+        if copy is None:
+            return sampler
+
+        def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+            with copy.gathered(self.model):
+                return sampler(prompts, responses_per_prompt, seed)
+
+        return sample
 
 
 def policy_sampler(
@@ -43,13 +52,11 @@ def policy_sampler(
 ) -> Sampler:
     """batch_size: prompts sampled at once."""
     sampler = named_sampler(
-        config.sampler,
+        config,
         policy.whole,
         tokenizer,
         max_response_tokens=config.max_response_tokens,
         batch_size=batch_size,
-        memory_gb=config.rollout_memory,
-        compiles=config.compile_rollouts,
         settings=settings,
         graph=False if policy.copy is not None and policy.copy.by_layer else None,
     )
@@ -63,9 +70,9 @@ def with_mixture(
     reference: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Sampler:
-    """Some responses of the policy's sampler, the others of its mixture with the reference.
+    """Takes some responses from the policy's sampler, the others from its mixture with the reference.
 
-    Raises ValueError where a process cannot hold both whole.
+    Raises ValueError if a process cannot hold both whole.
     """
     for model in (policy, reference):
         if model.copy is not None and model.copy.by_layer:
@@ -77,6 +84,6 @@ def with_mixture(
         config.mixture,
         max_response_tokens=config.max_response_tokens,
         batch_size=config.rollout_batch_size,
-        memory=None if config.rollout_memory is None else round(1e9 * config.rollout_memory),
+        memory=rollout_bytes(config),
     )
-    return PartlyFromMixture(sampler, policy.gathered(reference.gathered(mixture)), config.from_mixture)
+    return partly_from_mixture(sampler, policy.gathered(reference.gathered(mixture)), config.from_mixture)

@@ -34,8 +34,8 @@ from transformers import PretrainedConfig
 
 from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision
+from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW
-from fastp3o.rollouts.room import Room
 from fastp3o_kernels.head.chunks import MEMORY_BUDGET
 
 

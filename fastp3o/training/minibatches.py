@@ -3,10 +3,10 @@
 P prompts with K responses each and N scored tokens of a packed row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -19,49 +19,37 @@ from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, token_ids
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import deal
 from fastp3o_kernels import sequence_logprobs
 
+Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
 
-def gather_rollouts(
-    accelerator: Accelerator, rollouts: Rollouts, scores: dict[str, Tensor]
-) -> tuple[Rollouts, dict[str, Tensor]]:
-    """Rollouts and what they are worth, [P, K] each, of all processes, in the order in which `process_share` took their
-    prompts.
+
+def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
+    """Groups and rewards of all processes, ordered by the numbers of their prompts. Columns stay behind: only rewards
+    take them.
     """
     if accelerator.num_processes == 1:
-        return rollouts, scores
-    shares = gather_object([(rollouts, {name: values.cpu() for name, values in scores.items()})])
-
-    def in_order(of_shares: Sequence[list]) -> list:
-        return list(chain.from_iterable(zip(*of_shares, strict=True)))
-
-    def of_all(values: list[Any]) -> Any:
-        """Of the same field of each share."""
-        first = values[0]
-        if isinstance(first, dict):
-            return {name: of_all([value[name] for value in values]) for name in first}
-        return None if first is None else in_order(values)
-
-    fields = {name: of_all([vars(share)[name] for share, _ in shares]) for name in vars(rollouts)}
-    scores = {
-        name: torch.stack([share[name] for _, share in shares], 1).flatten(0, 1).to(values.device)
-        for name, values in scores.items()
-    }
-    return Rollouts(**fields), scores
+        return groups, rewards
+    sent = [Group(group.prompt._replace(columns={}), group.responses) for group in groups]
+    shares = gather_object([(sent, rewards)])
+    groups = [group for share, _ in shares for group in share]
+    order = sorted(range(len(groups)), key=lambda place: groups[place].prompt.number)
+    tables = {name: torch.cat([table[name] for _, table in shares])[order] for name in rewards}
+    return [groups[place] for place in order], tables
 
 
 def pack_minibatches(
-    accelerator: Accelerator, rollouts: Rollouts, minibatches: int, packing: Packing
+    accelerator: Accelerator, groups: list[Group], minibatches: int, packing: Packing
 ) -> list[list[PackedRow]]:
     """This process's packed rows of each minibatch. Minibatches have equally many prompts, and minibatches and
-    processes about as many tokens; where prompts are fewer than processes, some have no row.
+    processes about as many tokens. With fewer prompts than processes, some have no row.
 
-    They stay as they are for all inner epochs.
+    Rows stay the same for all inner epochs.
     """
-    prompts, responses = rollouts.prompt_ids, rollouts.response_ids
+    prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
     members = balanced(sizes, minibatches)
     shares = deal([[sizes[p] for p in minibatch] for minibatch in members], accelerator.num_processes)
@@ -73,7 +61,7 @@ def pack_minibatches(
 
 
 @torch.no_grad()
-def with_logprobs(
+def make_microbatches(
     accelerator: Accelerator,
     policy: nn.Module,
     reference: Reference,
@@ -82,69 +70,75 @@ def with_logprobs(
     counted: Tensor | None,
     objective: Objective,
 ) -> list[list[Microbatch]]:
-    """Minibatches as the loss takes them; `rewards` [P, K] of all prompts, in the order they were sampled, and which of
-    the responses count, [P, K] bool, None for all. objective: says what rows are weighed by.
+    """Minibatches as the loss takes them.
 
     The old log-probs come from the policy on the very rows that it is trained on: before the first step every ratio is
     exactly 1, which neither the sampler's log-probs nor another packing would give.
+
+    rewards: [P, K] of all prompts, in the order they were sampled. counted: [P, K] bool, which of the responses take
+    part in the loss, None for all. objective: says what rows are weighed by.
     """
-    minibatches = [[row.to(accelerator.device) for row in rows] for rows in minibatches]
-    rows = [row for minibatch in minibatches for row in minibatch]
+    rows = [row.to(accelerator.device) for row in chain.from_iterable(minibatches)]
     every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
-    tokens = partial(tokens_of, counted=counted)
-
-    def count_of(row: PackedRow) -> int:
-        return int(objective.metric_count(every[list(row.groups)]))
-
-    sizes = (tokens, tokens, count_of) if objective.averages_tokens else (prompts_of, count_of, count_of)
-    shares = [list(chain.from_iterable(shares_of_minibatches(accelerator, minibatches, size))) for size in sizes]
-    old_token_logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, policy))
-    microbatches = iter(
-        Microbatch(
-            row=row,
-            rewards=rewards[list(row.groups)],
-            old_token_logprobs=old,
-            ref_token_logprobs=ref,
-            old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(len(row.groups), -1),
-            ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(len(row.groups), -1),
-            weight=weight,
-            metrics_weight=metrics_weight,
-            response_share=response_share,
-            counted=None if counted is None else counted[list(row.groups)].to(rewards.device),
-        )
-        for row, old, ref, weight, metrics_weight, response_share in zip(
-            rows, old_token_logprobs, reference(rows), *shares, strict=True
-        )
+    weights = row_weights(accelerator, minibatches, every, objective)
+    old_logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, policy))
+    microbatches = (
+        make_microbatch(row, rewards, counted, old, ref, weight)
+        for row, old, ref, weight in zip(rows, old_logprobs, reference(rows), weights, strict=True)
     )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
 
-def shares_of_minibatches(
-    accelerator: Accelerator, minibatches: list[list[PackedRow]], size: Callable[[PackedRow], int]
-) -> list[list[float]]:
-    """Each row's share of its minibatch's size.
+class RowWeights(NamedTuple):
+    """A row's shares of its minibatch. Processes are averaged, so shares are of the mean over processes."""
 
-    Gradients are averaged over processes, so shares are relative to the mean over processes.
-    """
-    sizes = [[size(row) for row in rows] for rows in minibatches]
-    totals = torch.tensor(list(map(sum, sizes)), device=accelerator.device, dtype=torch.float32)
+    loss: float
+    metrics: float
+    responses: float  # of what `Objective.metric_count` counts
+
+
+def row_weights(
+    accelerator: Accelerator, minibatches: list[list[PackedRow]], counted: Tensor, objective: Objective
+) -> list[RowWeights]:
+    """Weights of all rows of this process, one minibatch after the other. counted: [P, K] bool of all prompts."""
+
+    def sizes(row: PackedRow) -> tuple[int, int, int]:
+        own = counted[list(row.groups)]
+        counts = int(objective.metric_count(own))
+        if objective.averages_tokens:
+            tokens = counted_tokens(row, own)
+            return tokens, tokens, counts
+        return len(row.groups), counts, counts
+
+    row_sizes = [[sizes(row) for row in rows] for rows in minibatches]
+    sums = [[sum(column) for column in zip((0, 0, 0), *rows, strict=True)] for rows in row_sizes]
+    totals = torch.tensor(sums, device=accelerator.device, dtype=torch.float32)
     totals = accelerator.reduce(totals, reduction="mean").tolist()
-    # Where nothing counts, loss and metrics are 0 in any case.
-    return [[size / (total or 1.0) for size in row_sizes] for row_sizes, total in zip(sizes, totals, strict=True)]
+    return [
+        # If nothing counts, loss and metrics are 0 in any case.
+        RowWeights(*(size / (total or 1.0) for size, total in zip(row, minibatch_totals, strict=True)))
+        for rows, minibatch_totals in zip(row_sizes, totals, strict=True)
+        for row in rows
+    ]
 
 
-def prompts_of(row: PackedRow) -> int:
-    return len(row.groups)
-
-
-def tokens_of(row: PackedRow, counted: Tensor | None) -> int:
-    """Response tokens that count; counted: [P, K] bool of all prompts."""
-    return counted_tokens(row, None if counted is None else counted[list(row.groups)])
-
-
-def finished(rollouts: Rollouts) -> Tensor:
-    """[P, K] bool: which responses have an end-of-sequence."""
-    return torch.tensor(rollouts.finished)
+def make_microbatch(
+    row: PackedRow, rewards: Tensor, counted: Tensor | None, old: Tensor, ref: Tensor, weights: RowWeights
+) -> Microbatch:
+    """rewards, counted: [P, K] of all prompts. old, ref: [N] fp32, log-probs of the row's tokens."""
+    groups = list(row.groups)
+    return Microbatch(
+        row=row,
+        rewards=rewards[groups].to(old.device),
+        old_token_logprobs=old,
+        ref_token_logprobs=ref,
+        old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(len(groups), -1),
+        ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(len(groups), -1),
+        weight=weights.loss,
+        metrics_weight=weights.metrics,
+        response_share=weights.responses,
+        counted=None if counted is None else counted[groups].to(old.device),
+    )
 
 
 def optimizer_step(
@@ -154,10 +148,10 @@ def optimizer_step(
     loss: Callable[[nn.Module, Microbatch], LossAndMetrics],
     beside: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Backward passes over one of the minibatches and one step. Returns its metrics as 0-d tensors: means, or the
-    largest where a name ends in `_max`.
+    """Makes the backward passes over one of the minibatches, and one step. Returns its metrics as 0-d tensors: maxima
+    if their names end in `_max`, else means.
 
-    beside: makes the backward passes of what else goes into the step; it returns metrics of its own.
+    beside: makes further backward passes for the step, and returns metrics of its own.
 
     Raises NotFiniteError before the step when the loss or the gradient is not finite.
     """
@@ -180,5 +174,5 @@ def optimizer_step(
 
 
 def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:
-    """Of this process, which has one in every update, but not in every minibatch."""
+    """A process has a microbatch in every update, but not in every minibatch."""
     return next(chain.from_iterable(minibatches))

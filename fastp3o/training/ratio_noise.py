@@ -10,7 +10,7 @@ from torch import Tensor
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, by_group, pack
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group
 from fastp3o_kernels import sequence_logprobs
 
 # Share of the clip range; beyond it, clipping acts on rounding more often than users would want.
@@ -18,7 +18,7 @@ TOLERATED = 0.2
 
 
 @torch.no_grad()
-def ratio_noise(policy: PackedModel, rollouts: Rollouts, microbatch: Microbatch) -> Tensor:
+def ratio_noise(policy: PackedModel, groups: list[Group], microbatch: Microbatch) -> Tensor:
     """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
     The first is the row of `microbatch`, on which the policy trains. The second is a row of its first responses in
@@ -27,7 +27,8 @@ def ratio_noise(policy: PackedModel, rollouts: Rollouts, microbatch: Microbatch)
     positions begin at 1, which turns queries and keys alike and rounds all of them anew. Without rotary positions only
     the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show no noise.
     """
-    unshared = [(rollouts.prompt_ids[p], ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]]
+    own = [groups[number] for number in microbatch.row.groups]
+    unshared = [(group.prompt.ids, response.ids) for group in own for response in group.responses]
     ends = list(accumulate(len(prompt) + len(ids) for prompt, ids in unshared))
     fitting = max(1, bisect_right(ends, microbatch.row.tokens))
     prompt_ids, responses = zip(*[(prompt, [ids]) for prompt, ids in unshared[:fitting][::-1]], strict=True)

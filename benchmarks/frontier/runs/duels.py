@@ -19,9 +19,10 @@ from benchmarks.frontier.tasks.groups import LANGUAGES, group_of
 from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task
 from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.matched_kl import gain_at_kl, interval
-from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward, prompts_for, respond
-from fastp3o.evaluation.win_rates.rates import win_rate
+from fastp3o.evaluation.verdicts import win_rate
+from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward, prompts_for, respond
 from fastp3o.models.loading import load_tokenizer
+from fastp3o.rollouts.groups import texts
 
 FIRST = "joint"
 START = "sft"
@@ -127,8 +128,8 @@ def scored_responses(model: str, task: Task, seed: int) -> dict[str, Responses]:
     )
     tokenizer = load_tokenizer(model)
     by_model = respond(model, tokenizer, prompts_for(tokenizer, config), config)
-    rollouts = by_model.rollouts
+    groups = by_model.groups
     if task.gold is None:
         return {"reward": by_model}
-    utilities = torch.tensor(task.gold(*rollouts.texts()), dtype=torch.float64).view(len(rollouts), -1)
-    return {"reward": by_model, "gold": Responses(rollouts, utilities)}
+    utilities = torch.tensor(task.gold(*texts(groups)), dtype=torch.float64).view(len(groups), -1)
+    return {"reward": by_model, "gold": Responses(groups, utilities)}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from benchmarks.frontier.tasks.offsets import Offset, on_grid
 from fastp3o.rewards.reward import Reward
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class OffsetReward:
     sd: float = 0.0
     factor: float = 1.0
 
-    def __call__(self, rollouts: Rollouts) -> Tensor:
+    def __call__(self, groups: list[Group]) -> Tensor:
         """[P, K] fp32."""
-        scores = self.reward(rollouts).tolist()
-        offsets = [on_grid(self.sd * self.offset(prompt)) if self.offset else 0.0 for prompt in rollouts.prompts]
+        scores = self.reward(groups).tolist()
+        offsets = [on_grid(self.sd * self.offset(group.prompt.text)) if self.offset else 0.0 for group in groups]
         return torch.tensor(
             [
                 [self.factor * (on_grid((score - self.mean) / self.std) + offset) for score in group]

@@ -30,7 +30,7 @@ from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import Reward, load_reward
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, make_prompts, texts
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.stages import reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig
@@ -90,7 +90,7 @@ class Task:
     def gold_reward(self) -> Reward | None:
         if self.gold is None:
             return None
-        return lambda rollouts: torch.tensor(self.gold(*rollouts.texts())).view(len(rollouts), -1)
+        return lambda groups: torch.tensor(self.gold(*texts(groups))).view(len(groups), -1)
 
 
 def make(name: str, folder: Path) -> Task:
@@ -227,7 +227,7 @@ def make_docstrings(folder: Path) -> dict[str, str]:
 
 def sampled_rewards(given: dict[str, str], prompts: int = 256) -> Tensor:
     """Scores [prompts, 2] of the reward model on responses of the fine-tuned policy to some training prompts."""
-    rollouts = sample(
+    groups = sample(
         given["policy"],
         given["prompts"],
         limit=prompts,
@@ -236,7 +236,7 @@ def sampled_rewards(given: dict[str, str], prompts: int = 256) -> Tensor:
         responses_per_prompt=2,
         batch_size=64,
     )
-    return load_scores(given["reward_model"], given["policy"])(rollouts)
+    return load_scores(given["reward_model"], given["policy"])(groups)
 
 
 def sample(
@@ -248,14 +248,14 @@ def sample(
     max_response_tokens: int,
     responses_per_prompt: int,
     batch_size: int,
-) -> Rollouts:
+) -> list[Group]:
     """Responses of a checkpoint to the first prompts of a file, with seed 0."""
     tokenizer = load_tokenizer(policy)
     examples, _ = load_prompts(prompts, tokenizer, limit=limit, max_prompt_tokens=max_prompt_tokens)
     sampler = TransformersSampler(
         load_policy(policy), tokenizer, max_response_tokens=max_response_tokens, batch_size=batch_size
     )
-    return sampler(examples["prompt"], examples["prompt_ids"], responses_per_prompt=responses_per_prompt, seed=0)
+    return sampler(make_prompts(examples[:]), responses_per_prompt, 0)
 
 
 def load_scores(reward_model: str, policy: str) -> Reward:

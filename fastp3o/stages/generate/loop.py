@@ -1,4 +1,4 @@
-"""Sampling without training: responses to prompts, their rewards, and what of them is kept as data to train on."""
+"""Sampling without training: responses to prompts, their rewards, and those kept as data to train on."""
 
 from functools import partial
 from itertools import chain
@@ -11,36 +11,39 @@ from tqdm import tqdm
 
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
-from fastp3o.models.loading import load_tokenizer
-from fastp3o.models.sharding import process_mesh
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.sharding import FrozenModel, loading_device, process_mesh
 from fastp3o.precision import precision_of
-from fastp3o.rewards.reward import Reward, columns_of
-from fastp3o.rewards.reward_model import ModelReward
-from fastp3o.rewards.scoring import scored
-from fastp3o.rollouts.sampler import Sampler, sample
+from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.reward import Reward, columns_of, rewarded
+from fastp3o.rollouts.groups import make_prompts
+from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, told, write_kept
-from fastp3o.stages.generate.samples import SamplesFile, samples_of
-from fastp3o.stages.generate.setup import begin, begun, load_models
+from fastp3o.stages.generate.samples import SamplesFile, make_samples
+from fastp3o.stages.models import load_named_reward, with_copy
+from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import make_accelerator
 from fastp3o.training.processes import on_main_process, require_finite
 from fastp3o.training.reporting import Phases
-from fastp3o.training.run_folder import KEPT, SAMPLES, check_output_dir, claim, release
+from fastp3o.training.run_folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
+from fastp3o.training.states.fingerprints import fingerprints_of
+from fastp3o.training.states.manifest import CorruptStateError, Manifest, plain, read_manifest, require_same_run
 
 
 def generate(config: GenerateConfig) -> Generated:
     """Samples responses to all prompts and leaves in `config.output_dir`
 
         samples.jsonl    a line a prompt: all responses with their rewards, see `Samples`
-        kept.jsonl       what is kept of them, as demonstrations or as preferences
+        kept.jsonl       those that are kept, as demonstrations or as preferences
 
-    A resumed run goes on behind the last whole batch, and has the bits of an unbroken one; so has one on another number
-    of processes, which take whole batches in turns. What is kept may be another then: nothing is sampled again. Without
-    `rollout_memory`, free memory decides how many prompts are sampled at once where it has no room for a batch, and the
+    A resumed run goes on after the last whole batch, and has the bits of an unbroken one; so has one on another number
+    of processes, which take whole batches in turns. It may keep other responses: nothing is sampled again. Without
+    `rollout_memory`, free memory decides how many prompts are sampled at once if it has no room for a batch, and the
     bits are those of that number.
 
-    Raises ValueError where nothing is kept, NotFiniteError where a reward is not finite, FunctionError where a reward
-    function fails, EndpointError where an endpoint refuses or fails after all retries.
+    Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
+    fails, EndpointError if an endpoint refuses or fails after all retries.
     """
     precision = precision_of(config.precision, automatic="fp16")
     accelerator = make_accelerator(config.seed, precision)
@@ -81,6 +84,63 @@ def generate(config: GenerateConfig) -> Generated:
     return generated
 
 
+def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward]:
+    """A sampler of the policy, and the reward. Each process has a part of the models.
+
+    prompts: an endpoint is asked about the first one, before anything begins.
+    """
+    _, precision, tokenizer, mesh = context
+    reward = load_named_reward(context, config, config.reward, prompts)
+    policy = load_policy(
+        config.model,
+        device=loading_device(context.device, mesh),
+        dtype=precision.weights,
+        trust_remote_code=config.trust_remote_code,
+    )
+    policy.check_reach(config.longest_sequence)
+    # What is spread: its own weights, and those of a reward model of its size.
+    sampled = with_copy(policy, context, 2 * precision.weights.itemsize)
+    FrozenModel(policy, context.device, mesh, offload=False)
+    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, config.sampling_settings()), reward
+
+
+def begun(context: Context, config: GenerateConfig, prompts: Dataset, samples: SamplesFile) -> tuple[Manifest, int]:
+    """What this run samples, and how many prompts have their samples already. Changes nothing.
+
+    Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
+    """
+    accelerator = context.accelerator
+    fingerprints = fingerprints_of(config, {"prompts": prompts})
+    manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
+    done = samples.whole_batches(config.rollout_batch_size, len(prompts))
+    if config.resume:
+        lines = []
+        if samples.path.exists():
+            before = manifest_of(samples)
+            lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
+        for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
+            accelerator.print(line)
+    return manifest, done
+
+
+def manifest_of(samples: SamplesFile) -> Manifest:
+    folder = samples.path.parent
+    try:
+        return read_manifest(folder)
+    except CorruptStateError as error:
+        raise CorruptStateError(
+            f"--resume: what the samples in {folder} are of cannot be told: {error}. Begin a new --output_dir"
+        ) from error
+
+
+def begin(config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int) -> None:
+    """Puts the folder in order for sampling, after all checks."""
+    clear_away(folder)
+    manifest.write(folder)
+    samples.cut_after(done)
+    write_config(folder, config)
+
+
 def sample_rest(
     context: Context,
     config: GenerateConfig,
@@ -90,32 +150,27 @@ def sample_rest(
     samples: SamplesFile,
     done: int,
 ) -> float:
-    """Samples the responses to all prompts but the first `done`. Returns tokens per second, over all processes."""
+    """Samples responses to all prompts after the first `done`. Returns tokens per second, over all processes."""
     accelerator = context.accelerator
     size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
     disable = None if accelerator.is_main_process else True
     with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:
         for first in range(done, total, size * accelerator.num_processes):
             own_first = first + size * accelerator.process_index
-            numbers = list(range(own_first, min(own_first + size, total)))
+            own = list(range(own_first, min(own_first + size, total)))
             # A process that has none left works on another's first prompt: each must make as many passes.
-            examples = prompts[numbers or [first]]
+            numbers = own or [first]
+            examples = prompts[numbers]
             with phases("sampling"):
-                rollouts = sample(
-                    sampler,
-                    examples,
-                    numbers or [first],
-                    responses_per_prompt=config.responses_per_prompt,
-                    seed=config.seed,
-                )
-            # A model that is spread over processes needs all of them; others are not asked for what is thrown away.
-            asked = {"reward": reward} if numbers or isinstance(reward, ModelReward) else {}
+                groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
+            # A model that is spread over processes needs all of them; other rewards are only asked for what is kept.
+            asked = {"reward": reward} if own or isinstance(reward, ModelReward) else {}
             with accelerator.autocast():
-                rewards = scored(accelerator, asked, rollouts).get("reward", torch.zeros(0))
+                rewards = rewarded(asked, groups).get("reward", torch.zeros(0))
             require_finite(accelerator, "a reward", rewards)
-            own = samples_of(rollouts, rewards, numbers, examples["given"]) if numbers else []
-            of_all = list(chain.from_iterable(gather_object([own])))
-            on_main_process(accelerator, partial(samples.append, of_all))
-            tokens += sum(sum(one.lengths) for one in of_all)
-            bar.update(len(of_all))
+            batch = list(map(make_samples, groups, rewards.tolist(), examples["given"])) if own else []
+            batch = list(chain.from_iterable(gather_object([batch])))
+            on_main_process(accelerator, partial(samples.append, batch))
+            tokens += sum(sum(one.lengths) for one in batch)
+            bar.update(len(batch))
     return tokens / phases.read()["sampling"]

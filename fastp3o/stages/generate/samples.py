@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from torch import Tensor
-
 from fastp3o.data.layouts import Message
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group
 from fastp3o.training.durable import sync
 
 
@@ -18,7 +16,7 @@ from fastp3o.training.durable import sync
 class Samples:
     """K responses to one prompt.
 
-    number: of the prompt, from 0. prompt: as the data have it, text or messages. responses: texts. lengths: in tokens.
+    number: the prompt's, from 0. prompt: as the data have it, text or messages. responses: texts. lengths: in tokens.
     finished: whether the response ended with an end-of-sequence.
     """
 
@@ -30,17 +28,23 @@ class Samples:
     rewards: list[float]
 
 
-def samples_of(rollouts: Rollouts, rewards: Tensor, numbers: Sequence[int], given: Sequence[str]) -> list[Samples]:
-    """rewards: [P, K] fp32. numbers: of the prompts. given: the prompts as the data have them, in JSON."""
-    columns = (rollouts.responses, rollouts.response_lengths, rollouts.finished, rewards.tolist())
-    return [Samples(*one) for one in zip(numbers, map(json.loads, given), *columns, strict=True)]
+def make_samples(group: Group, rewards: list[float], given: str) -> Samples:
+    """given: the prompt as the data have it, in JSON."""
+    return Samples(
+        group.prompt.number,
+        json.loads(given),
+        [response.text for response in group.responses],
+        [len(response.ids) for response in group.responses],
+        [response.finished for response in group.responses],
+        rewards,
+    )
 
 
 class SamplesFile:
     """The samples of prompts 0, 1, ... in order.
 
-    Lines are synced a batch at a time. Whatever ended the process, the file begins with whole batches, and what comes
-    behind them is cut off before it is gone on with.
+    Lines are synced a batch at a time. Whatever ended the process, the file begins with whole batches; lines after them
+    are cut off before a resumed run goes on.
     """
 
     def __init__(self, path: Path):
@@ -59,12 +63,12 @@ class SamplesFile:
             os.fsync(file.fileno())
 
     def whole_batches(self, batch_size: int, total: int) -> int:
-        """The number of prompts in them. total: prompts in all; the last batch may have fewer than `batch_size`."""
+        """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
         done = min(sum(1 for _ in self.ends_of_lines()), total)
         return done if done == total else done // batch_size * batch_size
 
-    def cut_behind(self, prompts: int) -> None:
-        """Leaves the lines of the first so many prompts."""
+    def cut_after(self, prompts: int) -> None:
+        """Leaves the lines of this many prompts."""
         ends = [0, *islice(self.ends_of_lines(), prompts)]
         with self.path.open("ab") as file:
             file.truncate(ends[prompts])
@@ -72,7 +76,7 @@ class SamplesFile:
         sync(self.path.parent)
 
     def ends_of_lines(self) -> Iterator[int]:
-        """Where in the file the line of each prompt ends, up to the first that is none."""
+        """Where each prompt's line ends in the file, up to the first damaged line."""
         if not self.path.exists():
             return
         end = 0

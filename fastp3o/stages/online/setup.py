@@ -15,10 +15,9 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
-from fastp3o.rewards.reward import Reward, columns_of
-from fastp3o.rewards.scoring import scores_of, weighted
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.sampler import Sampler, sample
+from fastp3o.rewards.reward import Reward, columns_of, less_penalties, weighted
+from fastp3o.rollouts.groups import Group, Prompt, make_prompts
+from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.models import (
     load_frozen_policy,
     load_named_reward,
@@ -29,7 +28,7 @@ from fastp3o.stages.models import (
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
 from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
-from fastp3o.training.minibatches import optimizer_step
+from fastp3o.training.minibatches import Rewards, optimizer_step
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import examples_of_step, process_share, seed_of
 from fastp3o.training.pretraining_mix import PretrainingMix
@@ -53,7 +52,7 @@ class Online(NamedTuple):
 
     prompts: "PromptsOfUpdate"
     sampler: Sampler
-    score: Callable[[Rollouts], dict[str, Tensor]]
+    score: Callable[[list[Group]], Rewards]
     resample: DynamicSampling
     objective: Objective
     policy: PackedModel
@@ -92,7 +91,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
     prompts = PromptsOfUpdate(context, config, data.prompts)
-    score = partial(finite_scores, context, config, rewards["reward"])
+    score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
     step = partial(optimizer_step, optimizer, beside=make_pretraining_mix(config, optimizer, data.texts))
     return Online(prompts, sampler, score, resample, objective, policy, reference, step, run)
@@ -180,33 +179,33 @@ def make_resampling(
     config: OnlineConfig,
     prompts: "PromptsOfUpdate",
     sampler: Sampler,
-    score: Callable[[Rollouts], dict[str, Tensor]],
+    score: Callable[[list[Group]], Rewards],
 ) -> DynamicSampling:
-    def sample_again(update: int, numbers: list[int], attempt: int) -> Rollouts:
+    def sample_again(update: int, numbers: list[int], attempt: int) -> list[Group]:
         seed = seed_of(config.seed, update, AGAIN, attempt)
-        return sample(sampler, *prompts(update, numbers), responses_per_prompt=config.responses_per_prompt, seed=seed)
+        return sampler(prompts(update, numbers), config.responses_per_prompt, seed)
 
     return DynamicSampling(context.accelerator, sample_again, score, config.dynamic_sampling)
 
 
-def finite_scores(context: Context, config: OnlineConfig, reward: Reward, rollouts: Rollouts) -> dict[str, Tensor]:
-    scores = scores_of(context.accelerator, reward, rollouts, config, config.max_response_tokens)
-    require_finite(context.accelerator, "a reward", scores["reward"])
-    return scores
+def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
+    rewards = less_penalties(reward, groups, config, config.max_response_tokens)
+    require_finite(context.accelerator, "a reward", rewards["reward"])
+    return rewards
 
 
 class PromptsOfUpdate:
-    """The prompts of an update that fall to this process: their examples, and their numbers in the update."""
+    """The prompts of an update that fall to this process, numbered within the update."""
 
     def __init__(self, context: Context, config: OnlineConfig, examples: Dataset):
         self.accelerator, self.examples = context.accelerator, examples
         self.prompts_per_update, self.seed = config.prompts_per_update, config.seed
 
-    def __call__(self, update: int, numbers: list[int] | None = None) -> tuple[dict[str, list], list[int]]:
+    def __call__(self, update: int, numbers: list[int] | None = None) -> list[Prompt]:
         """numbers: other prompts of the update than this process's."""
         chosen = examples_of_step(
             update - 1, batch_size=self.prompts_per_update, total=len(self.examples), seed=self.seed
         )
         if numbers is None:
             numbers = process_share(list(range(self.prompts_per_update)), self.accelerator)
-        return self.examples[[chosen[number] for number in numbers]], numbers
+        return make_prompts(self.examples[[chosen[number] for number in numbers]], numbers)

@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.models.loading import base_of, errors_naming, weight_files
-from fastp3o.rewards.names import is_endpoint, is_function, reward_names
+from fastp3o.rewards.config import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"

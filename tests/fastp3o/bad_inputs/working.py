@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fastp3o.config import parse, parse_chosen
-from fastp3o.evaluation.win_rates.head_to_head import WinRateConfig
+from fastp3o.evaluation.win_rates import WinRateConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.reward_model import RewardModelConfig

@@ -9,6 +9,7 @@ from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
+from fastp3o.rollouts.groups import lengths
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from tests.fastp3o.models.model_families import logprobs_alone
 
@@ -28,7 +29,7 @@ def evaluation(tiny_model, tokenizer) -> Evaluation:
         policy=policy,
         reference=SecondModel(load_policy(tiny_model), torch.device("cpu"), offload=False),
         sampler=TransformersSampler(policy, tokenizer, max_response_tokens=5, batch_size=2),
-        rewards={"reward": lambda rollouts: torch.tensor(rollouts.response_lengths).float()},
+        rewards={"reward": lengths},
         prompts=Dataset.from_dict({"prompt": prompts, "prompt_ids": tokenizer(prompts).input_ids}),
         packing=Packing(40),
         responses_per_prompt=K,
@@ -39,18 +40,18 @@ def evaluation(tiny_model, tokenizer) -> Evaluation:
 def test_the_kl_is_the_mean_log_ratio_of_the_samples(evaluation):
     sampled = []
 
-    def recording(*prompts, **settings):
-        sampled.append(evaluation.sampler(*prompts, **settings))
+    def recording(*request):
+        sampled.append(evaluation.sampler(*request))
         return sampled[-1]
 
     metrics = replace(evaluation, sampler=recording)()
-    (rollouts,) = sampled
-    assert rollouts.responses_per_prompt == K
+    (groups,) = sampled
+    assert lengths(groups).shape == (3, K)
 
     def logprobs(model) -> torch.Tensor:
         with torch.no_grad(), model.with_own_attention() as alone:
-            groups = zip(rollouts.prompt_ids, rollouts.response_ids, strict=True)
-            sums = [logprobs_alone(alone, prompt, ids).sum() for prompt, group in groups for ids in group]
+            pairs = [(group.prompt.ids, response.ids) for group in groups for response in group.responses]
+            sums = [logprobs_alone(alone, *pair).sum() for pair in pairs]
         return torch.stack(sums).view(-1, K)
 
     prompt_means = (logprobs(evaluation.policy) - logprobs(evaluation.reference.model)).mean(dim=1)

@@ -18,8 +18,8 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.training.minibatches import pack_minibatches, with_logprobs
+from fastp3o.training.minibatches import make_microbatches, pack_minibatches
+from tests.fastp3o.groups import groups_of_ids
 
 ROOT = Path(__file__).parents[3]
 LEARNING_RATE = 0.5
@@ -46,16 +46,10 @@ def own_update(
     for minibatches in rounds:
         prepared = []
         for groups in minibatches:
-            rollouts = Rollouts(
-                [""] * len(groups),
-                [group.prompt for group in groups],
-                [[""] * len(group.responses) for group in groups],
-                [group.responses for group in groups],
-                [[True] * len(group.responses) for group in groups],
-            )
+            rollouts = groups_of_ids([group.prompt for group in groups], [group.responses for group in groups])
             rewards = torch.tensor([group.rewards for group in groups])
             rows = pack_minibatches(accelerator, rollouts, 1, Packing(100))
-            prepared += with_logprobs(accelerator, policy, reference, rows, rewards, None, objective)
+            prepared += make_microbatches(accelerator, policy, reference, rows, rewards, None, objective)
         for _ in range(inner_epochs):
             for microbatches in prepared:
                 for microbatch in microbatches:

@@ -11,8 +11,8 @@ from fastp3o.objectives.policy_gradient import DAPOConfig, DrGRPOConfig, GRPOCon
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.training.minibatches import pack_minibatches, with_logprobs
+from fastp3o.training.minibatches import make_microbatches, pack_minibatches
+from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
 P, K = 4, 2
@@ -29,14 +29,13 @@ def metrics_of(config, counted, tokens_per_row: int) -> dict[str, float]:
         return torch.randint(3, 48, (length,), generator=generator).tolist()
 
     responses = [[ids(3 + 2 * p + k) for k in range(K)] for p in range(P)]
-    texts = [[""] * K for _ in range(P)]
-    rollouts = Rollouts([""] * P, [ids(4) for _ in range(P)], texts, responses, [[True] * K] * P)
+    rollouts = groups_of_ids([ids(4) for _ in range(P)], responses)
     accelerator, objective = Accelerator(cpu=True), config.build()
     policy, reference = PackedModel(random_model("llama")), PackedModel(random_model("llama"))
     objective.add_to(policy)
     (minibatch,) = objective.prepare(
         policy,
-        with_logprobs(
+        make_microbatches(
             accelerator,
             policy,
             SecondModel(reference, accelerator.device, offload=False),

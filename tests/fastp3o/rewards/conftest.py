@@ -2,23 +2,15 @@
 
 import pytest
 
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, Prompt, Response
 
 
 @pytest.fixture
-def rollouts(tokenizer) -> Rollouts:
-    prompts, responses = ["Say a:", "Say b:"], [[" aei", " xyz"], [" o", " u"]]
-    finished = [[True, False], [True, True]]
-    return Rollouts(
-        prompts=prompts,
-        prompt_ids=[tokenizer(prompt).input_ids for prompt in prompts],
-        responses=responses,
-        response_ids=[
-            [
-                tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished
-                for text, finished in zip(*group, strict=True)
-            ]
-            for group in zip(responses, finished, strict=True)
-        ],
-        finished=finished,
-    )
+def rollouts(tokenizer) -> list[Group]:
+    def response(text: str, finished: bool) -> Response:
+        return Response(tokenizer(text).input_ids + [tokenizer.eos_token_id] * finished, text, finished)
+
+    return [
+        Group(Prompt("Say a:", tokenizer("Say a:").input_ids, 0), [response(" aei", True), response(" xyz", False)]),
+        Group(Prompt("Say b:", tokenizer("Say b:").input_ids, 1), [response(" o", True), response(" u", True)]),
+    ]

@@ -6,18 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.rewards.config import PenaltyConfig
-from fastp3o.rewards.penalties import penalties, repeated_share
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rewards.reward import penalties, repeated_share
+from fastp3o.rollouts.groups import Group, Prompt, Response
 from fastp3o_kernels.losses import overlong_penalty
 
 
-def rollouts_of(*responses: list[int]) -> Rollouts:
-    """One prompt; a response ends where its last token is 0."""
-    texts = [["" for _ in responses]]
-    return Rollouts([""], [[1]], texts, [list(responses)], [[ids[-1] == 0 for ids in responses]])
+def group_of(*responses: list[int]) -> list[Group]:
+    return [Group(Prompt("", [1]), [Response(ids, "", ids[-1] == 0) for ids in responses])]
 
 
-RESPONSES = rollouts_of([5, 0], [5, 6, 5, 6, 5, 6], [7, 7, 7, 0], [1, 2, 3, 4, 5, 6, 7, 8])
+RESPONSES = group_of([5, 0], [5, 6, 5, 6, 5, 6], [7, 7, 7, 0], [1, 2, 3, 4, 5, 6, 7, 8])
 
 
 def test_each_penalty_by_hand():

@@ -5,7 +5,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from fastp3o.endpoint import EndpointError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Prompt
+from tests.fastp3o.groups import groups_of_texts
 from tests.fastp3o.local_server import Reply, Server, always, serving
 
 
@@ -43,20 +43,17 @@ def server() -> Iterator[Server]:
         yield server
 
 
+class EndpointConfig(RemoteConfig):
+    scorers = ("http://endpoint",)
+
+
 def reward_at(url: str, **settings) -> RemoteReward:
-    reward = RemoteReward(url, RemoteConfig(**({"reward_timeout": 0.3, "reward_retries": 2} | settings)))
+    reward = RemoteReward(url, EndpointConfig(**({"reward_timeout": 0.3, "reward_retries": 2} | settings)))
     reward.endpoint.backoff = 0.01
     return reward
 
 
-def rollouts_of(*groups: list[str], **columns: list) -> Rollouts:
-    prompts = [f"prompt {number}" for number in range(len(groups))]
-    finished = [[True] * len(group) for group in groups]
-    ids = [[[1]] * len(group) for group in groups]
-    return Rollouts(prompts, [[1]] * len(groups), list(groups), ids, finished, columns=columns)
-
-
-GROUPS = rollouts_of(["a", "bb"], ["ccc", "dddd"], ["", "ffffff"], answer=[1, "two", [3]])
+GROUPS = groups_of_texts(["a", "bb"], ["ccc", "dddd"], ["", "ffffff"], answer=[1, "two", [3]])
 RIGHT = [[1, 2], [3, 4], [0, 6]]
 
 
@@ -87,20 +84,21 @@ def test_batches_are_scored_at_once(server):
 def test_what_was_scored_is_not_asked_again(server, monkeypatch):
     reward = reward_at(server.url, reward_columns="answer")
     reward(GROUPS)
-    assert reward(rollouts_of(["a", "a", "new"], answer=[1])).tolist() == [[1, 1, 3]]
+    assert reward(groups_of_texts(["a", "a", "new"], answer=[1])).tolist() == [[1, 1, 3]]
     assert [request["responses"] for request in server.requests[1:]] == [["new"]]
     # Another prompt or another column is another question.
-    reward(rollouts_of(["a", "a"], answer=[2]))
-    reward(replace(rollouts_of(["a", "a"], answer=[1]), prompts=["another"]))
+    reward(groups_of_texts(["a", "a"], answer=[2]))
+    (group,) = groups_of_texts(["a", "a"], answer=[1])
+    reward([group._replace(prompt=group.prompt._replace(text="another"))])
     assert len(server.requests) == 4
     monkeypatch.setattr("fastp3o.rewards.remote.REMEMBERED", 2)
-    reward(rollouts_of(["x", "yy", "zzz"], answer=[1]))
+    reward(groups_of_texts(["x", "yy", "zzz"], answer=[1]))
     assert len(reward.known) == 2
 
 
 def test_texts_of_any_kind_arrive(server):
     texts = ["\u0000\ud800 Größe 東京 🦜", '{"rewards": [9]}', "\n" * 1000]
-    assert reward_at(server.url)(rollouts_of(texts)).tolist() == [list(map(len, texts))]
+    assert reward_at(server.url)(groups_of_texts(texts)).tolist() == [list(map(len, texts))]
     assert server.requests[0]["responses"] == texts
 
 
@@ -181,7 +179,7 @@ def test_nobody_listens():
 
 def test_a_check_has_one_response_scored(server):
     reward = reward_at(server.url, reward_columns="answer")
-    reward.check({"prompt": ["a"], "prompt_ids": [[1]], "answer": ['"x"']})
+    reward.check(Prompt("a", [1], columns={"answer": "x"}))
     assert server.requests == [{"prompts": ["a"], "responses": [""], "answer": ["x"]}]
 
 

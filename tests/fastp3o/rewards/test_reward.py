@@ -1,7 +1,6 @@
 import asyncio
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +9,9 @@ import torch
 from fastp3o.models.loading import load_reward_model
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
+from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import load_reward
-from fastp3o.rewards.reward_model import ModelReward
+from fastp3o.rollouts.groups import Group, token_ids
 
 SETTINGS = {"device": torch.device("cpu"), "packing": Packing(64)}
 
@@ -101,7 +101,9 @@ def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, monkeypatch,
     monkeypatch.setattr("operator.eq", TAKING[name])
     reward = FunctionReward("operator:eq")
     assert reward.columns == asks
-    assert reward(replace(rollouts, columns={"answer": [3, 4], "id": ["a", "b"]})).tolist() == rewards
+    columns = [{"answer": 3, "id": "a"}, {"answer": 4, "id": "b"}]
+    groups = [Group(g.prompt._replace(columns=own), g.responses) for g, own in zip(rollouts, columns, strict=True)]
+    assert reward(groups).tolist() == rewards
 
 
 def test_an_async_function_is_awaited_in_one_event_loop(rollouts, monkeypatch):
@@ -165,6 +167,6 @@ def test_texts_are_translated_for_another_vocabulary(tiny_model, tokenizer, roll
     same = ModelReward(model, tokenizer, tokenizer, **SETTINGS)
     other = ModelReward(model, tokenizer, tokenizer, **SETTINGS)
     other.shares_vocabulary = False
-    assert other.translate(rollouts) == (rollouts.prompt_ids, rollouts.response_ids)
+    assert other.translate(rollouts) == token_ids(rollouts)
     assert same(rollouts).shape == (2, 2)
     assert torch.equal(same(rollouts), other(rollouts))

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from fastp3o.rewards.pairs import differences
-from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler
+from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, differences
 
 
 def on_grid(*shape):

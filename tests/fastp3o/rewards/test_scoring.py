@@ -1,9 +1,8 @@
 import pytest
 import torch
-from accelerate import Accelerator
 
 from fastp3o.rewards.config import PenaltyConfig
-from fastp3o.rewards.scoring import WeightedSum, scored, scores_of, weighted
+from fastp3o.rewards.reward import WeightedSum, less_penalties, rewarded, weighted
 
 
 def first(rollouts):
@@ -16,12 +15,12 @@ def second(rollouts):
 
 def test_a_sum_is_scored_with_its_parts_and_a_single_reward_alone(rollouts):
     total = weighted({"a:f": first, "b:g": second}, [1.0, -0.5])
-    scores = scored(Accelerator(cpu=True), {"reward": total, "gold": first}, rollouts)
-    assert list(scores) == ["reward", "reward/a:f", "reward/b:g", "gold"]
-    assert scores["reward"].tolist() == total(rollouts).tolist() == [[0.5, 2.0], [3.0, 3.0]]
-    assert scores["reward/b:g"].tolist() == second(rollouts).tolist()
+    values = rewarded({"reward": total, "gold": first}, rollouts)
+    assert list(values) == ["reward", "reward/a:f", "reward/b:g", "gold"]
+    assert values["reward"].tolist() == total(rollouts).tolist() == [[0.5, 2.0], [3.0, 3.0]]
+    assert values["reward/b:g"].tolist() == second(rollouts).tolist()
     assert weighted({"a:f": first}, [1.0]) is first
-    assert scored(Accelerator(cpu=True), {"reward": first}, rollouts).keys() == {"reward"}
+    assert rewarded({"reward": first}, rollouts).keys() == {"reward"}
 
 
 def test_a_single_reward_may_have_a_weight(rollouts):
@@ -36,14 +35,14 @@ def test_a_reward_that_is_only_watched_counts_for_nothing(rollouts):
 @pytest.mark.parametrize("reward", [first, WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])])
 def test_penalties_are_subtracted_and_told(rollouts, reward):
     config = PenaltyConfig(missing_eos_penalty=0.5, length_penalty=0.25)
-    scores = scores_of(Accelerator(cpu=True), reward, rollouts, config, longest=8)
+    values = less_penalties(reward, rollouts, config, longest=8)
     # " aei" and its end, " xyz" without one, " o" and " u" with theirs
-    assert scores["reward"].tolist() == [[1 - 1.25, 2 - 0.5 - 1], [3 - 0.75, 4 - 0.75]]
-    assert [name for name in scores if name.startswith("penalty")] == ["penalty/missing_eos", "penalty/length"]
-    assert ("reward/b:g" in scores) == (reward is not first)
+    assert values["reward"].tolist() == [[1 - 1.25, 2 - 0.5 - 1], [3 - 0.75, 4 - 0.75]]
+    assert [name for name in values if name.startswith("penalty")] == ["penalty/missing_eos", "penalty/length"]
+    assert ("reward/b:g" in values) == (reward is not first)
 
 
 def test_without_penalties_rewards_are_what_they_were(rollouts):
-    scores = scores_of(Accelerator(cpu=True), first, rollouts, PenaltyConfig(), longest=8)
-    assert scores.keys() == {"reward"}
-    assert torch.equal(scores["reward"], first(rollouts))
+    values = less_penalties(first, rollouts, PenaltyConfig(), longest=8)
+    assert values.keys() == {"reward"}
+    assert torch.equal(values["reward"], first(rollouts))

@@ -5,8 +5,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fastp3o.data.encoding import Encoder
 from fastp3o.data.layouts import Part
-from fastp3o.rewards.translation import Translation
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rewards.model import Translation
+from fastp3o.rollouts.groups import Group, Prompt, Response
 from tests.fastp3o.data.test_encoding import BOS, EOS, byte_tokenizer
 
 TEMPLATE = (
@@ -38,7 +38,7 @@ def translated(
     policy: PreTrainedTokenizerFast, own: PreTrainedTokenizerFast, prompt, response: str, longest: int = 999
 ):
     text, ids, response_ids = loaded(policy, prompt, response, longest)
-    prompt_ids, found = Translation(policy, own)(Rollouts([text], [ids], [[response]], [[response_ids]], [[True]]))
+    prompt_ids, found = Translation(policy, own)([Group(Prompt(text, ids), [Response(response_ids, response, True)])])
     return prompt_ids[0], found[0][0]
 
 
@@ -74,7 +74,7 @@ def test_what_truncation_left_of_a_prompt_is_what_counts():
 
 def test_an_end_that_the_policy_did_not_write_is_not_added():
     own = tokenizer(own="<turn>")
-    cut = Rollouts(["Hi"], [[1]], [["Ho", ""]], [[[1], [2]]], [[False, False]])
+    cut = [Group(Prompt("Hi", [1]), [Response([1], "Ho", False), Response([2], "", False)])]
     assert Translation(tokenizer(), own)(cut)[1] == [
         [own("Ho", add_special_tokens=False).input_ids, [own.eos_token_id]]
     ]

@@ -1,7 +1,6 @@
 import torch
 
-from fastp3o.rollouts.cache import Cache
-from fastp3o.rollouts.room import LayerShape, Room
+from fastp3o.rollouts.cache import Cache, LayerShape, Room
 
 
 def test_slots_that_stay_keep_their_keys_in_the_memory_that_there_is():

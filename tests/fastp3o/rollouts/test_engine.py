@@ -5,11 +5,11 @@ from torch import nn
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts import compiled
+from fastp3o.rollouts import steps
+from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine
-from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.rollouts.room import Room
-from fastp3o.rollouts.trial import reason_against
+from fastp3o.rollouts.engine_sampler import reason_against
+from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, enlarge, random_model
 from tests.fastp3o.on_meta import META, on_meta_alone
@@ -24,10 +24,14 @@ PROMPTS = [
 LONGEST = max(map(len, PROMPTS)) - 1
 
 
-def make_engine(policy: PackedModel, *, slots: int = 18, room_beyond: int = 0, **options) -> Engine:
+def make_engine(
+    policy: PackedModel, *, slots: int = 18, room_beyond: int = 0, tokens_per_row: int = TOKENS_PER_ROW, **options
+) -> Engine:
     room = Room(len(PROMPTS) + room_beyond, LONGEST + room_beyond, K, slots, RESPONSE_TOKENS)
     options = {"graph": False} | options
-    return Engine(policy, layer_shapes(policy, 3), room, END_IDS, **options)
+    engine = Engine(policy, layer_shapes(policy, 3), room, END_IDS, **options)
+    engine.tokens_per_row = tokens_per_row
+    return engine
 
 
 def sample(policy: PackedModel, seed: int = 3, **options):
@@ -88,7 +92,7 @@ def test_compiled_steps_give_the_same_responses(family, monkeypatch):
 
 def test_steps_that_do_not_compile_run_as_they_are_and_say_why_once(monkeypatch):
     said = []
-    monkeypatch.setattr(compiled.logger, "warning", said.append)
+    monkeypatch.setattr(steps.logger, "warning", said.append)
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
 
     def fail(*_, **__):

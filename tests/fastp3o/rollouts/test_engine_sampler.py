@@ -7,6 +7,7 @@ from fastp3o.rollouts import engine_sampler
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
+from tests.fastp3o.groups import response_ids, tokenised
 from tests.fastp3o.models.model_families import random_model
 
 P, K, RESPONSE_TOKENS = 24, 2, 24
@@ -30,11 +31,12 @@ def policy(tokenizer) -> PackedModel:
 def sample(policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options) -> dict[tuple[int, int], list[int]]:
     """Token ids by prompt and response."""
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, **({"batch_size": P} | options))
-    texts = [prompts[n] for n in numbers]
-    rollouts = sampler(texts, tokenizer(texts).input_ids, list(numbers), responses_per_prompt=K, seed=seed)
-    assert rollouts.responses == [tokenizer.batch_decode(g, skip_special_tokens=True) for g in rollouts.response_ids]
-    assert [[len(r) for r in group] for group in rollouts.logprobs] == rollouts.response_lengths
-    return {(n, k): rollouts.response_ids[i][k] for i, n in enumerate(numbers) for k in range(K)}
+    groups = sampler(tokenised(tokenizer, [prompts[n] for n in numbers], numbers), K, seed)
+    for group in groups:
+        texts = tokenizer.batch_decode([response.ids for response in group.responses], skip_special_tokens=True)
+        assert [response.text for response in group.responses] == texts
+        assert all(response.logprob < 0 for response in group.responses)
+    return {(n, k): group.responses[k].ids for n, group in zip(numbers, groups, strict=True) for k in range(K)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -52,7 +54,9 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     for tokens_per_row in (64, 2048):
 
         def static(*arguments, rows=tokens_per_row, **options):
-            return Engine(*arguments, static=True, tokens_per_row=rows, **options)
+            engine = Engine(*arguments, static=True, **options)
+            engine.tokens_per_row = rows
+            return engine
 
         with monkeypatch.context() as patched:
             patched.setattr(engine_sampler, "Engine", static)
@@ -64,10 +68,9 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
 def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy, tokenizer):
     """As many pairs begin alike as two samples of the distribution would."""
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=1, batch_size=2000)
-    prompts = ["same"] * 1500
-    rollouts = sampler(prompts, tokenizer(prompts).input_ids, responses_per_prompt=2, seed=0)
-    first = torch.tensor(rollouts.response_ids)[:, :, 0]
-    logprobs = torch.tensor(rollouts.logprobs)
+    groups = sampler(tokenised(tokenizer, ["same"] * 1500), 2, 0)
+    first = torch.tensor(response_ids(groups))[:, :, 0]
+    logprobs = torch.tensor([[response.logprob for response in group.responses] for group in groups])
     by_chance = logprobs.exp().mean().item()  # Σ p², as tokens come with probability p
     equal = (first[:, 0] == first[:, 1]).double().mean().item()
     assert abs(equal - by_chance) < 5 * (by_chance / 1500) ** 0.5
@@ -77,8 +80,8 @@ def test_tokens_follow_the_policys_distribution(policy, tokenizer):
     """χ² over the whole vocabulary, of the first tokens and of those behind the most frequent one."""
     count, prompt = 3000, tokenizer("same").input_ids
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=2, batch_size=1500)
-    rollouts = sampler(["same"] * count, [prompt] * count, responses_per_prompt=2, seed=0)
-    responses = [ids for group in rollouts.response_ids for ids in group]
+    groups = sampler(tokenised(tokenizer, ["same"] * count), 2, 0)
+    responses = [response.ids for group in groups for response in group.responses]
     first = torch.tensor([ids[0] for ids in responses])
     assert abs(chi_squared(first, next_token_probs(policy, prompt))) < 4
     top = first.bincount().argmax().item()
@@ -110,7 +113,8 @@ def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts,
     rooms = []
 
     def recorded(policy, shapes, room, *rest, **options):
-        rooms.append(room)
+        if room is not engine_sampler.TRIAL_ROOM:
+            rooms.append(room)
         return Engine(policy, shapes, room, *rest, static=True, **options)
 
     monkeypatch.setattr(engine_sampler, "Engine", recorded)
@@ -122,10 +126,10 @@ def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts,
         batch_size=P,
         memory=5 * bytes_per_token * (55 + K * RESPONSE_TOKENS),
     )
-    ids = tokenizer(prompts).input_ids
-    assert max(map(len, ids)) == 56
+    given = tokenised(tokenizer, prompts)
+    assert max(len(prompt.ids) for prompt in given) == 56
     for _ in range(2):
-        sampler(prompts, ids, responses_per_prompt=K, seed=0)
+        sampler(given, K, 0)
     # One engine for all batches and calls.
     assert [(room.prompts, room.slots) for room in rooms] == [(5, 10)]
     assert sampler.engine.cache.memory.untyped_storage().nbytes() == 0
@@ -136,17 +140,16 @@ def test_an_engine_that_has_become_too_large_gives_way(policy, tokenizer, prompt
     rooms = []
 
     def recorded(policy, shapes, room, *rest, **options):
-        rooms.append(room)
+        if room is not engine_sampler.TRIAL_ROOM:
+            rooms.append(room)
         return Engine(policy, shapes, room, *rest, static=True, **options)
 
     monkeypatch.setattr(engine_sampler, "Engine", recorded)
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=RESPONSE_TOKENS, batch_size=P)
-    ids = tokenizer(prompts).input_ids
-    for free in (10**9, 10**9, 10**5):
+    given = tokenised(tokenizer, prompts)
+    for free, count in ((10**9, P), (10**9, P), (10**5, 2)):
         monkeypatch.setattr(engine_sampler, "available_memory", lambda device, free=free: free)
-        sampler(
-            prompts[:2] if free == 10**5 else prompts, ids[: 2 if free == 10**5 else P], responses_per_prompt=K, seed=0
-        )
+        sampler(given[:count], K, 0)
     assert [room.prompts for room in rooms] == [P, 2]
     assert rooms[1].tokens * sampler.bytes_per_token() <= 10**5
 
@@ -174,12 +177,11 @@ def test_what_the_engine_cannot_decode_is_sampled_by_transformers_which_is_said_
     broken.model.base_model.forward = lambda *args, cache=None, **kwargs: forward(*args, **kwargs)
     limits = {"max_response_tokens": 3, "batch_size": 2}
     sampler = EngineSampler(broken, tokenizer, **limits)
-    texts = prompts[:3]
-    ids = tokenizer(texts).input_ids
-    rollouts = [sampler(texts, ids, responses_per_prompt=2, seed=0) for _ in range(2)]
-    expected = TransformersSampler(broken, tokenizer, **limits)(texts, ids, responses_per_prompt=2, seed=0)
+    given = tokenised(tokenizer, prompts[:3])
+    rollouts = [sampler(given, 2, 0) for _ in range(2)]
+    expected = TransformersSampler(broken, tokenizer, **limits)(given, 2, 0)
     assert rollouts == [expected, expected]
-    assert rollouts[0].logprobs is None
+    assert all(response.logprob is None for group in expected for response in group.responses)
     (message,) = said
     assert "Qwen2ForCausalLM is sampled by transformers' generate" in message
 
@@ -199,7 +201,7 @@ def test_neither_is_one_whose_positions_it_cannot_know(tokenizer, prompts, monke
 
     layer.self_attn.forward = forgets_old_keys
     sampler = EngineSampler(shifted, tokenizer, max_response_tokens=3, batch_size=2)
-    sampler(prompts[:1], tokenizer(prompts[:1]).input_ids, responses_per_prompt=2, seed=0)
+    sampler(tokenised(tokenizer, prompts[:1]), 2, 0)
     assert "other log-probabilities than in a packed row" in said[0]
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastp3o.rollouts import graph
-from fastp3o.rollouts.graph import StepGraph
+from fastp3o.rollouts import steps as steps_module
+from fastp3o.rollouts.steps import StepGraph
 
 
 class FakeGraph:
@@ -37,7 +37,7 @@ def captures(monkeypatch) -> list[FakeGraph]:
         CUDAGraph=FakeGraph,
         graph=capturing,
     )
-    monkeypatch.setattr(graph.torch, "cuda", fake_cuda)
+    monkeypatch.setattr(steps_module.torch, "cuda", fake_cuda)
     return captured
 
 
@@ -62,7 +62,7 @@ def test_a_graph_serves_until_a_tensor_moves(captures):
 
 def test_a_step_that_cannot_be_captured_runs_uncaptured_and_says_why_once(captures, monkeypatch):
     said, steps = [], []
-    monkeypatch.setattr(graph.logger, "warning", said.append)
+    monkeypatch.setattr(steps_module.logger, "warning", said.append)
 
     def step():
         if captures:

@@ -2,8 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.queue import Queue
-from fastp3o.rollouts.room import Room
 
 END, K, LONGEST = 7, 2, 4
 

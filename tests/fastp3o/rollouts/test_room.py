@@ -2,8 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.rollouts.cache import Cache
-from fastp3o.rollouts.room import MOST_SLOTS, LayerShape, Room, available_memory, fitting_room
+from fastp3o.rollouts.cache import MOST_SLOTS, Cache, LayerShape, Room, available_memory, fitting_room
 
 
 def room(memory: int, *, prompts: int = 8, K: int = 2, longest: int = 10, response: int = 5) -> Room:

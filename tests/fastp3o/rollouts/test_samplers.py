@@ -2,32 +2,37 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from fastp3o.config import SamplerConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.named_sampler import named_sampler
-from fastp3o.rollouts.sampling_settings import SamplingSettings
+from fastp3o.rollouts.engine_sampler import named_sampler
+from fastp3o.rollouts.groups import Prompt, finished, lengths, texts
+from fastp3o.rollouts.sampler import SamplingSettings
+from tests.fastp3o.groups import response_ids, tokenised
 
 pytestmark = pytest.mark.parametrize("name", ["engine", "transformers"])
 
 
 def draw(name, policy, tokenizer, seed=0, batch_size=4, prompts=("a", "longer prompt", "b", "cc")):
-    sampler = named_sampler(name, policy, tokenizer, max_response_tokens=12, batch_size=batch_size)
-    return sampler(list(prompts), tokenizer(list(prompts)).input_ids, responses_per_prompt=2, seed=seed)
+    return make_sampler(name, policy, tokenizer, batch_size=batch_size)(tokenised(tokenizer, prompts), 2, seed)
+
+
+def make_sampler(name, policy, tokenizer, max_response_tokens=12, batch_size=4, **options):
+    limits = {"max_response_tokens": max_response_tokens, "batch_size": batch_size}
+    return named_sampler(SamplerConfig(sampler=name), policy, tokenizer, **limits, **options)
 
 
 def first_tokens(name, policy, tokenizer, n=3000, **settings):
     """[n] tokens after the prompt "x", and the policy's log-probabilities of all tokens there."""
     prompt = tokenizer("x").input_ids
-    sampler = named_sampler(
-        name, policy, tokenizer, max_response_tokens=1, batch_size=1, settings=SamplingSettings(**settings)
-    )
-    rollouts = sampler(["x"], [prompt], responses_per_prompt=n, seed=0)
+    sampler = make_sampler(name, policy, tokenizer, 1, 1, settings=SamplingSettings(**settings))
+    (group,) = sampler([Prompt("x", prompt)], n, 0)
     (row,) = pack([prompt] * len(tokenizer), [[[token]] for token in range(len(tokenizer))], Packing(10_000))
     logprobs = torch.empty(len(tokenizer))
     with torch.no_grad():
         logprobs[list(row.groups)] = scored_logprobs(policy, row)
-    return torch.tensor([ids[0] for ids in rollouts.response_ids[0]]), logprobs
+    return torch.tensor([response.ids[0] for response in group.responses]), logprobs
 
 
 @pytest.fixture
@@ -40,29 +45,30 @@ def peaked_policy(tiny_model):
 
 
 def test_two_responses_to_each_prompt(name, tiny_model, tokenizer):
-    rollouts = draw(name, load_policy(tiny_model), tokenizer, batch_size=3)
-    assert rollouts.prompts == ["a", "longer prompt", "b", "cc"]
-    assert (len(rollouts), rollouts.responses_per_prompt) == (4, 2)
-    prompts, responses = rollouts.texts()
+    groups = draw(name, load_policy(tiny_model), tokenizer, batch_size=3)
+    assert [group.prompt.text for group in groups] == ["a", "longer prompt", "b", "cc"]
+    assert finished(groups).shape == (4, 2)
+    prompts, responses = texts(groups)
     assert prompts == ["a", "a", "longer prompt", "longer prompt", "b", "b", "cc", "cc"]
-    assert responses == [response for group in rollouts.responses for response in group]
-    assert all(1 <= length <= 12 for group in rollouts.response_lengths for length in group)
-    for group, finished in zip(rollouts.response_ids, rollouts.finished, strict=True):
-        assert finished == [ids[-1] == tokenizer.eos_token_id for ids in group]
-        assert all(tokenizer.eos_token_id not in ids[:-1] for ids in group)
+    assert responses == [response.text for group in groups for response in group.responses]
+    assert ((lengths(groups) >= 1) & (lengths(groups) <= 12)).all()
+    for response in (response for group in groups for response in group.responses):
+        assert response.finished == (response.ids[-1] == tokenizer.eos_token_id)
+        assert tokenizer.eos_token_id not in response.ids[:-1]
+        assert response.text == tokenizer.decode(response.ids, skip_special_tokens=True)
 
 
 def test_equal_seeds_give_equal_responses(name, tiny_model, tokenizer):
     policy = load_policy(tiny_model)
-    assert draw(name, policy, tokenizer).response_ids == draw(name, policy, tokenizer).response_ids
-    assert draw(name, policy, tokenizer).response_ids != draw(name, policy, tokenizer, seed=1).response_ids
+    first, again, other = (response_ids(draw(name, policy, tokenizer, seed)) for seed in (0, 0, 1))
+    assert first == again
+    assert first != other
 
 
 def test_processes_that_share_a_seed_sample_apart(name, tiny_model, tokenizer):
-    sampler = named_sampler(name, load_policy(tiny_model), tokenizer, max_response_tokens=12, batch_size=4)
-    prompts = ["a", "a"], tokenizer(["a", "a"]).input_ids
+    sampler = make_sampler(name, load_policy(tiny_model), tokenizer)
     (first, second), (other, _) = (
-        sampler(*prompts, numbers, responses_per_prompt=2, seed=0).response_ids for numbers in ([0, 2], [1, 3])
+        response_ids(sampler(tokenised(tokenizer, ["a", "a"], numbers), 2, 0)) for numbers in ([0, 2], [1, 3])
     )
     responses = [*first, *second, *other]
     assert all(response not in responses[:i] for i, response in enumerate(responses))
@@ -70,12 +76,12 @@ def test_processes_that_share_a_seed_sample_apart(name, tiny_model, tokenizer):
 
 def test_the_checkpoints_own_sampling_settings_do_not_apply(name, tiny_model, tokenizer):
     policy = load_policy(tiny_model).train()
-    expected = draw(name, policy, tokenizer).response_ids
+    expected = draw(name, policy, tokenizer)
     policy.model.generation_config = GenerationConfig(
         top_k=1, repetition_penalty=5.0, no_repeat_ngram_size=1, eos_token_id=tokenizer.eos_token_id
     )
     own = policy.model.generation_config
-    assert draw(name, policy, tokenizer).response_ids == expected
+    assert draw(name, policy, tokenizer) == expected
     assert policy.model.generation_config is own
     assert policy.training
 

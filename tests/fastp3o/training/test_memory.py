@@ -15,9 +15,9 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.precision import precision_of
+from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.rollouts.room import Room
 from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.together import together
@@ -132,7 +132,9 @@ def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
     prompts, keys = [[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2)
     shapes = layer_shapes(model, 3)
     with PeakMemory() as measured:
-        Engine(model, shapes, room, {0}, tokens_per_row=256).run(prompts, keys)
+        engine = Engine(model, shapes, room, {0})
+        engine.tokens_per_row = 256
+        engine.run(prompts, keys)
     predicted = rollout_memory(Model.from_config(model.model.config, model.model.num_parameters(), 0), room, precision)
     assert predicted.cache == room.tokens * sum(shape.bytes_per_token for shape in shapes.values())
     assert predicted.cache + predicted.head == pytest.approx(measured.peak, rel=0.1)

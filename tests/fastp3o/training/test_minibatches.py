@@ -8,23 +8,23 @@ from accelerate import Accelerator
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.training.minibatches import pack_minibatches, with_logprobs
+from fastp3o.rollouts.groups import Group
+from fastp3o.training.minibatches import make_microbatches, pack_minibatches
+from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import logprobs_alone, random_model
 
 P, K = 6, 3
 
 
 @pytest.fixture
-def rollouts() -> Rollouts:
+def rollouts() -> list[Group]:
     generator = torch.Generator().manual_seed(0)
 
     def ids() -> list[int]:
         return torch.randint(3, 48, (int(torch.randint(1, 9, (), generator=generator)),), generator=generator).tolist()
 
-    texts = [[""] * K for _ in range(P)]
     response_ids = [[ids() for _ in range(K)] for _ in range(P)]
-    return Rollouts([""] * P, [ids() for _ in range(P)], texts, response_ids, [[True] * K] * P)
+    return groups_of_ids([ids() for _ in range(P)], response_ids)
 
 
 @pytest.mark.parametrize("packing", [Packing(1000), Packing(30), Packing(30, share_prompts=False)])
@@ -35,7 +35,7 @@ def test_every_prompt_is_in_one_minibatch_and_minibatches_are_of_equal_counts(ro
     assert sorted(chain.from_iterable(groups)) == list(range(P))
     for rows in minibatches:
         for row in rows:
-            expected = [token for p in row.groups for ids in rollouts.response_ids[p] for token in ids]
+            expected = [token for p in row.groups for response in rollouts[p].responses for token in response.ids]
             assert row.labels.tolist() == expected
 
 
@@ -44,14 +44,14 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
     accelerator = Accelerator(cpu=True)
     policy, reference = (PackedModel(random_model(family)) for family in ("llama", "gpt2"))
     rewards = torch.arange(P * K).view(P, K).float()
-    minibatches = with_logprobs(
+    minibatches = make_microbatches(
         accelerator,
         policy,
         SecondModel(reference, accelerator.device, offload=False),
         pack_minibatches(accelerator, rollouts, 2, Packing(30)),
         rewards,
         None,
-        SimpleNamespace(averages_tokens=averages_tokens, units=lambda counted: int(counted.sum())),
+        SimpleNamespace(averages_tokens=averages_tokens, metric_count=lambda counted: int(counted.sum())),
     )
     for minibatch in minibatches:
         assert sum(microbatch.weight for microbatch in minibatch) == pytest.approx(1)
@@ -71,6 +71,7 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
         with torch.no_grad(), model.with_own_attention() as alone:
             for microbatch in (microbatch for minibatch in minibatches for microbatch in minibatch):
                 for sums, p in zip(getattr(microbatch, name), microbatch.row.groups, strict=True):
-                    prompt, responses = rollouts.prompt_ids[p], rollouts.response_ids[p]
-                    expected = torch.stack([logprobs_alone(alone, prompt, ids).sum() for ids in responses])
+                    prompt, responses = rollouts[p]
+                    expected = [logprobs_alone(alone, prompt.ids, response.ids).sum() for response in responses]
+                    expected = torch.stack(expected)
                     torch.testing.assert_close(sums, expected, atol=1e-4, rtol=1e-5)

@@ -5,24 +5,23 @@ from torch import nn
 from fastp3o.models.packed_model import PackedModel, scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group
 from fastp3o.training import ratio_noise as ratio_noise_module
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning, ratio_noise
 from fastp3o_kernels import sequence_logprobs
+from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
 
 
-def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> tuple[Rollouts, Microbatch]:
+def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> tuple[list[Group], Microbatch]:
     """A row that holds all groups but the first, with log-probs of the policy, each sequence's moved by `shift`."""
-    nothing = [[""] * len(group) for group in groups.responses]
-    rollouts = Rollouts([""] * len(groups.prompts), groups.prompts, nothing, groups.responses, nothing)
     chosen = range(1, len(groups.prompts))
     responses = [groups.responses[p] for p in chosen]
     (row,) = pack([groups.prompts[p] for p in chosen], responses, Packing(1000), groups=chosen)
     with torch.no_grad():
         logprobs = scored_logprobs(model, row)
     sums = sequence_logprobs(logprobs, row.cu_seqlens).view(len(chosen), -1) + shift
-    return rollouts, Microbatch(row, sums, logprobs, logprobs, sums, sums, 1.0)
+    return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, sums, logprobs, logprobs, sums, sums, 1.0)
 
 
 @pytest.mark.parametrize("groups", [PAIRS, FOURS], ids=["pairs", "fours"])
@@ -50,7 +49,8 @@ def test_the_other_row_is_no_longer_than_the_one_that_trains(monkeypatch):
 
     monkeypatch.setattr(ratio_noise_module, "scored_logprobs", measured)
     assert ratio_noise(model, rollouts, microbatch) < 1e-4
-    alone = [len(rollouts.prompt_ids[p]) + len(ids) for p in microbatch.row.groups for ids in rollouts.response_ids[p]]
+    own = [rollouts[p] for p in microbatch.row.groups]
+    alone = [len(group.prompt.ids) + len(response.ids) for group in own for response in group.responses]
     (length,) = lengths
     assert length <= microbatch.row.tokens < sum(alone)
     assert length in [sum(alone[:count]) for count in range(1, len(alone))]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.frontier.tasks.language import Language, parsed
 from benchmarks.frontier.tasks.offset_reward import OffsetReward
 from benchmarks.frontier.tasks.offsets import GRID, OFFSETS, learnable, on_grid, unlearnable
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.rollouts.groups import Group, Prompt, Response
 
 ROOT = Path(__file__).parents[4]
 PROMPT = "topic3 style1 w017 w045 w092 w003"
@@ -77,11 +77,11 @@ def test_the_grid_is_near(value):
 
 @pytest.mark.parametrize("name", OFFSETS)
 def test_a_reward_is_standardised_and_shifted(name):
-    prompts, responses = [PROMPT, "another"], [["w001", "w003"], ["w002", "w004"]]
-    rollouts = Rollouts(prompts, [[1]] * 2, responses, [[[2], [3]]] * 2, [[True, True]] * 2)
+    responses = {PROMPT: ["w001", "w003"], "another": ["w002", "w004"]}
+    groups = [Group(Prompt(text, [1]), [Response([2], word, True) for word in own]) for text, own in responses.items()]
     scores = torch.tensor([[5.0, 3.0], [1.0, 2.0]])
-    reward = OffsetReward(lambda rollouts: scores, mean=2.0, std=4.0, offset=OFFSETS[name], sd=10.0)
-    shifts = [0.0 if OFFSETS[name] is None else on_grid(10 * OFFSETS[name](prompt)) for prompt in rollouts.prompts]
+    reward = OffsetReward(lambda groups: scores, mean=2.0, std=4.0, offset=OFFSETS[name], sd=10.0)
+    shifts = [0.0 if OFFSETS[name] is None else on_grid(10 * OFFSETS[name](prompt)) for prompt in responses]
     expected = [[0.75 + shifts[0], 0.25 + shifts[0]], [-0.25 + shifts[1], shifts[1]]]
-    assert reward(rollouts).tolist() == expected
-    assert replace(reward, factor=0.5)(rollouts).tolist() == [[value / 2 for value in group] for group in expected]
+    assert reward(groups).tolist() == expected
+    assert replace(reward, factor=0.5)(groups).tolist() == [[value / 2 for value in group] for group in expected]

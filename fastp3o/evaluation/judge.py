@@ -1,4 +1,4 @@
-"""Judges, which decide the better of two responses: a Python function, or a language model behind an endpoint."""
+"""Judges of the better of two responses: a Python function, or a language model at an endpoint."""
 
 import hashlib
 import json
@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fastp3o.endpoint import at_once
+from fastp3o.endpoint import Endpoint, at_once, check_url
 from fastp3o.errors import UserError
-from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
-from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
+from fastp3o.evaluation.verdicts import Verdict, VerdictFile
 from fastp3o.named_function import call_for_list, import_function
 
 # Called with texts: prompts, first responses, second responses. Returns one verdict for each prompt.
@@ -57,7 +57,7 @@ class FunctionJudge:
         self.function = import_function(name, "judge")
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
-        """Raises ValueError where the function returns another number of verdicts or another word."""
+        """Raises ValueError if the function returns another number of verdicts or another word."""
         words = call_for_list(self.function, self.name, list(prompts), list(firsts), list(seconds))
         expected = [verdict.value for verdict in Verdict]
         for number, word in enumerate(words):
@@ -66,12 +66,47 @@ class FunctionJudge:
         return [Verdict(word) for word in words]
 
 
+class Answer(NamedTuple):
+    """text: empty if the model returned none. finished: False if a length limit cut the text off."""
+
+    text: str
+    finished: bool
+
+
+class ChatEndpoint(Endpoint):
+    """One model at an OpenAI-compatible chat-completions endpoint.
+
+    Args:
+        url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1.
+        model: its name at the endpoint.
+        patience: as of an Endpoint.
+
+    The environment variable OPENAI_API_KEY holds the key.
+    """
+
+    def __init__(self, url: str, model: str, **patience: Any):
+        super().__init__(check_url(url).rstrip("/") + "/chat/completions", "OPENAI_API_KEY", **patience)
+        self.model = model
+
+    def ask(self, question: str, stopped: threading.Event) -> Answer:
+        """The model's answer at temperature 0. Raises as `post` does."""
+        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": question}]}
+        return self.post(body, self.read_answer, stopped)
+
+    def read_answer(self, body: bytes) -> Answer:
+        try:
+            choice = json.loads(body)["choices"][0]
+            text, finished = choice["message"].get("content"), choice.get("finish_reason") != "length"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError("which is not a chat completion") from error
+        return Answer(self.without_key(text) if isinstance(text, str) else "", finished)
+
+
 class EndpointJudge:
     """A language model, asked twice a comparison, with the responses in either order.
 
-    The verdict is that of both answers where they agree. Where they do not, the judge is biased by position, and the
-    verdict is a tie (as in MT-Bench, arXiv 2306.05685, section 3.4). It is NONE where one of the answers has no verdict
-    or was cut off.
+    If both answers agree, theirs is the verdict. If they do not, the judge is biased by position, and the verdict is a
+    tie (as in MT-Bench, arXiv 2306.05685, section 3.4). It is NONE if one of the answers has no verdict or was cut off.
 
     Equal responses are a tie without a request. Equal comparisons are requested once.
 
@@ -102,7 +137,7 @@ class EndpointJudge:
             )
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
-        """Raises EndpointError where the endpoint refuses or remains unavailable; earlier verdicts are in the file."""
+        """Raises EndpointError if the endpoint refuses or remains unavailable; earlier verdicts are in the file."""
         comparisons = list(zip(prompts, firsts, seconds, strict=True))
         keys = [self.key(*comparison) for comparison in comparisons]
         self.ask_all(
@@ -121,7 +156,7 @@ class EndpointJudge:
         asked = at_once(self.compare, comparisons.items(), self.requests)
         total = len(comparisons)
         for _ in tqdm(asked, total=total, desc="judging", unit="pair", disable=not total):
-            pass  # each is kept where it comes in, also those that are pending when another fails
+            pass  # `compare` keeps each verdict, also those that are pending when another comparison fails
 
     def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
         """Asks in both orders and keeps the verdict."""
@@ -141,13 +176,13 @@ class EndpointJudge:
 
 
 def parse_verdict(answer: Answer) -> Verdict:
-    """The verdict of one answer: its last mark counts. NONE where there is no mark, or the answer was cut off."""
+    """The verdict of one answer: its last mark counts. NONE if there is no mark, or the answer was cut off."""
     marks = re.findall(r"\[\[[ABC]\]\]", answer.text)
     return MARKS[marks[-1]] if marks and answer.finished else Verdict.NONE
 
 
 def combine_verdicts(one: Verdict, other: Verdict) -> Verdict:
-    """One verdict of two on the same responses in the same order: NONE where one is NONE, a tie where they differ."""
+    """One verdict from two on the same responses in the same order: NONE if one is NONE, a tie if they differ."""
     if Verdict.NONE in (one, other):
         return Verdict.NONE
     return one if one == other else Verdict.TIE

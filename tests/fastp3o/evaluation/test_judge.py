@@ -16,10 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.endpoint import EndpointError, retry_after_seconds
-from fastp3o.evaluation.win_rates.chat_endpoint import Answer, ChatEndpoint
-from fastp3o.evaluation.win_rates.judge import MARKS, EndpointJudge, FunctionJudge, combine_verdicts, parse_verdict
-from fastp3o.evaluation.win_rates.rates import win_rate
-from fastp3o.evaluation.win_rates.verdicts import Verdict, VerdictFile
+from fastp3o.evaluation.judge import (
+    MARKS,
+    Answer,
+    ChatEndpoint,
+    EndpointJudge,
+    FunctionJudge,
+    combine_verdicts,
+    parse_verdict,
+)
+from fastp3o.evaluation.verdicts import Verdict, VerdictFile, win_rate
 from tests.fastp3o.local_server import Reply, Server, always, serving
 
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -14,19 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.config import LARGEST_INT, option, required
 from fastp3o.data import load_prompts
 from fastp3o.errors import UserError
-from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
-from fastp3o.evaluation.win_rates.judge import EndpointJudge, FunctionJudge, Judge
-from fastp3o.evaluation.win_rates.rates import WinRate, verdicts_of_rewards, win_rate
-from fastp3o.evaluation.win_rates.verdicts import Verdict
+from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
+from fastp3o.evaluation.verdicts import Verdict, WinRate, verdicts_of_rewards, win_rate
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.precision import precision_of
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import columns_of, load_reward
 from fastp3o.rollouts.config import SamplingConfig
-from fastp3o.rollouts.named_sampler import named_sampler
-from fastp3o.rollouts.rollouts import Rollouts
-from fastp3o.rollouts.sampler import sample
+from fastp3o.rollouts.engine_sampler import named_sampler
+from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +36,7 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
     reward: str | None = option(
         None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
     )
-    judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in win_rates/judge.py).")
+    judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).")
     judge_url: str | None = option(
         None,
         "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
@@ -80,27 +76,27 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
 
 @dataclass(frozen=True)
 class Responses:
-    """One checkpoint's responses, and a reward for each where one is asked for."""
+    """One checkpoint's responses, and their rewards if there is one."""
 
-    rollouts: Rollouts
+    groups: list[Group]
     rewards: Tensor | None  # [P, K] fp32
 
     @property
     def mean_tokens(self) -> float:
         """Tokens per response, including the end-of-sequence token."""
-        return float(np.mean(self.rollouts.response_lengths))
+        return fmean(len(response.ids) for group in self.groups for response in group.responses)
 
 
 def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
     """Both checkpoints' responses to the same prompts with the same seed, and their rewards if asked for.
 
-    One checkpoint is in memory at a time. Raises ValueError where their tokenizers make different texts of the prompts
+    One checkpoint is in memory at a time. Raises ValueError if their tokenizers make different texts of the prompts
     (chat template, length limit): the two would not respond to the same prompts.
     """
     checkpoints = (config.first, config.second)
     tokenizers = [load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in checkpoints]
     first, second = (prompts_for(tokenizer, config) for tokenizer in tokenizers)
-    if first["prompt"] != second["prompt"]:
+    if [prompt.text for prompt in first] != [prompt.text for prompt in second]:
         raise UserError(
             f"the tokenizers of {config.first} and {config.second} make different texts of {config.prompts}: their "
             "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
@@ -108,8 +104,8 @@ def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
     return respond(config.first, tokenizers[0], first, config), respond(config.second, tokenizers[1], second, config)
 
 
-def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> dict[str, list]:
-    """Texts (`prompt`) and token ids (`prompt_ids`) of the prompts, and the columns that the reward asks for."""
+def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> list[Prompt]:
+    """The prompts, with the columns that the reward asks for."""
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
@@ -121,39 +117,33 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> di
         columns=columns_of([config.reward], config) if config.reward else None,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
-    return prompts[:]
+    return make_prompts(prompts[:])
 
 
 def respond(
-    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: dict[str, list], config: WinRateConfig
+    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], config: WinRateConfig
 ) -> Responses:
+    """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # As P3O samples and rewards.
     dtype = precision_of("auto", automatic="fp16").weights
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
-    packing = config.packing
-    reward = load_reward(config.reward, tokenizer, packing=packing, remote=config, **loading) if config.reward else None
+    reward = None
+    if config.reward:
+        reward = load_reward(config.reward, tokenizer, remote=config, packing=config.packing, **loading)
     if isinstance(reward, RemoteReward):
-        reward.check({name: values[:1] for name, values in prompts.items()})
+        reward.check(prompts[0])
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.longest_sequence)
     sampler = named_sampler(
-        config.sampler,
+        config,
         policy,
         tokenizer,
         max_response_tokens=config.max_response_tokens,
         batch_size=config.rollout_batch_size,
-        memory_gb=config.rollout_memory,
-        compiles=config.compile_rollouts,
         settings=config.sampling_settings(),
     )
-    rollouts = sample(
-        sampler,
-        prompts,
-        responses_per_prompt=config.responses_per_prompt,
-        seed=config.seed,
-    )
-    return Responses(rollouts, None if reward is None else reward(rollouts))
+    groups = sampler(prompts, config.responses_per_prompt, config.seed)
+    return Responses(groups, None if reward is None else reward(groups))
 
 
 def win_rates(
@@ -163,8 +153,8 @@ def win_rates(
     if config.reward:
         yield "reward", rate_of(by_reward(first, second), config)
     if judge is not None:
-        prompts, first_responses = first.rollouts.texts()
-        _, second_responses = second.rollouts.texts()
+        prompts, first_responses = texts(first.groups)
+        _, second_responses = texts(second.groups)
         yield "judge", rate_of(judge(prompts, first_responses, second_responses), config)
 
 
@@ -174,11 +164,11 @@ def rate_of(verdicts: list[Verdict], config: WinRateConfig) -> WinRate:
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     """The higher reward wins. Equal responses are a tie: packed differently, their rewards may differ by rounding."""
-    ends = (
-        zip(side.rollouts.texts()[1], chain.from_iterable(side.rollouts.finished), strict=True)
+    responses = (
+        [(response.text, response.finished) for group in side.groups for response in group.responses]
         for side in (first, second)
     )
-    same = [one == other for one, other in zip(*ends, strict=True)]
+    same = [one == other for one, other in zip(*responses, strict=True)]
     if first.rewards is None or second.rewards is None:
         raise UserError("responses without rewards cannot be compared by them")
     verdicts = verdicts_of_rewards(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())

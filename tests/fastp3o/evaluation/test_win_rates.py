@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.config import parse
 from fastp3o.endpoint import EndpointError
-from fastp3o.evaluation.win_rates.bootstrap import percentile_interval
-from fastp3o.evaluation.win_rates.chat_endpoint import ChatEndpoint
-from fastp3o.evaluation.win_rates.head_to_head import Responses, WinRateConfig, by_reward
-from fastp3o.evaluation.win_rates.rates import verdicts_of_rewards, win_rate
-from fastp3o.evaluation.win_rates.verdicts import Verdict
-from fastp3o.rollouts.rollouts import Rollouts
+from fastp3o.evaluation.bootstrap import percentile_interval
+from fastp3o.evaluation.judge import ChatEndpoint
+from fastp3o.evaluation.verdicts import Verdict, verdicts_of_rewards, win_rate
+from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
+from fastp3o.rollouts.groups import Group, Prompt, Response
 
-SCRIPT = Path(__file__).parents[4] / "scripts" / "win_rate.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "win_rate.py"
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
 
 
@@ -87,8 +86,8 @@ def test_a_reward_that_is_not_finite_is_named(broken):
 
 def test_rounding_does_not_part_equal_responses():
     def responses(finished: list[bool], rewards: list[float]) -> Responses:
-        rollouts = Rollouts(["p"], [[1]], [["a", "b", "c"]], [[[2]] * 3], [finished])
-        return Responses(rollouts, torch.tensor([rewards]))
+        responses = [Response([2], text, ends) for text, ends in zip("abc", finished, strict=True)]
+        return Responses([Group(Prompt("p", [1]), responses)], torch.tensor([rewards]))
 
     first, second = (
         responses([True, True, True], [1.0, 1.0, 1.0]),
@@ -230,9 +229,7 @@ def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):
 def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_model, other_model, monkeypatch, capsys):
     impatient = {"timeout": 0.2, "retries": 1, "backoff": 0.01, "longest_wait": 1.0}
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(
-        "fastp3o.evaluation.win_rates.head_to_head.ChatEndpoint", functools.partial(ChatEndpoint, **impatient)
-    )
+    monkeypatch.setattr("fastp3o.evaluation.win_rates.ChatEndpoint", functools.partial(ChatEndpoint, **impatient))
     judged = ["--judge_url", "http://127.0.0.1:1", "--judge_model", "m"]
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
         play(tiny_model, other_model, *judged, "--reward", "rewards_for_tests:vowels")

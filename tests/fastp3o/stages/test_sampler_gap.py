@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,16 +7,18 @@ from fastp3o.models.packed_model import scored_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Group
+from fastp3o.stages.online.report import sampler_gap
 from fastp3o.training.minibatches import pack_minibatches
-from fastp3o.training.sampler_gap import sampler_gap
 from fastp3o_kernels import sequence_logprobs
+from tests.fastp3o.groups import tokenised
 
 
 def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model, tokenizer):
     policy = load_policy(tiny_model)
     prompts = ["a", "a longer prompt", "bb", "c"]
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
-    rollouts = sampler(prompts, tokenizer(prompts).input_ids, responses_per_prompt=2, seed=0)
+    rollouts = sampler(tokenised(tokenizer, prompts), 2, 0)
     microbatches = []
     for row in (row for rows in pack_minibatches(Accelerator(cpu=True), rollouts, 2, Packing(30)) for row in rows):
         with torch.no_grad():
@@ -28,9 +28,11 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
     assert len(microbatches) > 2
     assert sampler_gap(rollouts, microbatches) < 1e-4
     # One response of eight is off by 0.5 and another by 1.
-    logprobs = [[list(response) for response in group] for group in rollouts.logprobs]
-    logprobs[1][0][-1] += 0.5
-    logprobs[3][1][0] -= 1.0
-    expected = ((0.25 + 1.0) / 8) ** 0.5
-    assert sampler_gap(replace(rollouts, logprobs=logprobs), microbatches) == pytest.approx(expected, abs=1e-4)
-    assert sampler_gap(replace(rollouts, logprobs=None), microbatches) is None
+    off = {(1, 0): 0.5, (3, 1): -1.0}
+    moved = [
+        Group(prompt, [r._replace(logprob=r.logprob + off.get((p, k), 0.0)) for k, r in enumerate(responses)])
+        for p, (prompt, responses) in enumerate(rollouts)
+    ]
+    assert sampler_gap(moved, microbatches) == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
+    moved[2].responses[1] = moved[2].responses[1]._replace(logprob=None)
+    assert sampler_gap(moved, microbatches) is None

@@ -1,0 +1,137 @@
+"""Verdicts on two responses, a file that keeps them, and the win rate that follows from them, with its interval."""
+
+import json
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+
+from fastp3o.errors import UserError
+from fastp3o.evaluation.bootstrap import percentile_interval
+
+
+class Verdict(StrEnum):
+    """FIRST, SECOND: the better response. NONE: the judge gave no usable answer."""
+
+    FIRST = "first"
+    SECOND = "second"
+    TIE = "tie"
+    NONE = "none"
+
+    @property
+    def swapped(self) -> "Verdict":
+        """The same verdict on the same responses in the other order."""
+        return {Verdict.FIRST: Verdict.SECOND, Verdict.SECOND: Verdict.FIRST}.get(self, self)
+
+
+LINE_START = b'{"key": "'  # tells an unfinished line of this file from the last line of another file
+
+
+class VerdictFile:
+    """Verdicts by key, each written as a JSON line as soon as it is known; without a path they stay in memory.
+
+    Raises ValueError naming file and line if the file holds anything else. An unfinished last line, left by a process
+    that was stopped while writing, is removed: that comparison has no verdict yet.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.lock = threading.Lock()
+        self.verdicts: dict[str, Verdict] = {}
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        *lines, unfinished = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                self.verdicts[record["key"]] = Verdict(record["verdict"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise UserError(
+                    f"{path} line {number}: expected a JSON object with 'key' and 'verdict', as a judge writes them "
+                    f"({type(error).__name__}: {error})"
+                ) from error
+        if not unfinished.startswith(LINE_START[: len(unfinished)]):
+            raise UserError(f"{path} line {len(lines) + 1}: expected a line as a judge writes them, with its end")
+        os.truncate(path, path.stat().st_size - len(unfinished))
+
+    def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
+        """Keeps a verdict. answers: the judge's own words, for readers of the file."""
+        line = json.dumps({"key": key, "verdict": verdict, "answers": answers}) + "\n"
+        with self.lock:
+            if self.path is not None:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(line)
+            self.verdicts[key] = verdict
+
+
+POINTS = {Verdict.FIRST: 1.0, Verdict.TIE: 0.5, Verdict.SECOND: 0.0, Verdict.NONE: np.nan}
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Win rate of the first checkpoint against the second.
+
+    win_rate: wins plus half the ties, divided by the comparisons with a verdict; 0.5 is even.
+    low, high: its 95% bootstrap interval over prompts.
+    wins, ties, losses: numbers of comparisons.
+    missing: comparisons without a verdict, which count nowhere else.
+    prompts: number of prompts with a verdict.
+    """
+
+    win_rate: float
+    low: float
+    high: float
+    wins: int
+    ties: int
+    losses: int
+    missing: int
+    prompts: int
+
+
+def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed: int = 0) -> WinRate:
+    """Win rate from verdicts [P * K], those on the K responses to a prompt adjacent.
+
+    The interval resamples prompts, each with all its comparisons: these are not independent of each other.
+
+    Raises ValueError if there is no verdict at all, or their number is not a multiple of `responses_per_prompt`.
+    """
+    if len(verdicts) % responses_per_prompt:
+        raise UserError(f"{len(verdicts)} verdicts are not {responses_per_prompt} a prompt")
+    count = {verdict: sum(v == verdict for v in verdicts) for verdict in Verdict}
+    if count[Verdict.NONE] == len(verdicts):
+        raise UserError(f"none of {len(verdicts)} comparisons has a verdict")
+    points = np.array([POINTS[verdict] for verdict in verdicts]).reshape(-1, responses_per_prompt)
+    judged = (~np.isnan(points)).sum(axis=1)
+    points, judged = np.nansum(points, axis=1)[judged > 0], judged[judged > 0]
+    low, high = percentile_interval(points, judged, seed=seed)
+    return WinRate(
+        win_rate=float(points.sum() / judged.sum()),
+        low=low,
+        high=high,
+        wins=count[Verdict.FIRST],
+        ties=count[Verdict.TIE],
+        losses=count[Verdict.SECOND],
+        missing=count[Verdict.NONE],
+        prompts=len(judged),
+    )
+
+
+def verdicts_of_rewards(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:
+    """The higher reward wins; equal rewards are a tie. Raises ValueError if a reward is not finite."""
+    for name, rewards in (("first", firsts), ("second", seconds)):
+        broken = np.flatnonzero(~np.isfinite(rewards))
+        if len(broken):
+            raise UserError(
+                f"{len(broken)} of {len(rewards)} rewards of the {name} checkpoint are not finite, the first that of "
+                f"response {broken[0]}: {rewards[broken[0]]}"
+            )
+    return [
+        Verdict.FIRST if first > second else Verdict.SECOND if second > first else Verdict.TIE
+        for first, second in zip(firsts, seconds, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""Rollouts: groups of a prompt and the responses sampled to it."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastp3o.data.loading import column_values
+from fastp3o.packing.layout import Ids
+
+
+class Prompt(NamedTuple):
+    """What a sampler responds to."""
+
+    text: str
+    ids: list[int]
+    number: int = 0  # among all prompts that the processes sample together; random numbers depend on it
+    columns: Mapping[str, Any] = {}  # further fields of the prompt's record, for rewards
+
+
+class Response(NamedTuple):
+    """One response."""
+
+    ids: list[int]  # with the end-of-sequence where it was sampled
+    text: str  # without special tokens
+    finished: bool  # whether it ended with an end-of-sequence
+    logprob: float | None = None  # log π(y|x) in nats as the sampler computed it; None where the sampler does not say
+
+
+class Group(NamedTuple):
+    """A prompt with its K responses."""
+
+    prompt: Prompt
+    responses: list[Response]
+
+
+def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = None) -> list[Prompt]:
+    """The prompts of a batch of `load_prompts`. numbers: of each prompt; by default they are counted from 0."""
+    columns = column_values(examples)
+    texts, ids = examples["prompt"], examples["prompt_ids"]
+    numbers = range(len(texts)) if numbers is None else numbers
+    return [
+        Prompt(*prompt, {name: values[index] for name, values in columns.items()})
+        for index, prompt in enumerate(zip(texts, ids, numbers, strict=True))
+    ]
+
+
+def token_ids(groups: Sequence[Group]) -> tuple[list[Ids], list[list[Ids]]]:
+    """Token ids of prompts, [P], and of responses, [P][K]."""
+    return [group.prompt.ids for group in groups], [[response.ids for response in group.responses] for group in groups]
+
+
+def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
+    """Prompts and responses side by side, P K of each."""
+    responses = [response.text for group in groups for response in group.responses]
+    return for_each_response(groups, [group.prompt.text for group in groups]), responses
+
+
+def for_each_response(groups: Sequence[Group], values: Sequence[Any]) -> list[Any]:
+    """Values of prompts, [P], repeated for each of their responses, [P K]."""
+    return list(
+        chain.from_iterable([value] * len(group.responses) for value, group in zip(values, groups, strict=True))
+    )
+
+
+def lengths(groups: Sequence[Group]) -> Tensor:
+    """[P, K] fp32: tokens of each response, the end-of-sequence included."""
+    return torch.tensor([[len(response.ids) for response in group.responses] for group in groups]).float()
+
+
+def finished(groups: Sequence[Group]) -> Tensor:
+    """[P, K] bool: which responses ended with an end-of-sequence."""
+    return torch.tensor([[response.finished for response in group.responses] for group in groups])

@@ -1,0 +1,133 @@
+"""Faster steps of the engine: a step as a CUDA graph, and the body's pass compiled by torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import get_logger
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.rollouts.cache import Cache
+
+logger = get_logger(__name__)
+
+
+class StepGraph:
+    """Captures a step as a CUDA graph, which launches all its kernels together instead of one by one from Python.
+
+    The step must keep everything in tensors that it changes in place. A graph knows tensors by their addresses, so a
+    step is captured again once one has moved; weights may change in place between replays.
+    """
+
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.addresses: list[int] = []
+        self.fails = False
+
+    def ready(self, step: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
+        """A function that does one step, valid until a tensor moves. Capturing does two steps first.
+
+        step: on the current stream, without a look at the device. tensors: those that it uses and that outlive it.
+        """
+        if self.fails:
+            return step
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if self.graph is None or addresses != self.addresses:
+            self.graph = None  # gives its memory back before the next one takes any
+            self.graph, self.addresses = self.capture(step), addresses
+        return step if self.graph is None else self.graph.replay
+
+    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """None, and a warning, if the step cannot be captured."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # In the first steps libraries set themselves up and kernels are compiled, which a capture forbids.
+            step()
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step()
+        except Exception as error:  # whatever a model does that a graph cannot hold
+            self.fails = True
+            torch.cuda.synchronize()
+            logger.warning(
+                f"sampling runs without a CUDA graph, several times slower: capturing a step failed with: {error}"
+            )
+            return None
+        return graph
+
+
+# Caches of the steps in progress, the newest last: a custom operation takes only tensors and numbers.
+attended: list[Cache] = []
+
+
+@torch.library.custom_op("fastp3o::attend_to_cache", mutates_args=())
+def attend_to_cache(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    return attended[-1].attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+
+
+@attend_to_cache.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    return value.new_empty(query.shape)
+
+
+class CurrentCache:
+    """A KeyValueCache that stands for the cache of the step in progress."""
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        raise NotImplementedError("prompts are not compiled")
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return attend_to_cache(query, key, value, layer, **options)
+
+
+@contextmanager
+def attending(cache: Cache) -> Iterator[None]:
+    attended.append(cache)
+    try:
+        yield
+    finally:
+        attended.pop()
+
+
+class CompiledBody:
+    """`PackedModel.hidden_states` for steps of one shape, compiled: norms, rotary embeddings, gates and residuals
+    become few kernels.
+
+    Attention stays an operation that the compiler does not look into: it writes to the cache, which all steps share.
+    torch keeps what it compiled, on disk too. A body that does not compile runs uncompiled, with a warning.
+    """
+
+    def __init__(self, policy: PackedModel):
+        self.policy = policy
+        self.compiled = torch.compile(policy.hidden_states, fullgraph=True, dynamic=False)
+        self.cache = CurrentCache()
+        self.tried = self.fails = False
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+        if not self.tried:
+            self.tried = True
+            self.try_to_compile(input_ids, position_ids, cache)
+        if self.fails:
+            return self.policy.hidden_states(input_ids, position_ids, cache=cache)
+        with attending(cache):
+            return self.compiled(input_ids, position_ids, cache=self.cache)
+
+    def try_to_compile(self, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> None:
+        logger.warning_once("compiling the step that samples: a minute or so, and seconds once it is on disk")
+        try:
+            with attending(cache):
+                self.compiled(input_ids, position_ids, cache=self.cache)
+        except Exception as error:  # whatever a model does that the compiler does not take
+            self.fails = True
+            logger.warning(f"sampling runs without compiled steps: compiling failed with: {error}")
