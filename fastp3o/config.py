@@ -75,14 +75,13 @@ class Flags:
             self.check_needs(flag.metadata.get("needs", ()), flag.name)
 
     def check_needs(self, needs: str | tuple[str, ...], *names: str) -> None:
-        """Raises ValueError if one of the flags `names` is set and all that it needs are not."""
-        needs = (needs,) if isinstance(needs, str) else needs
-        here = {flag.name: flag for flag in fields(self)}
-        needed = [name for name in needs if name in here]
+        """Raises UserError if one of the flags `names` is set, and none of those that it needs."""
+        flags = {flag.name: flag for flag in fields(self)}
+        needed = [name for name in ((needs,) if isinstance(needs, str) else needs) if name in flags]
         if not needed or any(getattr(self, name) for name in needed):
             return
         for name in names:
-            if getattr(self, name) != here[name].default:
+            if getattr(self, name) != flags[name].default:
                 raise UserError(f"--{name} does nothing without {' or '.join(f'--{other}' for other in needed)}")
 
 
@@ -123,8 +122,7 @@ class RunConfig(Flags):
     )
     resume: bool = option(
         False,
-        "Continue from what is in output_dir, exactly as if the run had not stopped; from the beginning if there is "
-        "nothing yet.",
+        "Continue the run in output_dir exactly as if it had not stopped; without one, begin.",
         changeable=True,
     )
 
@@ -166,10 +164,7 @@ class StageConfig(RunConfig):
         "constant", "Schedule after the warm-up, by transformers' name.", choices=SCHEDULES, changeable=True
     )
     warmup_steps: int = option(
-        0,
-        "Optimizer steps over which the learning rate rises from 0, in every schedule.",
-        at_least=0,
-        changeable=True,
+        0, "Optimizer steps over which the learning rate rises from 0, in every schedule.", at_least=0, changeable=True
     )
     adam_beta1: float = option(0.9, "AdamW beta 1 (first author's setting).", at_least=0, below=1, changeable=True)
     adam_beta2: float = option(0.95, "AdamW beta 2 (first author's setting).", at_least=0, below=1, changeable=True)
@@ -197,8 +192,7 @@ class StageConfig(RunConfig):
     )
     shard_size: int = option(
         0,
-        "Processes that hold one model together (HSDP); 0: all. Fewer, such as those of a node, communicate less with "
-        "others.",
+        "Processes that hold one model together (HSDP); 0: all. With those of one node, nodes communicate less.",
         at_least=0,
         changeable=True,
     )
@@ -206,17 +200,14 @@ class StageConfig(RunConfig):
         False, "Recompute activations in the backward pass to save memory.", changeable=True
     )
     save_every: int = option(
-        0,
-        "Save the model as a checkpoint every this many steps; 0 saves it at the end only.",
-        at_least=0,
-        changeable=True,
+        0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
     )
     save_minutes: float = option(
         10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
     )
     eval_every: int = option(
         0,
-        "Evaluate every this many steps; 0 evaluates at the beginning and at the end only.",
+        "Evaluate every this many steps; 0: only at the beginning and at the end.",
         at_least=0,
         needs=EVALUATION_DATA,
         changeable=True,
@@ -253,9 +244,7 @@ class TrainableConfig(Flags):
     """Which parameters of a policy train."""
 
     trainable_layers: int = option(
-        0,
-        "Train only this many top layers of the body, as the first author did with two; 0 trains everything.",
-        at_least=0,
+        0, "Train only this many top layers of the body (first author: 2); 0 trains everything.", at_least=0
     )
     lora_rank: int = option(
         0, "Rank of LoRA adapters; only the adapters train then (needs peft). 0 for none.", at_least=0
@@ -275,18 +264,18 @@ class TrainableConfig(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig(Flags):
-    """What samples responses."""
+    """How responses are sampled."""
 
     sampler: str = option(
         "engine",
-        "What samples responses: fastp3o's own engine, or transformers' generate.",
+        "Samples responses with fastp3o's own engine, or with transformers' generate.",
         choices=("engine", "transformers"),
     )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)
     rollout_memory: float | None = option(
         None,
         "GB for the engine's keys and values on one device, freed before the update; with less, fewer prompts are "
-        "sampled at once. By default a part of what is free.",
+        "sampled at once. By default a part of the free memory.",
         above=0,
         changeable=True,
     )
@@ -317,10 +306,9 @@ class Parser(HfArgumentParser):
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
     """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
 
-    Exits with a usage message on an unknown flag or key, on a key that comes twice, and with the field's name on a bad
-    value.
+    Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
     """
-    # Without abbreviations: --update would set --updates, until there is another flag of that beginning.
+    # No abbreviations: --update would set --updates until another flag begins like that.
     parser = Parser(cast(Any, config_class), description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False)
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
     path, arguments = split_off_yaml(arguments)
@@ -328,10 +316,7 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     try:
         (config,) = parser.parse_args_into_dataclasses(given + arguments, look_for_args_file=False)
     except ValueError as error:
-        message = str(error)
-        # Settings that are not ours to parse, such as a loss's, know nothing of flags.
-        starts_with_field = message.partition(" ")[0] in {f.name for f in fields(cast(Any, config_class))}
-        parser.error(f"--{message}" if starts_with_field else message)
+        parser.error(str(error))
     for flag in fields(cast(Any, config_class)):
         value = getattr(config, flag.name)
         if isinstance(value, str) and value != flag.default and not is_name(value):
@@ -342,15 +327,15 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
 
 
 def is_name(value: str) -> bool:
-    """Not empty, without the end of a string in C, and of characters: bytes that are none arrive as surrogates."""
+    """Not empty, without C's end of a string and without surrogates, which stand for bytes that are no characters."""
     return bool(value.strip()) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
     """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file.
 
-    classes: by objective; each has its name in a field `objective` (`objective_name`). With `--help`, the options of
-    the objective are explained, or objectives are listed where none is named.
+    classes: by objective; each has its name in a field `objective` (`objective_name`). `--help` explains the options
+    of the objective, or lists the objectives if none is named.
     """
     summaries = [f"  {name:<15}{str(chosen.__doc__).splitlines()[0]}" for name, chosen in classes.items()]
     parser = argparse.ArgumentParser(
@@ -375,23 +360,22 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
 
 
 def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The YAML file, which may come first, and the flags; None for the arguments of the process."""
+    """The YAML file, which may come first, and the flags. arguments: None for those of the process."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     has_file = bool(arguments) and arguments[0].endswith((".yaml", ".yml"))
     return (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
 
 
 def yaml_as_flags(parser: argparse.ArgumentParser, config_class: type, path: Path) -> list[str]:
-    """The values as they are written, so that types and choices are checked in one place: as those of flags."""
+    """The values as they are written, so that they are checked as flags are."""
     values = yaml_values(parser, path)
-    unknown = values.keys() - {f.name for f in fields(config_class)}
-    if unknown:
+    if unknown := values.keys() - {f.name for f in fields(config_class)}:
         parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")
     return [f"--{name}={value}" for name, value in values.items()]
 
 
 def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, str]:
-    """The text of each field's value. Exits with a usage message where a field has none, or more than one."""
+    """The text of each field's value. Exits with a usage message if a field has none, or more than one."""
 
     def refuse(problem: str) -> NoReturn:
         parser.error(f"{path} {problem}")

@@ -72,9 +72,9 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     )
     try:
         model.model.add_adapter(lora)
+        model.head()
     except ValueError as error:
         raise UserError(f"--lora_targets {targets}: {error}") from error
-    model.head()
 
 
 def whole_model(

@@ -80,7 +80,7 @@ def test_a_name_that_is_no_choice_is_refused_without_flags_too(config_class, nam
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parse(P3OConfig, ["--help"])
-    assert "Beta, the weight of the KL" in capsys.readouterr().out
+    assert "Beta, weight of the KL" in capsys.readouterr().out
 
 
 def test_evaluations_come_regularly_at_given_updates_and_last():
