@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11: an actor trainer with P3O's loss, and a replay buffer that keeps responses to one prompt together."""
+"""OpenRLHF 0.11: an actor trainer with P3O's loss, and a replay buffer that keeps siblings together."""
 
 from itertools import chain
 from typing import Any
@@ -13,14 +13,14 @@ from fastp3o_kernels import P3OSettings
 
 
 def register() -> None:
-    """Afterwards actors of this process train on P3O."""
+    """Makes the actors of this process train on P3O."""
     ppo_actor.ActorPPOTrainer = P3OActorTrainer
 
 
 class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
-    """K is rollout.n_samples_per_prompt, epsilon the lower actor.eps_clip_low_high; the KL is in the reward.
+    """K is rollout.n_samples_per_prompt, the clip range the lower of actor.eps_clip_low_high; the KL is in the reward.
 
-    Raises ValueError for options that would part siblings, count the KL twice or scale every difference alike.
+    Raises ValueError for options that would part siblings, count the KL twice or make all differences of rewards equal.
     """
 
     replay_buffer: Any
@@ -41,7 +41,7 @@ class P3OActorTrainer(ppo_actor.ActorPPOTrainer):
 
 
 class P3OLoss(nn.Module):
-    """In place of PolicyLoss."""
+    """Replaces OpenRLHF's PolicyLoss."""
 
     def __init__(self, responses_per_prompt: int, settings: P3OSettings):
         super().__init__()
@@ -58,18 +58,18 @@ class P3OLoss(nn.Module):
         batch_num_tokens: Tensor | None = None,
         global_batch_size: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Loss, share of clipped pairs, and how far the policy is from the one that sampled."""
+        """Loss, share of clipped pairs, and KL to the policy that sampled."""
         K = self.responses_per_prompt
-        averaged = None if global_batch_size is None else global_batch_size / K / dp_size
+        divisor = None if global_batch_size is None else global_batch_size / K / dp_size
         loss, metrics = p3o_policy_loss(
-            log_probs, old_log_probs, advantages, action_mask, K, self.settings, averaged_prompts=averaged
+            log_probs, old_log_probs, advantages, action_mask, K, self.settings, divisor=divisor
         )
         clipped, kl = (log_probs.new_tensor(metrics[f"p3o/{name}"]) for name in ("clip_fraction", "kl"))
         return loss, clipped, kl, None
 
 
 class SiblingsBuffer(NaiveReplayBuffer):
-    """Its items are prompts with all their responses, so that a loader's shuffling leaves these together."""
+    """A buffer whose items are prompts with all their responses, so that a loader's shuffling keeps these together."""
 
     items: list
 
@@ -98,7 +98,7 @@ class SiblingsBuffer(NaiveReplayBuffer):
         group = self.items[K * number : K * (number + 1)]
         if len({item.prompts[0] for item in group}) != 1 or len(self.items) % K:
             raise ValueError(
-                f"this process has not all {K} responses to each of its prompts: make the number of prompts of a "
+                f"this process does not have all {K} responses to each of its prompts: make the number of prompts of a "
                 "rollout a multiple of the number of actors, without dynamic filtering and train.balance"
             )
         return group

@@ -1,25 +1,24 @@
-"""P3O on a padded batch of responses, from a model whose head is exposed, whatever trainer made the batch.
+"""P3O on a padded batch of responses, from a model with an exposed head, whichever trainer made the batch.
 
-B = P K rows, K responses to each of P prompts; T positions, N response tokens.
+B = P K rows, K responses to each of P prompts; T positions; N response tokens, D hidden size.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastp3o_kernels import (
-    Groups,
     Head,
-    LinearLossOutput,
+    P3OLossOutput,
     P3OSettings,
     ResponseTokens,
     linear_logprobs,
-    linear_loss,
-    p3o_loss,
+    linear_p3o_loss,
     response_tokens,
+    sequence_logprobs,
 )
 
 METRICS = ("ratio_mean", "clip_fraction", "advantage_mean_abs", "zero_gradient_fraction", "kl")
@@ -29,7 +28,7 @@ class PaddedBatch(NamedTuple):
     """Responses as trainers hold them.
 
     input_ids, attention_mask: [B, T]. response_mask: [B, T], 1 at the responses' own tokens. responses_per_prompt: K.
-    order: [B], which row comes first, second, ..., so that siblings are neighbours; None where they are.
+    order: [B], the row that comes first, second, ..., so that siblings are neighbours; None if they already are.
     """
 
     input_ids: Tensor
@@ -44,98 +43,80 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_p3o_loss(
-    model: Callable[..., LinearLossOutput],
+    model: Callable[..., P3OLossOutput],
     batch: PaddedBatch,
-    of_responses: Mapping[str, Tensor],
+    rewards: Tensor,
     settings: P3OSettings,
     *,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
     temperature: float = 1.0,
-    averaged_prompts: float | Tensor | None = None,
-) -> LinearLossOutput:
-    """The mean over the pairs of a batch, and metrics, means too.
+    divisor: float | Tensor | None = None,
+) -> P3OLossOutput:
+    """The mean over the pairs of a batch, and METRICS.
 
     A pair with an empty response (a truncated completion that is masked) has no gradient and stays in the mean, as
-    masked completions stay in TRL's: every batch of equally many prompts weighs the same. `metrics["pairs"]` is the
-    share of the others, which metrics are means over.
+    masked completions stay in TRL's: batches of equally many prompts weigh the same. `metrics["pairs"]` is the share of
+    the other pairs; the other metrics are means over these.
 
     Args:
-        model: after `expose_head`, in whatever wrapper.
-        of_responses: [P, K] each: "rewards", and where the batch was sampled by an earlier policy "old_logprobs", where
-            the KL counts "ref_logprobs". Without old ones the policy is taken for the one that sampled.
+        model: after `expose_head`, in any wrapper.
+        rewards: [P, K].
         settings: clipping is "joint", "separate" or "none".
-        temperature: of the sampler, which divides logits.
-        averaged_prompts: what the mean is over, P by default. For uneven batches: the number of prompts in the whole
-            minibatch, over the number of processes whose gradients are averaged.
+        old_logprobs: [P, K] of the policy that sampled the batch; None if it is this policy.
+        ref_logprobs: [P, K] of the reference; None if it is the policy that sampled.
+        temperature: the sampler's, which divides logits.
+        divisor: of the sum over prompts, P by default. For uneven batches: the number of prompts in the whole
+            minibatch, divided by the number of processes whose gradients are averaged.
 
-    Raises ValueError for torch's DataParallel, which would cut the batch anywhere; and as losses and heads do.
+    Raises ValueError for torch's DataParallel, which would cut the batch anywhere; and as `linear_p3o_loss` does.
     """
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel cuts batches between responses to one prompt: start with torchrun, or one GPU")
-    tokens = batch.tokens()
-    K = batch.responses_per_prompt
-    P = (len(tokens.cu_seqlens) - 1) // K
-    pairs_per_prompt = K * (K - 1) // 2
-
-    def of_hidden(hidden: Tensor, head: Head) -> LinearLossOutput:
-        return linear_loss(
-            hidden.flatten(0, 1)[tokens.predicted_at],
-            replace(head, temperature=head.temperature * temperature),
-            tokens.labels,
-            tokens.cu_seqlens,
-            p3o_of_pairs(settings),
-            responses_per_group=K,
-            response_tensors=of_responses,
-            divisor=(P if averaged_prompts is None else averaged_prompts) * pairs_per_prompt,
-        )
-
-    loss, metrics = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, of_hidden=of_hidden)
-    counted = metrics["pairs"].clamp(min=1)
-    means = {name: metrics[name] / counted for name in METRICS}
-    return LinearLossOutput(loss, means | {"pairs": metrics["pairs"] / (P * pairs_per_prompt)})
-
-
-def p3o_of_pairs(settings: P3OSettings) -> Callable[[Groups], tuple[Tensor, dict[str, Tensor]]]:
-    """P3O's loss as an objective of `linear_loss`: the sum over the pairs whose two responses are not empty.
-
-    Raises ValueError for clipping="token", whose mean is over tokens.
-    """
     if settings.clipping == "token":
         raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate or none')
+    own_reference = ref_logprobs is None and old_logprobs is None
+    if own_reference:
+        # The KL to the policy itself is 0, and without a KL every reference has the same gradient.
+        ref, settings = torch.zeros_like(rewards), replace(settings, kl_coef=0.0)
+    else:
+        ref = old_logprobs if ref_logprobs is None else ref_logprobs
 
-    def objective(groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
-        K = groups.responses_per_group
-        first, second = torch.triu_indices(K, K, offset=1)
-
-        def of_pairs(responses: Tensor) -> Tensor:
-            return torch.stack([responses[:, first], responses[:, second]], dim=2).flatten(0, 1)
-
-        logprobs = groups.logprobs
-        old_logprobs = groups.tensors.get("old_logprobs", logprobs.detach())
-        ref_logprobs = groups.tensors.get("ref_logprobs", old_logprobs)
-        counts = of_pairs(groups.lengths > 0).all(dim=1)
-        pairs = counts.sum()
-        if not pairs:
-            return 0 * logprobs.sum(), dict.fromkeys((*METRICS, "pairs"), torch.zeros_like(logprobs[:0].sum()))
-        own, old, ref, rewards = (
-            of_pairs(values)[counts] for values in (logprobs, old_logprobs, ref_logprobs, groups["rewards"])
+    def head_loss(hidden: Tensor, head: Head, tokens: ResponseTokens) -> P3OLossOutput:
+        known = old_logprobs, ref, rewards
+        loss, metrics = linear_p3o_loss(
+            hidden, head, tokens.labels, tokens.cu_seqlens, *known, settings, divisor=divisor
         )
-        loss, metrics = p3o_loss(own, old, ref, rewards, settings)
-        return loss * pairs, {name: metrics[name] * pairs for name in METRICS} | {"pairs": pairs}
+        if own_reference:
+            # Against itself the policy prefers no response.
+            loss, metrics = loss - loss.detach(), metrics | {"kl": torch.zeros_like(metrics["kl"])}
+        K = batch.responses_per_prompt
+        counted = (tokens.cu_seqlens.diff() > 0).view(-1, K).sum(dim=1)
+        pairs = (counted * (counted - 1) / (K * (K - 1))).mean()
+        return P3OLossOutput(loss, {name: metrics[name] for name in METRICS} | {"pairs": pairs.to(loss.device)})
 
-    return objective
+    return at_response_tokens(model, batch, temperature, head_loss)
 
 
 @torch.no_grad()
 def padded_logprobs(model: Callable[..., Tensor], batch: PaddedBatch, *, temperature: float = 1.0) -> Tensor:
     """Log-probabilities of whole responses, [P, K] fp32, in the batch's order; 0 for an empty one."""
+
+    def logprobs(hidden: Tensor, head: Head, tokens: ResponseTokens) -> Tensor:
+        sums = sequence_logprobs(linear_logprobs(hidden, head, tokens.labels), tokens.cu_seqlens)
+        return sums.view(-1, batch.responses_per_prompt)
+
+    return at_response_tokens(model, batch, temperature, logprobs)
+
+
+def at_response_tokens(
+    model: Callable[..., Any], batch: PaddedBatch, temperature: float, function: Callable[..., Any]
+) -> Any:
+    """function(hidden, head, tokens) within the model's forward call: hidden states [N, D] that predict the tokens."""
     tokens = batch.tokens()
 
-    def of_hidden(hidden: Tensor, head: Head) -> Tensor:
+    def of_hidden(hidden: Tensor, head: Head) -> Any:
         head = replace(head, temperature=head.temperature * temperature)
-        return linear_logprobs(hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels)
+        return function(hidden.flatten(0, 1)[tokens.predicted_at], head, tokens)
 
-    logprobs = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, of_hidden=of_hidden)
-    lengths = tokens.cu_seqlens.diff().to(logprobs.device)
-    responses = torch.arange(len(lengths), device=logprobs.device).repeat_interleave(lengths)
-    sums = logprobs.new_zeros(len(lengths)).index_add(0, responses, logprobs)
-    return sums.view(-1, batch.responses_per_prompt)
+    return model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, of_hidden=of_hidden)

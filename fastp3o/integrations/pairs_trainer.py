@@ -1,6 +1,6 @@
 """P3O in transformers' Trainer: a data set of prompts with rewarded responses, its collator, and the loss.
 
-P prompts of a microbatch with K responses each; T positions.
+A microbatch has P prompts with K responses each; T positions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,19 +15,19 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from fastp3o.integrations.padded_pairs import PaddedBatch, padded_logprobs, padded_p3o_loss
 from fastp3o_kernels import P3OSettings
 
-IDS = ("prompt_ids", "response_ids")
-OF_RESPONSES = ("rewards", "old_logprobs", "ref_logprobs")
+LOGPROBS = ("old_logprobs", "ref_logprobs")
+COLUMNS = ("prompt_ids", "response_ids", "rewards", *LOGPROBS)
 
 
 @dataclass(frozen=True)
 class PairsCollator:
-    """Records {"prompt_ids": [...], "response_ids": [[...], ...], "rewards": [K]} -> a padded batch.
+    """Makes a padded batch from records {"prompt_ids": [...], "response_ids": [[...], ...], "rewards": [K]}.
 
-    The end-of-sequence belongs to a response. "old_logprobs" and "ref_logprobs" [K], where records have them, come
-    along (`with_logprobs`). All records have the same K. The batch has input_ids, attention_mask and response_mask,
-    [P, K, T], and the others, [P, K] fp32.
+    The end-of-sequence belongs to a response. Records may also have "old_logprobs" and "ref_logprobs" [K]
+    (`with_logprobs`). All records have the same K. The batch has input_ids, attention_mask and response_mask,
+    [P, K, T] int64, and the others, [P, K] fp32.
 
-    Raises ValueError for a record whose lists disagree, with its place in the batch.
+    Raises ValueError for a record whose lists disagree, with its index in the batch.
     """
 
     pad_token_id: int
@@ -35,7 +35,7 @@ class PairsCollator:
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         K = len(records[0]["response_ids"])
         for number, record in enumerate(records):
-            lengths = {name: len(record[name]) for name in ("response_ids", *OF_RESPONSES) if name in record}
+            lengths = {name: len(record[name]) for name in COLUMNS[1:] if name in record}
             if K < 2 or set(lengths.values()) != {K}:
                 raise ValueError(
                     f"record {number} of the batch has lists of {lengths}; each must have one entry for each response, "
@@ -54,14 +54,14 @@ class PairsCollator:
         batch = {"input_ids": input_ids} | {name: mask.long() for name, mask in masks.items()}
         known = {
             name: torch.tensor([record[name] for record in records]).float()
-            for name in OF_RESPONSES
+            for name in COLUMNS[2:]
             if name in records[0]
         }
         return {name: values.unflatten(0, (len(records), K)) for name, values in batch.items()} | known
 
 
 def padded_batch(inputs: Mapping[str, Tensor]) -> PaddedBatch:
-    """The responses of a collated batch, one a row."""
+    """The responses of a collated batch, one to a row."""
     ids, attention_mask, response_mask = (
         inputs[name].flatten(0, 1) for name in ("input_ids", "attention_mask", "response_mask")
     )
@@ -76,31 +76,32 @@ def with_logprobs(
     args: TrainingArguments,
     batch_size: int = 8,
 ) -> Dataset:
-    """The data set with a column of log-probs [K] of each record's responses: of the policy that sampled as
-    "old_logprobs", of the reference as "ref_logprobs".
+    """The data set with a column of log-probs [K] of each record's responses.
 
-    model: after `expose_head`, before it is in a trainer. Dropout is off meanwhile.
-    args: the trainer's, of which bf16 and fp16 count here: in another precision than the policy's, rounding alone would
-        give ratios other than 1.
+    model: after `expose_head`, before it is in a trainer. Dropout is off during the call.
+    name: "old_logprobs" if the model is the policy that sampled, "ref_logprobs" if it is the reference.
+    args: the trainer's. Their bf16 and fp16 set the precision here: in another one than the policy's, rounding alone
+        would give ratios other than 1.
     """
     dtype = torch.float16 if args.fp16 else torch.bfloat16
     was_training = model.training
     model.eval()
 
-    def of(records: list[dict]) -> list[list[float]]:
+    def logprobs(records: list[dict]) -> list[list[float]]:
         batch = {key: values.to(model.device) for key, values in collator(records).items()}
         with torch.autocast(model.device.type, dtype, enabled=args.bf16 or args.fp16):
             return padded_logprobs(model, padded_batch(batch)).tolist()
 
     records = dataset.to_list()
-    logprobs = [row for first in range(0, len(records), batch_size) for row in of(records[first : first + batch_size])]
+    starts = range(0, len(records), batch_size)
+    column = [row for start in starts for row in logprobs(records[start : start + batch_size])]
     model.train(was_training)
-    return dataset.add_column(name, logprobs)
+    return dataset.add_column(name, column)
 
 
 class PairsTrainer(Trainer):
-    """Trainer on P3O's loss, a mean over the prompts of an optimizer step: those of all accumulated microbatches and
-    all processes, however uneven.
+    """Trainer on P3O's loss: a mean over the prompts of all microbatches and processes of an optimizer step, however
+    uneven.
 
         trainer = PairsTrainer(expose_head(model), args, settings=P3OSettings(), data_collator=PairsCollator(pad),
                                train_dataset=with_logprobs(dataset, model, collator, "ref_logprobs", args))
@@ -111,14 +112,14 @@ class PairsTrainer(Trainer):
     def __init__(self, model: PreTrainedModel, *arguments: Any, settings: P3OSettings, **options: Any):
         super().__init__(model, *arguments, **options)
         self.settings = settings
-        # With it and a number of items, Trainer does not divide by the number of microbatches.
+        # Trainer then leaves the division by the number of microbatches to the loss.
         self.model_accepts_loss_kwargs = True
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = cast(Any, [*IDS, *OF_RESPONSES])
+        self._signature_columns = cast(Any, list(COLUMNS))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """Microbatches of an optimizer step, and the number of prompts in them and in those of other processes."""
+        """Microbatches of an optimizer step, and the number of prompts in all processes' microbatches."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         prompts = torch.tensor(sum(len(batch["rewards"]) for batch in batches), device=device, dtype=torch.float32)
         return batches, self.accelerator.reduce(prompts, reduction="sum")
@@ -131,10 +132,10 @@ class PairsTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         # Processes' gradients are averaged.
-        averaged = None if num_items_in_batch is None else num_items_in_batch / self.accelerator.num_processes
-        of_responses = {name: inputs[name] for name in OF_RESPONSES if name in inputs}
+        divisor = None if num_items_in_batch is None else num_items_in_batch / self.accelerator.num_processes
+        logprobs = {name: inputs[name] for name in LOGPROBS if name in inputs}
         loss, metrics = padded_p3o_loss(
-            model, padded_batch(inputs), of_responses, self.settings, averaged_prompts=averaged
+            model, padded_batch(inputs), inputs["rewards"], self.settings, divisor=divisor, **logprobs
         )
         return (loss, metrics) if return_outputs else loss
 

@@ -1,14 +1,14 @@
-"""P3O for trainers that hand a policy loss log-probabilities of padded responses, and have put the KL in the reward.
+"""P3O for trainers whose policy loss gets log-probabilities of padded responses, with the KL already in the rewards.
 
-B = P K responses, K to each of P prompts, side by side; C positions.
+B = P K rows, K responses to each of P prompts, siblings as neighbours; C positions.
 """
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastp3o.integrations.padded_pairs import METRICS, p3o_of_pairs
-from fastp3o_kernels import Groups, P3OSettings
+from fastp3o.integrations.padded_pairs import METRICS
+from fastp3o_kernels import P3OSettings, sequence_logprobs, token_p3o_loss
 
 
 def p3o_policy_loss(
@@ -19,36 +19,34 @@ def p3o_policy_loss(
     responses_per_prompt: int,
     settings: P3OSettings,
     *,
-    averaged_prompts: float | Tensor | None = None,
+    divisor: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean over pairs, and metrics: means over the pairs whose two responses are not empty.
+    """The mean over pairs, and METRICS over the pairs whose two responses are not empty.
 
     Args:
-        logprobs, old_logprobs, advantages, mask: [B, C]. The advantage of a response is that at its first token: its
-            reward, less anything that its siblings share, and less what the KL costs.
+        logprobs, old_logprobs, mask: [B, C].
+        advantages: [B, C]. A response's advantage is that at its first token: its reward less the cost of the KL, and
+            less anything that its siblings share.
         settings: clipping is "joint", "separate" or "none"; kl_coef is 0, for the KL is in the advantages.
-        averaged_prompts: what the mean is over, P by default.
+        divisor: of the sum over prompts, P by default.
 
-    Raises ValueError for a KL that would be counted twice, and where B is no multiple of K.
+    Raises ValueError for a KL that would count twice, and if B is not a multiple of K.
     """
     if settings.kl_coef:
         raise ValueError(f"the KL is in the advantages here: kl_coef must be 0, got {settings.kl_coef}")
-    B, K = len(logprobs), responses_per_prompt
-    check_whole_groups(B, K)
-    mask = mask.bool()
-    rewards = of_responses(advantages, mask).view(-1, K)
+    K, mask = responses_per_prompt, mask.bool()
+    check_whole_groups(len(mask), K)
     cu_seqlens = pad(mask.sum(dim=1).cumsum(0), (1, 0))
-    # Added up as the policy's own are, so that equal log-probs have a ratio of 1 in any dtype.
-    old = Groups(old_logprobs.detach()[mask], cu_seqlens, K, {}).logprobs
-    groups = Groups(logprobs[mask], cu_seqlens, K, {"rewards": rewards.detach(), "old_logprobs": old})
-    loss, sums = p3o_of_pairs(settings)(groups)
-    pairs = (B // K if averaged_prompts is None else averaged_prompts) * K * (K - 1) / 2
-    counted = sums["pairs"].clamp(min=1)
-    return loss / pairs, {f"p3o/{name}": (sums[name] / counted).item() for name in METRICS}
+    # The sum of the loss itself, so that equal log-probs of any dtype have a ratio of 1.
+    old = sequence_logprobs(old_logprobs.detach()[mask], cu_seqlens).view(-1, K)
+    rewards = first_values(advantages, mask).view(-1, K)
+    # Without a KL the reference is free.
+    loss, metrics = token_p3o_loss(logprobs[mask], cu_seqlens, old, old, rewards, settings, divisor=divisor)
+    return loss, {f"p3o/{name}": metrics[name].item() for name in METRICS}
 
 
-def of_responses(values: Tensor, mask: Tensor) -> Tensor:
-    """Each response's value at its first token, [B, C] -> [B]; 0 where it has none."""
+def first_values(values: Tensor, mask: Tensor) -> Tensor:
+    """Each response's value at its first token, [B, C] -> [B]; 0 if it has none."""
     first = mask.int().argmax(dim=1, keepdim=True)
     return torch.where(mask.any(dim=1), values.gather(1, first).squeeze(1), 0.0)
 
@@ -62,18 +60,16 @@ def check_whole_groups(responses: int, responses_per_prompt: int, remedy: str = 
 
 
 def check_siblings(advantages: Tensor, mask: Tensor, responses_per_prompt: int, remedy: str) -> None:
-    """Advantages less their group's mean add up to 0 over siblings.
-
-    Raises ValueError where they do not: these are responses to different prompts; and where a part of a prompt's is
-    missing.
+    """Raises ValueError if K neighbours are not all the responses to one prompt: their advantages, less the group's
+    mean, would add up to 0. A group with an empty response is not checked.
     """
-    check_whole_groups(len(mask), responses_per_prompt, remedy)
-    mask = mask.bool()
-    complete = mask.any(dim=1).view(-1, responses_per_prompt).all(dim=1)
-    groups = of_responses(advantages, mask).view(-1, responses_per_prompt)[complete].float()
+    K, mask = responses_per_prompt, mask.bool()
+    check_whole_groups(len(mask), K, remedy)
+    complete = mask.any(dim=1).view(-1, K).all(dim=1)
+    groups = first_values(advantages, mask).view(-1, K)[complete].float()
     wrong = groups.sum(dim=1).abs() > 1e-3 * (1 + groups.abs().amax(dim=1))
     if wrong.any():
         raise ValueError(
-            f"in {int(wrong.sum())} of {len(groups)} groups of {responses_per_prompt} neighbours the advantages do not "
-            f"add up to 0: they are no responses to one prompt, or not less the mean of their group. {remedy}"
+            f"in {int(wrong.sum())} of {len(groups)} groups of {K} neighbours the advantages do not add up to 0: they "
+            f"are not the responses to one prompt, or the mean of their group was not subtracted. {remedy}"
         )

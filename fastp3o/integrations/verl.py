@@ -1,4 +1,4 @@
-"""verl 0.7: importing this registers the policy loss "p3o" (README.md says how its workers import it)."""
+"""verl 0.7: importing this module registers the policy loss "p3o" (README.md says how verl's workers import it)."""
 
 from typing import Any
 
@@ -25,20 +25,20 @@ def p3o(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """P3O's joint loss of a microbatch, [B, C] each; rollout_n responses to a prompt, clip_ratio its epsilon.
+    """P3O's joint loss of a microbatch, tensors [B, C]; rollout_n is K and clip_ratio the clip range.
 
-    Raises ValueError for responses that are not side by side, for a second KL, and for rollout correction.
+    Raises ValueError for siblings that are not neighbours, for a second KL, and for rollout correction.
     """
     if config.use_kl_loss:
-        raise ValueError("use_kl_loss would count the KL beside P3O's: set algorithm.use_kl_in_reward=True instead")
+        raise ValueError("use_kl_loss would add a KL outside P3O's loss: set algorithm.use_kl_in_reward=True instead")
     if rollout_is_weights is not None:
-        raise ValueError("P3O's loss has no use for rollout correction: leave algorithm.rollout_correction out")
+        raise ValueError("P3O's loss does not use rollout correction: leave algorithm.rollout_correction out")
     check_siblings(advantages, response_mask, config.rollout_n, REMEDY)
-    # Empty where the actor averages its microbatches itself.
+    # Empty if the actor averages its microbatches itself.
     whole = config.global_batch_info
-    averaged = whole["global_batch_size"] / config.rollout_n / whole["dp_size"] if whole else None
+    divisor = whole["global_batch_size"] / config.rollout_n / whole["dp_size"] if whole else None
     settings = P3OSettings(clip_range=config.clip_ratio, kl_coef=0.0)
     loss, metrics = p3o_policy_loss(
-        log_prob, old_log_prob, advantages, response_mask, config.rollout_n, settings, averaged_prompts=averaged
+        log_prob, old_log_prob, advantages, response_mask, config.rollout_n, settings, divisor=divisor
     )
     return loss, {f"actor/{name}": value for name, value in metrics.items()}

@@ -1,6 +1,6 @@
-"""`linear_logprobs` in the place where all of TRL's trainers compute log-probabilities.
+"""`linear_logprobs` in place of the function that all of TRL's trainers compute log-probabilities with.
 
-Written against TRL 1.16, whose trainers call one function for log-probs, entropy, mean logit and top-1 of each token.
+Written against TRL 1.16. That function returns log-prob, entropy, mean logit and top-1 of each token.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastp3o_kernels import Head, TokenOutputs, linear_logprobs
 
-# What TRL's function returns, in its order, and what `linear_logprobs` calls it.
+# The outputs of TRL's function, in its order, and their names in `linear_logprobs`.
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OURS = {"entropy": "entropy", "mean_logits": "mean_logit", "is_top1": "is_top"}
 CALLED_IN: Any = trl.trainer.utils
@@ -20,7 +20,7 @@ TRLS_OWN = CALLED_IN._ChunkedLogProbFunction
 
 
 class LinearLogprobsOfTRL:
-    """Stands for TRL's autograd function, of which `apply` is all that is called."""
+    """Replaces TRL's autograd function, of which TRL only calls `apply`."""
 
     @staticmethod
     def apply(
@@ -34,11 +34,11 @@ class LinearLogprobsOfTRL:
         logit_scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        """OUTPUTS of each token, [N]; None for what is not among `outputs`. log_probs always are.
+        """OUTPUTS of each token, [N]; None for those that are not in `outputs`, except log_probs.
 
-        All of one pass of `linear_logprobs`, differentiable as TRL's are, but for log_sum_sq_probs, which only DPO with
-        use_weighting asks for: that is TRL's own, from a second pass. Of tokens equally likely TRL's is_top1 takes the
-        first alone, ours each.
+        All come from one pass of `linear_logprobs` and are differentiable as TRL's are. The exception is
+        log_sum_sq_probs, which only DPO with use_weighting asks for: it is TRL's own, from a second pass. If several
+        tokens are equally likely, is_top1 is true for each of them; TRL's is true only for the first.
         """
         # TRL scales before it caps: c tanh(s z / c) = s (c/s) tanh(z / (c/s)).
         head = Head(
@@ -62,7 +62,7 @@ class LinearLogprobsOfTRL:
 
 @contextmanager
 def linear_logprobs_in_trl() -> Iterator[None]:
-    """Within, TRL's DPO, GRPO, KTO and RLOO trainers take log-probs, entropy, mean logit and top-1 from
+    """A context in which TRL's DPO, GRPO, KTO and RLOO trainers take log-probs, entropy, mean logit and top-1 from
     `linear_logprobs`.
 
     with linear_logprobs_in_trl():

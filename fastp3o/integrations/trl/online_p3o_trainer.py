@@ -1,6 +1,6 @@
 """P3O on the rollouts of TRL's experimental OnlineDPOTrainer (1.16): two responses to a prompt, one step on them.
 
-P prompts of a microbatch; C completion positions.
+A microbatch has P prompts.
 """
 
 from contextlib import nullcontext
@@ -18,12 +18,12 @@ from fastp3o_kernels import P3OSettings, expose_head
 
 
 class OnlineP3OTrainer(OnlineDPOTrainer):
-    """OnlineDPOTrainer with P3O's loss instead of a loss on which response is better: how much better counts too.
+    """OnlineDPOTrainer with P3O's loss, for which it counts how much better a response is, not only which one is.
 
         OnlineP3OTrainer(model, reward_funcs=reward, args=OnlineDPOConfig(...), settings=P3OSettings(), ...)
 
-    Generation, rewards and the reference are TRL's. Of its options `beta` and `loss_type` belong to the other loss.
-    Gradients of accumulated microbatches are averaged.
+    Generation, rewards and the reference are TRL's. Its options `beta` and `loss_type` belong to the other loss and are
+    ignored. Gradients of accumulated microbatches are averaged.
 
     settings: clipping is "joint", "separate" or "none".
 
@@ -38,7 +38,7 @@ class OnlineP3OTrainer(OnlineDPOTrainer):
     def __init__(self, model, *arguments, settings: P3OSettings, **options):
         super().__init__(model, *arguments, **options)
         if self.is_vision_model:
-            raise ValueError("OnlineP3OTrainer takes text alone")
+            raise ValueError("OnlineP3OTrainer takes only text")
         self.settings = settings
         expose_head(self.model)
         if self.ref_model is not None:
@@ -68,9 +68,11 @@ class OnlineP3OTrainer(OnlineDPOTrainer):
         adapter_off = self.accelerator.unwrap_model(model).disable_adapter if self.ref_model is None else nullcontext
         with self.accelerator.autocast(), adapter_off():
             reference = padded_logprobs(self.ref_model or model, batch, temperature=temperature)
-        of_responses = {"rewards": rewards[order].view(-1, 2), "ref_logprobs": reference}
+        pairs = rewards[order].view(-1, 2)
         with self.accelerator.autocast():
-            loss, metrics = padded_p3o_loss(model, batch, of_responses, self.settings, temperature=temperature)
+            loss, metrics = padded_p3o_loss(
+                model, batch, pairs, self.settings, ref_logprobs=reference, temperature=temperature
+            )
         self.record({"objective/scores": rewards.mean()} | {f"p3o/{name}": metrics[name] for name in METRICS})
         loss = loss / self.current_gradient_accumulation_steps
         every = self.args.torch_empty_cache_steps
@@ -82,7 +84,7 @@ class OnlineP3OTrainer(OnlineDPOTrainer):
         return loss.detach()
 
     def rewards_of(self, inputs: dict, completion_ids: Tensor) -> Tensor:
-        """[2 P], of all first responses, then of all second ones; with the penalty for a missing end-of-sequence."""
+        """[2 P], all first responses' before all second ones'; less the penalty for a missing end-of-sequence."""
         prompts = inputs["prompt"]
         completions = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):

@@ -1,7 +1,4 @@
-"""P3O on the rollouts of TRL's GRPOTrainer (1.16).
-
-B responses of a microbatch, K to each of P prompts; C completion positions.
-"""
+"""P3O on the rollouts of TRL's GRPOTrainer (1.16). K responses to a prompt."""
 
 from dataclasses import dataclass, field, fields
 
@@ -14,8 +11,8 @@ from fastp3o.integrations.padded_pairs import PaddedBatch, padded_p3o_loss
 from fastp3o.integrations.trl.linear_logprobs import linear_logprobs_in_trl
 from fastp3o_kernels import P3OSettings, expose_head
 
-# What GRPO's losses read and P3O's does not.
-OF_GRPO_ALONE = (
+# Options that GRPO's losses read and P3O's does not.
+GRPO_ONLY = (
     "cast_lm_head_to_fp32",
     "delta",
     "entropy_coef",
@@ -29,7 +26,7 @@ OF_GRPO_ALONE = (
     "use_bias_correction_kl",
 )
 
-# For the cards of models that are saved.
+# For the model cards that TRL writes.
 PAPER = {
     "title": "Pairwise Proximal Policy Optimization: Harnessing Relative Feedback for LLM Alignment",
     "id": "2310.00212",
@@ -47,8 +44,7 @@ PAPER = {
 class P3OConfig(GRPOConfig):
     """GRPOConfig for P3O: beta is the weight of the KL, epsilon the clip range, num_generations K.
 
-    Raises ValueError for options of GRPO's losses, which would be ignored, and for batches that would part responses to
-    one prompt.
+    Raises ValueError for options of GRPO's losses, which would be ignored, and for batches that would part siblings.
     """
 
     num_generations: int = field(default=2, metadata={"help": "K, responses to each prompt; 2 in the paper."})
@@ -66,7 +62,7 @@ class P3OConfig(GRPOConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for option in fields(GRPOConfig):
-            if option.name in OF_GRPO_ALONE and getattr(self, option.name) != option.default:
+            if option.name in GRPO_ONLY and getattr(self, option.name) != option.default:
                 raise ValueError(f"{option.name} belongs to GRPO's losses, and P3O's would ignore it: leave it out")
         if self.scale_rewards not in ("none", "batch"):
             raise ValueError(
@@ -77,35 +73,30 @@ class P3OConfig(GRPOConfig):
             raise ValueError("vllm_importance_sampling_correction is GRPO's, and P3O would ignore it: set it to False")
         if self.clipping == "token":
             raise ValueError('clipping="token" averages over tokens, not pairs; choose joint, separate or none')
-        of_evaluation = self.num_generations_eval or self.num_generations
-        whole = {"per_device_train_batch_size": self.num_generations}
+        group_sizes = {"per_device_train_batch_size": self.num_generations}
         if self.eval_strategy != "no":
-            whole["per_device_eval_batch_size"] = of_evaluation
-        for name, K in whole.items():
+            group_sizes["per_device_eval_batch_size"] = self.num_generations_eval or self.num_generations
+        for name, K in group_sizes.items():
             if K < 2 or getattr(self, name) % K:
                 raise ValueError(
                     f"{name} ({getattr(self, name)}) must hold all {K} responses to a prompt, of which there are 2 or "
                     "more: set it to a multiple of the number of generations"
                 )
+        # Raises ValueError for a value that is not allowed.
+        self.settings()
 
     def settings(self) -> P3OSettings:
-        """Raises ValueError for a value that is not allowed."""
-        return P3OSettings(
-            clipping=self.clipping,
-            clip_range=self.epsilon,
-            ratio_cap=self.ratio_cap,
-            kl_coef=self.beta,
-            kl_reward=self.kl_reward,
-        )
+        chosen = {name: getattr(self, name) for name in ("clipping", "ratio_cap", "kl_reward")}
+        return P3OSettings(clip_range=self.epsilon, kl_coef=self.beta, **chosen)
 
 
 class P3OTrainer(GRPOTrainer):
-    """GRPOTrainer whose loss is P3O's, and whose microbatches have all responses to each of their prompts.
+    """GRPOTrainer with P3O's loss, whose microbatches have all responses to each of their prompts.
 
-    Everything else is as it was: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
-    Completions that mask_truncated_completions empties take their pairs out of the gradient.
+    Everything else is GRPOTrainer's: generation, rewards, the reference, accumulation, num_iterations, checkpoints.
+    Pairs with a completion that mask_truncated_completions empties have no gradient.
 
-    Raises ValueError for other arguments than a P3OConfig, for models with images and with a loss of their own for
+    Raises ValueError for args that are not a P3OConfig, and for models that take images or have a loss of their own for
     routing (mixtures of experts).
     """
 
@@ -119,7 +110,7 @@ class P3OTrainer(GRPOTrainer):
         if not isinstance(self.args, P3OConfig):
             raise ValueError(f"P3OTrainer takes a P3OConfig as args, and got a {type(self.args).__name__}")
         if self._is_vlm or self.aux_loss_enabled:
-            raise ValueError("P3OTrainer takes text alone, and no auxiliary loss: set router_aux_loss_coef to 0")
+            raise ValueError("P3OTrainer takes only text, and no auxiliary loss: set router_aux_loss_coef to 0")
         self.settings = self.args.settings()
         expose_head(self.model)
 
@@ -156,12 +147,16 @@ class P3OTrainer(GRPOTrainer):
             torch.cat([torch.zeros_like(inputs["prompt_mask"]), mask], dim=1),
             K,
         )
-        of_responses = {"rewards": inputs["advantages"].view(-1, K)}  # a shift per prompt changes nothing
-        for name in ("old", "ref"):
-            if inputs.get(f"{name}_per_token_logps") is not None:
-                of_responses[f"{name}_logprobs"] = (inputs[f"{name}_per_token_logps"] * mask).sum(1).view(-1, K)
+        logprobs = {
+            f"{name}_logprobs": (inputs[f"{name}_per_token_logps"] * mask).sum(1).view(-1, K)
+            for name in ("old", "ref")
+            if inputs.get(f"{name}_per_token_logps") is not None
+        }
+        rewards = inputs["advantages"].view(-1, K)  # a shift per prompt changes nothing
         with self.accelerator.autocast():
-            loss, metrics = padded_p3o_loss(model, batch, of_responses, self.settings, temperature=self.temperature)
+            loss, metrics = padded_p3o_loss(
+                model, batch, rewards, self.settings, temperature=self.temperature, **logprobs
+            )
         values = self.accelerator.reduce(torch.stack(list(metrics.values())), reduction="mean")
         for name, value in zip(metrics, values.tolist(), strict=True):
             self._metrics[mode][f"p3o/{name}"].append(value)
@@ -169,7 +164,7 @@ class P3OTrainer(GRPOTrainer):
 
 
 def shuffled_groups(rollouts: dict, K: int) -> dict:
-    """Tensors and lists of all responses, in a random order of the prompts; their K responses stay neighbours."""
+    """Tensors and lists of all responses, with prompts in random order; the K responses to each stay neighbours."""
     responses = len(next(values for values in rollouts.values() if values is not None))
     order = (torch.randperm(responses // K)[:, None] * K + torch.arange(K)).flatten()
 

@@ -60,13 +60,13 @@ def own_update(
 
 
 def recorded(module: ModuleType) -> list[list[Group]]:
-    """The microbatches that a trainer's module computes the loss of, from now on."""
+    """A list that every microbatch whose loss a trainer's module computes is added to."""
     microbatches: list[list[Group]] = []
-    loss_of = module.padded_p3o_loss
+    padded_p3o_loss = module.padded_p3o_loss
 
-    def recording(model, batch, of_responses, *arguments, **options):
-        microbatches.append(groups_of(batch, of_responses["rewards"]))
-        return loss_of(model, batch, of_responses, *arguments, **options)
+    def recording(model, batch, rewards, *arguments, **options):
+        microbatches.append(groups_of(batch, rewards))
+        return padded_p3o_loss(model, batch, rewards, *arguments, **options)
 
     module.padded_p3o_loss = recording
     return microbatches

@@ -1,4 +1,6 @@
-"""P3O on padded batches: linear_p3o_loss where no response is empty, single pairs where one is."""
+"""P3O on padded batches is linear_p3o_loss on the responses' tokens, and the mean over single pairs."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.kernels.exposed_heads import IDS, MASK, gradients, model_of
 GENERATOR = torch.Generator().manual_seed(2)
 
 
-def of_responses(P: int, K: int) -> dict[str, torch.Tensor]:
+def random_responses(P: int, K: int) -> dict[str, torch.Tensor]:
     values = torch.randn(3, P, K, generator=GENERATOR)
     return {"rewards": values[0], "old_logprobs": values[1] / 9 - 17, "ref_logprobs": values[2] / 9 - 17}
 
@@ -21,15 +23,13 @@ def test_it_is_linear_p3o_loss(clipping, K):
     ids = IDS.clone()
     ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
     batch, settings = PaddedBatch(ids, torch.ones_like(ids), MASK, K), P3OSettings(clipping=clipping)
-    given, tokens = of_responses(8 // K, K), batch.tokens()
+    given, tokens = random_responses(8 // K, K), batch.tokens()
     model = expose_head(model_of("llama"))
-    loss, metrics = padded_p3o_loss(model, batch, given, settings, temperature=1.5)
+    loss, metrics = padded_p3o_loss(model, batch, settings=settings, temperature=1.5, **given)
     loss.backward()
     found = gradients(model)
 
     def expected(hidden, head):
-        from dataclasses import replace
-
         log_probs = given["old_logprobs"], given["ref_logprobs"], given["rewards"]
         at_tokens = hidden.flatten(0, 1)[tokens.predicted_at]
         head = replace(head, temperature=1.5)
@@ -52,9 +52,9 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
     mask = MASK.clone()
     mask[[1, 6]] = False
     batch, settings = PaddedBatch(ids, torch.ones_like(ids), mask, K), P3OSettings()
-    given = of_responses(2, K)
+    given = random_responses(2, K)
     model = expose_head(model_of("llama"))
-    loss, metrics = padded_p3o_loss(model, batch, given, settings)
+    loss, metrics = padded_p3o_loss(model, batch, settings=settings, **given)
     logits = model(ids, attention_mask=batch.attention_mask).logits
     tokens = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     logprobs = (tokens * mask[:, 1:]).sum(1).view(2, K)
@@ -75,7 +75,7 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
 def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
     model = expose_head(model_of("llama"))
     batch = PaddedBatch(IDS, torch.ones_like(IDS), torch.zeros_like(MASK), 2)
-    loss, metrics = padded_p3o_loss(model, batch, of_responses(4, 2), P3OSettings())
+    loss, metrics = padded_p3o_loss(model, batch, settings=P3OSettings(), **random_responses(4, 2))
     loss.backward()
     assert loss == metrics["pairs"] == 0
     assert len(gradients(model)) == len(list(model.parameters()))
@@ -85,6 +85,23 @@ def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
 def test_what_cuts_batches_or_averages_tokens_is_refused():
     model, batch = expose_head(model_of("llama")), PaddedBatch(IDS, torch.ones_like(IDS), MASK, 2)
     with pytest.raises(ValueError, match="DataParallel"):
-        padded_p3o_loss(torch.nn.DataParallel(model), batch, of_responses(4, 2), P3OSettings())
+        padded_p3o_loss(torch.nn.DataParallel(model), batch, torch.zeros(4, 2), P3OSettings())
     with pytest.raises(ValueError, match="mean over tokens"):
-        padded_p3o_loss(model, batch, of_responses(4, 2), P3OSettings(clipping="token"))
+        padded_p3o_loss(model, batch, torch.zeros(4, 2), P3OSettings(clipping="token"))
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_without_old_and_reference_logprobs_they_are_the_policys_own(K):
+    ids = IDS.clone()
+    ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
+    batch, rewards = PaddedBatch(ids, torch.ones_like(ids), MASK, K), random_responses(8 // K, K)["rewards"]
+    model = expose_head(model_of("llama"))
+    own = padded_logprobs(model, batch)
+    found = []
+    for known in ({}, {"old_logprobs": own}, {"ref_logprobs": own}, {"old_logprobs": own, "ref_logprobs": own}):
+        model.zero_grad()
+        loss, metrics = padded_p3o_loss(model, batch, rewards, P3OSettings(), **known)
+        loss.backward()
+        found.append((loss.detach(), metrics, gradients(model)))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-4, atol=2e-5)

@@ -13,7 +13,7 @@ SETTINGS = P3OSettings(kl_coef=0.0)
 
 
 def problem(K: int) -> list[torch.Tensor]:
-    """Log-probs, old ones, centred advantages; beyond a response's end there is rubbish."""
+    """Log-probs, old ones and centred advantages, arbitrary beyond a response's end."""
     generator = torch.Generator().manual_seed(K)
     logprobs, old = -torch.rand(2, B, C, generator=generator, dtype=torch.float64)
     advantages = torch.randn(B // K, K, generator=generator, dtype=torch.float64)
@@ -41,7 +41,7 @@ def test_microbatches_add_up_to_the_whole(K):
     rows = [slice(first, first + K) for first in range(0, B, K)]
     parts = [
         p3o_policy_loss(
-            *(values[row] for values in (logprobs, old, advantages, MASK)), K, SETTINGS, averaged_prompts=B / K
+            *(values[row] for values in (logprobs, old, advantages, MASK)), K, SETTINGS, divisor=B / K
         )
         for row in rows
     ]
@@ -50,7 +50,7 @@ def test_microbatches_add_up_to_the_whole(K):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_equal_logprobs_of_any_dtype_have_a_ratio_of_one(dtype):
-    """The microbatch is 200 tokens long, and what lies beyond the ends of responses is not a number."""
+    """The microbatch has 200 positions, and is NaN beyond the ends of responses."""
     lengths = torch.tensor([200, 150, 90, 199])
     mask = torch.arange(200) < lengths[:, None]
     logprobs = -4 * torch.rand(4, 200, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -96,7 +96,7 @@ def test_verl_finds_it_by_its_name():
     order = torch.tensor([0, 2, 1, 3, 4, 5])
     with pytest.raises(ValueError, match="balance_batch=False"):
         p3o(**{name: values[order] for name, values in given.items()}, config=config)
-    # What verl's own estimator gives, with the KL in the rewards.
+    # Advantages from verl's own estimator, with the KL in the rewards.
     rewards = torch.randn(B, C, generator=torch.Generator().manual_seed(5)) * MASK
     index = [number // 2 for number in range(B)]
     estimate = core_algos.get_adv_estimator_fn("grpo")

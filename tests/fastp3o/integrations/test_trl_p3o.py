@@ -113,10 +113,10 @@ def test_bf16_trains_in_bf16(tmp_path, tiny_model, monkeypatch):
 
     def looking(*arguments, **options):
         seen.append(torch.is_autocast_enabled("cpu"))
-        return linear_loss(*arguments, **options)
+        return linear_p3o_loss(*arguments, **options)
 
-    linear_loss = padded_pairs.linear_loss
-    monkeypatch.setattr(padded_pairs, "linear_loss", looking)
+    linear_p3o_loss = padded_pairs.linear_p3o_loss
+    monkeypatch.setattr(padded_pairs, "linear_p3o_loss", looking)
     p3o(str(tmp_path), tiny_model, bf16=True, max_steps=1)
     online(str(tmp_path), tiny_model, bf16=True, max_steps=1)
     assert seen == [True, True]
