@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from fastp3o.integrations.padded_pairs import PaddedBatch, padded_logprobs, padded_p3o_loss
@@ -43,21 +44,21 @@ class PairsCollator:
                 )
             if not record["prompt_ids"]:
                 raise ValueError(f"record {number} of the batch has an empty prompt")
-        rows = [[*record["prompt_ids"], *response] for record in records for response in record["response_ids"]]
+        rows = [
+            torch.tensor([*record["prompt_ids"], *response])
+            for record in records
+            for response in record["response_ids"]
+        ]
+        input_ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
         begins = torch.tensor([len(record["prompt_ids"]) for record in records]).repeat_interleave(K)[:, None]
         ends = torch.tensor([len(row) for row in rows])[:, None]
-        positions = torch.arange(int(ends.max()))
-        input_ids = torch.full((len(rows), len(positions)), self.pad_token_id)
-        for row, ids in enumerate(rows):
-            input_ids[row, : len(ids)] = torch.tensor(ids)
+        positions = torch.arange(input_ids.shape[1])
         masks = {"attention_mask": positions < ends, "response_mask": (positions >= begins) & (positions < ends)}
         batch = {"input_ids": input_ids} | {name: mask.long() for name, mask in masks.items()}
-        known = {
-            name: torch.tensor([record[name] for record in records]).float()
-            for name in COLUMNS[2:]
-            if name in records[0]
+        numbers = {name: [record[name] for record in records] for name in COLUMNS[2:] if name in records[0]}
+        return {name: values.unflatten(0, (len(records), K)) for name, values in batch.items()} | {
+            name: torch.tensor(values).float() for name, values in numbers.items()
         }
-        return {name: values.unflatten(0, (len(records), K)) for name, values in batch.items()} | known
 
 
 def padded_batch(inputs: Mapping[str, Tensor]) -> PaddedBatch:

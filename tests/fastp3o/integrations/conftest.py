@@ -1,11 +1,11 @@
-"""What goes wrong where a loss meets another trainer, and the tests that hold it right.
+"""What can go wrong between a loss and another trainer, and the tests that would notice.
 
-a loop of one's own:
-- hidden states or mask shifted, prompts scored
+your own loop:
+- hidden states or mask shifted, prompts counted
     tests/kernels/test_response_tokens.py::test_bad_batches
 - all first responses, then all second ones
     tests/kernels/test_response_tokens.py::test_first_and_second_responses_in_two_halves
-- all of it, on a padded batch
+- all of these, on a padded batch
     test_readme.py::test_the_plain_loop_is_fastp3os_own_update
 - the README's example
     tests/test_readme.py::test_the_loss_before_and_after_is_the_same
@@ -41,7 +41,7 @@ TRL's DPO, GRPO, KTO, RLOO:
     test_trl_losses.py::test_loss_and_gradient_are_trls
 
 DDP, FSDP2:
-- unreduced gradients, a head that is a part, groups, tied, bf16, checkpoints, `full_tensor()`
+- unreduced gradients, a sharded head, groups, tied weights, bf16, checkpointing, `full_tensor()`
     tests/kernels/test_exposed_head.py::test_two_processes_have_the_gradients_of_one
 - autocast
     tests/kernels/test_exposed_head.py::test_autocast_holds
@@ -61,7 +61,7 @@ def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of what the tests of losses recorded, whichever process ran them."""
+    """Prints a table of what the tests of losses recorded, whichever process ran them."""
     rows = [
         row
         for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed")

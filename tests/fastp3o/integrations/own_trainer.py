@@ -1,4 +1,4 @@
-"""fastp3o's own update on the rollouts of another trainer: what that trainer's update must be."""
+"""fastp3o's own update on the rollouts of another trainer, which that trainer's update must equal."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def plain_descent(model: nn.Module) -> tuple:
 
 
 def assert_own_update(found: dict, model: str, rounds: list[list[list[Group]]], *arguments, **settings) -> None:
-    """Weights are fastp3o's within rounding, and a long way from those at the start."""
+    """The weights equal fastp3o's within rounding, and are far from those at the start."""
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     for name, expected in own_update(model, rounds, *arguments, **settings).items():
         moved = (expected - start[name]).norm()
@@ -115,7 +115,7 @@ def assert_own_update(found: dict, model: str, rounds: list[list[list[Group]]], 
 
 
 def leave(folder: str, name: str, trainer, microbatches: list[list[Group]]) -> None:
-    """Of one process, for `two_processes`."""
+    """Writes one process's weights and microbatches, for `left_by_two`."""
     rank = trainer.accelerator.process_index
     Path(folder, f"{name}{rank}.json").write_text(json.dumps(microbatches))
     weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()

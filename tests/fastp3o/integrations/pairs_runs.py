@@ -35,7 +35,7 @@ RECORDS = [
 
 
 class Uneven(PairsTrainer):
-    """Of five records the first process has three, in microbatches of two and one, the other two."""
+    """The first process has three of five records, in microbatches of two and one; the second has the other two."""
 
     def get_train_dataloader(self):
         shares = ([[0, 1], [2]], [[3], [4]])

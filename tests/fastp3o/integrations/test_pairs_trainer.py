@@ -18,12 +18,12 @@ from tests.fastp3o.integrations.pairs_runs import RECORDS, pairs
 
 
 def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch):
-    """With a column of labels, accumulation and a last microbatch of one record."""
+    """There is a column of labels, accumulation, and a last microbatch of one record."""
     monkeypatch.setattr(pairs_trainer, "padded_p3o_loss", pairs_trainer.padded_p3o_loss)
     microbatches = recorded(pairs_trainer)
     trainer = pairs(str(tmp_path), tiny_model)
     assert [len(groups) for groups in microbatches] == [2, 2, 1] * 2
-    # Old log-probs of the second epoch are still those of the data set.
+    # In the second epoch old log-probs are still those of the data set.
     assert_own_update(trainer.model.state_dict(), tiny_model, [minibatches_of(microbatches, 3)])
 
 
@@ -65,7 +65,7 @@ def test_the_first_ratio_is_one_in_bf16_too(tmp_path, tiny_model, monkeypatch):
 def test_evaluation_is_the_loss_of_the_start(tmp_path, tiny_model):
     trainer = pairs(str(tmp_path), tiny_model, max_steps=1)
     trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(tiny_model).state_dict())
-    # Each policy being the reference, u is 0.
+    # The policy is the reference, so u is 0.
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == pytest.approx(0, abs=1e-5)
 
 

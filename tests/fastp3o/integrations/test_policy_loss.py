@@ -1,4 +1,4 @@
-"""P3O from padded log-probabilities, as verl's and OpenRLHF's actors hand them over."""
+"""P3O from padded log-probabilities, as verl's and OpenRLHF's actors pass them."""
 
 import pytest
 import torch
@@ -40,9 +40,7 @@ def test_microbatches_add_up_to_the_whole(K):
     whole, _ = p3o_policy_loss(logprobs, old, advantages, MASK, K, SETTINGS)
     rows = [slice(first, first + K) for first in range(0, B, K)]
     parts = [
-        p3o_policy_loss(
-            *(values[row] for values in (logprobs, old, advantages, MASK)), K, SETTINGS, divisor=B / K
-        )
+        p3o_policy_loss(*(values[row] for values in (logprobs, old, advantages, MASK)), K, SETTINGS, divisor=B / K)
         for row in rows
     ]
     torch.testing.assert_close(sum(loss for loss, _ in parts), whole)

@@ -24,13 +24,13 @@ from tests.fastp3o.integrations.trl_runs import arguments, online, p3o
 
 @pytest.fixture
 def record(monkeypatch):
-    """Of a module, its microbatches; the module is as it was afterwards."""
+    """Records a module's microbatches; after the test the module is as it was."""
 
-    def of(module):
+    def record(module):
         monkeypatch.setattr(module, "padded_p3o_loss", module.padded_p3o_loss)
         return recorded(module)
 
-    return of
+    return record
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Short runs of TRL's trainers on the tiny model; as a program, in each of two processes.
+"""Short runs of TRL's trainers on the tiny model; run as a program, in each of two processes.
 
 torchrun --nproc_per_node 2 tests/fastp3o/integrations/trl_runs.py FOLDER MODEL
 """
