@@ -53,9 +53,11 @@ def scaled_logits(products, scale, softcap):
 
 @triton.jit
 def raised_max(running_max, block_max):
-    """The maximum so far, and what to subtract from logits: 0 while every logit was -inf."""
+    """The maximum so far, what to subtract from logits, and the factor that brings earlier sums to the new maximum."""
     new_max = tl.maximum(running_max, block_max)
-    return new_max, tl.where(new_max == -float("inf"), 0.0, new_max)
+    # While every logit was -inf there is no maximum to subtract.
+    base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    return new_max, base, tl.exp2(running_max - base)
 
 
 @triton.jit
@@ -84,13 +86,12 @@ def attend_block(q, keys_ptr, values_ptr, n, last, least, d, inside, state, scal
     if least is not None:
         visible = visible & (n[None, :] >= least[:, None])
     logits = tl.where(visible, logits, -float("inf"))
-    new_max, base = raised_max(running_max, tl.max(logits, axis=1))
+    running_max, base, decay = raised_max(running_max, tl.max(logits, axis=1))
     weights = tl.exp2(logits - base[:, None])
-    decay = tl.exp2(running_max - base)
     total = total * decay + tl.sum(weights, axis=1)
     v = tl.load(values_ptr + n[:, None] * D + d[None, :], mask=stored, other=0.0)
     result = result * decay[:, None] + product(weights.to(v.dtype), v)
-    return new_max, total, result
+    return running_max, total, result
 
 
 @triton.jit(do_not_specialize=["prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"])
@@ -244,14 +245,12 @@ def merge_kernel(
         # An earlier step may have left results in the other chunks.
         written = tl.where(s < PROMPT_CHUNKS, s * CHUNK < length, (s - PROMPT_CHUNKS) * CHUNK <= step)
         lse = tl.load(lse_ptr + row * CHUNKS + s, mask=written & (s < CHUNKS) & busy, other=-float("inf"))
-        new_max, base = raised_max(running_max, tl.max(lse, axis=0))
+        running_max, base, decay = raised_max(running_max, tl.max(lse, axis=0))
         weights = tl.exp2(lse - base)
-        decay = tl.exp2(running_max - base)
         total = total * decay + tl.sum(weights, axis=0)
         counted = (weights > 0.0)[:, None] & (d < D)[None, :]
         partials = tl.load(partials_ptr + (row * CHUNKS + s)[:, None] * D + d[None, :], mask=counted, other=0.0)
         result = result * decay + tl.sum(partials * weights[:, None], axis=0)
-        running_max = new_max
     out = result / tl.where(total > 0.0, total, 1.0)
     tl.store(out_ptr + row * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 

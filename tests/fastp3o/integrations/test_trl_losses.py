@@ -1,7 +1,7 @@
 """Our objectives are TRL's losses: on batches of its own trainers, by value and by the gradient of every weight.
 
 A policy that has moved away from its reference goes through the trainer's own loss, and through `linear_loss` with our
-objective. How far apart they are is printed at the end of the run. Where TRL's formula is another, the entry says how.
+objective. The differences are printed at the end of the run. If TRL's formula is not the paper's, the entry says how.
 """
 
 from collections.abc import Callable
@@ -36,19 +36,19 @@ class Given(NamedTuple):
 
 
 def side_by_side(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> PaddedBatch:
-    """All chosen responses come before all rejected ones."""
+    """A batch of pairs from rows in which all chosen responses come before all rejected ones."""
     order = torch.arange(len(input_ids)).view(2, -1).T.flatten()
     return PaddedBatch(input_ids, attention_mask, response_mask, 2, order)
 
 
-def of_dpo(trainer) -> Given:
+def dpo_batch(trainer) -> Given:
     inputs = next(iter(trainer.get_train_dataloader()))
     ref = torch.stack([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]], dim=1)
     batch = side_by_side(*(inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")))
     return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"response_tensors": {"ref": ref}})
 
 
-def of_kto(trainer) -> Given:
+def kto_batch(trainer) -> Given:
     inputs = next(iter(trainer.get_train_dataloader()))
     batch, mismatched = (
         PaddedBatch(*(inputs[prefix + name] for name in ("input_ids", "attention_mask", "completion_mask")), 1)
@@ -59,12 +59,12 @@ def of_kto(trainer) -> Given:
     )
     known = {"ref": inputs["ref_logps"], "desirable": torch.as_tensor(inputs["label"]).bool()}
     known["reference_point"] = reference_point.expand(len(batch.input_ids))
-    of_responses = {name: values[:, None] for name, values in known.items()}
-    return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"response_tensors": of_responses})
+    response_tensors = {name: values[:, None] for name, values in known.items()}
+    return Given(trainer._compute_loss(trainer.model, inputs, False), batch, {"response_tensors": response_tensors})
 
 
-def of_grpo(trainer) -> Given:
-    """With our own advantages; RLOO's old log-probs are of responses."""
+def grpo_batch(trainer) -> Given:
+    """The advantages are ours; RLOO's old log-probs are those of whole responses."""
     inputs = trainer.rollouts
     mask, nothing = inputs["completion_mask"], torch.zeros_like(inputs["prompt_mask"])
     batch = PaddedBatch(
@@ -80,31 +80,31 @@ def of_grpo(trainer) -> Given:
         "grpo": losses.group_advantages(rewards),
         "dr_grpo": losses.group_advantages(rewards, scale=False),
     }
-    of_responses = {name: values.view(-1, 1) for name, values in advantages.items()}
+    response_tensors = {name: values.view(-1, 1) for name, values in advantages.items()}
     if "old_logps" in inputs:
-        of_responses["old"] = inputs["old_logps"][:, None]
+        response_tensors["old"] = inputs["old_logps"][:, None]
     names = {"old_tokens": "old_per_token_logps", "ref_tokens": "ref_per_token_logps"}
-    of_tokens = {name: inputs[theirs][mask.bool()] for name, theirs in names.items() if theirs in inputs}
+    token_tensors = {name: inputs[theirs][mask.bool()] for name, theirs in names.items() if theirs in inputs}
     divisor = {"dapo": mask.sum(), "dr_grpo": LONGEST * len(mask)}.get(getattr(trainer, "loss_type", ""), len(mask))
-    options = {"token_tensors": of_tokens, "response_tensors": of_responses, "divisor": divisor}
+    options = {"token_tensors": token_tensors, "response_tensors": response_tensors, "divisor": divisor}
     return Given(trainer._compute_loss(trainer.model, inputs), batch, options)
 
 
-def of_cpo(trainer) -> Given:
+def cpo_batch(trainer) -> Given:
     inputs = next(iter(trainer.get_train_dataloader()))
     padding = {"padding_value": trainer.processing_class.pad_token_id}
     both = trainer.concatenated_inputs(inputs, **padding)
     ids, attended, labels = (both[f"concatenated_{name}"] for name in ("input_ids", "attention_mask", "labels"))
     is_response = labels != -100
-    scored = is_response
-    if isinstance(trainer, ORPOTrainer):  # whose likelihood is of prompts, too
-        scored = attended.bool() & (torch.arange(ids.shape[1]) > 0)
-    batch = side_by_side(ids, attended, scored)
+    labelled = is_response
+    if isinstance(trainer, ORPOTrainer):  # whose likelihood includes prompts
+        labelled = attended.bool() & (torch.arange(ids.shape[1]) > 0)
+    batch = side_by_side(ids, attended, labelled)
     chosen = len(ids) // 2
-    of_groups = {"weight": torch.full((chosen,), chosen / scored[:chosen].sum())}
-    of_tokens = {"is_response": batch.tokens().of(is_response).float()}
+    group_tensors = {"weight": torch.full((chosen,), chosen / labelled[:chosen].sum())}
+    token_tensors = {"is_response": batch.tokens().of(is_response).float()}
     loss, _ = trainer.get_batch_loss_metrics(trainer.model, inputs)
-    return Given(loss, batch, {"group_tensors": of_groups, "token_tensors": of_tokens})
+    return Given(loss, batch, {"group_tensors": group_tensors, "token_tensors": token_tensors})
 
 
 def cpo(pairs: Groups) -> Tensor:
@@ -119,7 +119,7 @@ def orpo(pairs: Groups) -> Tensor:
     return (without_likelihood - pairs["weight"] * pairs.logprobs[:, 0]).sum()
 
 
-def of_tokens(loss: Callable, advantages: str, **options) -> Callable[[Groups], Tensor]:
+def token_objective(loss: Callable, advantages: str, **options) -> Callable[[Groups], Tensor]:
     def objective(groups: Groups) -> Tensor:
         return loss(groups.token_logprobs, groups["old_tokens"], groups.of_tokens(groups[advantages]), **options).sum()
 
@@ -142,8 +142,8 @@ def grpo_with_weighted_kl(groups: Groups) -> Tensor:
 
 def gspo(groups: Groups) -> Tensor:
     old = groups.means(groups["old_tokens"])
-    of_means = groups.means(groups.token_logprobs)
-    return losses.gspo(of_means, old, groups["grpo"], clip_low=0.01, clip_high=0.02).sum()
+    means = groups.means(groups.token_logprobs)
+    return losses.gspo(means, old, groups["grpo"], clip_low=0.01, clip_high=0.02).sum()
 
 
 def kto(responses: Groups) -> Tensor:
@@ -156,16 +156,16 @@ def against_reference(loss: Callable, **options) -> Callable[[Groups], Tensor]:
     return lambda pairs: loss(pairs.logprobs, pairs["ref"], **options).sum()
 
 
-DPO = trl.DPOTrainer, trl.DPOConfig, PAIRS, of_dpo
-KTO = trl.KTOTrainer, trl.KTOConfig, LABELLED, of_kto
-GRPO = trl.GRPOTrainer, trl.GRPOConfig, None, of_grpo
-RLOO = trl.RLOOTrainer, trl.RLOOConfig, None, of_grpo
-CPO = CPOTrainer, CPOConfig, PAIRS, of_cpo
-ORPO = ORPOTrainer, ORPOConfig, PAIRS, of_cpo
+DPO = trl.DPOTrainer, trl.DPOConfig, PAIRS, dpo_batch
+KTO = trl.KTOTrainer, trl.KTOConfig, LABELLED, kto_batch
+GRPO = trl.GRPOTrainer, trl.GRPOConfig, None, grpo_batch
+RLOO = trl.RLOOTrainer, trl.RLOOConfig, None, grpo_batch
+CPO = CPOTrainer, CPOConfig, PAIRS, cpo_batch
+ORPO = ORPOTrainer, ORPOConfig, PAIRS, cpo_batch
 OFF_POLICY = {"num_iterations": 2, "max_completion_length": LONGEST, "num_generations": K}
 OBJECTIVES = {
     "DPO": (DPO, {"loss_type": ["sigmoid"]}, against_reference(losses.dpo, beta=BETA)),
-    # Of means over tokens, as the authors advised TRL; the paper's are sums.
+    # With means over tokens, as the authors advised TRL; the paper has sums.
     "IPO": (
         DPO,
         {"loss_type": ["ipo"]},
@@ -191,12 +191,12 @@ OBJECTIVES = {
     "Dr. GRPO": (
         GRPO,
         OFF_POLICY | {"loss_type": "dr_grpo", "epsilon": 0.05, "scale_rewards": "none", "beta": 0.0},
-        of_tokens(losses.ppo_clip, "dr_grpo", clip_low=0.05),
+        token_objective(losses.ppo_clip, "dr_grpo", clip_low=0.05),
     ),
     "DAPO": (
         GRPO,
         OFF_POLICY | {"loss_type": "dapo", "epsilon": 0.03, "epsilon_high": 0.06, "beta": 0.0},
-        of_tokens(losses.dapo, "grpo", clip_low=0.03, clip_high=0.06),
+        token_objective(losses.dapo, "grpo", clip_low=0.03, clip_high=0.06),
     ),
     "GSPO": (
         GRPO,
@@ -205,26 +205,26 @@ OBJECTIVES = {
         | {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02},
         gspo,
     ),
-    # The gradient of REINFORCE with these advantages, but of a clipped ratio, so that old rollouts serve.
+    # The gradient is REINFORCE's with these advantages, but through a clipped ratio, so that old rollouts serve.
     "RLOO": (
         RLOO,
         OFF_POLICY | {"epsilon": 0.1, "beta": 0.0},
         lambda groups: losses.ppo_clip(groups.logprobs, groups["old"], groups["rloo"], clip_low=0.1).sum(),
     ),
-    # The likelihood is a mean over the tokens of a batch; the paper's is each response's sum.
+    # The likelihood is a mean over the tokens of a batch; in the paper it is each response's sum.
     "CPO": (CPO, {"loss_type": "sigmoid", "cpo_alpha": 1.0}, cpo),
     "SimPO": (
         CPO,
         {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.2},
         lambda pairs: losses.simpo(pairs.means(pairs.token_logprobs), beta=BETA, gamma=0.2).sum(),
     ),
-    # The likelihood is of prompt and response, and a mean over the batch; the paper's is each response's mean.
+    # The likelihood is that of prompt and response, and a mean over the batch; in the paper it is each response's mean.
     "ORPO": (ORPO, {}, orpo),
 }
 
 
 def trainer_of(kind: tuple, options: dict, folder: str, model_name: str):
-    """On a policy that has moved away from its reference, and from the one that sampled its rollouts."""
+    """A trainer whose policy has moved away from its reference, and from the policy that sampled its rollouts."""
     trainer_class, config_class, data, _ = kind
     reference = {"precompute_ref_log_probs": True} if kind in (DPO, KTO) else {}
     args = config_class(**(arguments(folder) | {"beta": BETA} | reference | options))
