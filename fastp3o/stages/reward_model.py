@@ -64,9 +64,6 @@ class RewardModelling(SupervisedTask[RankedRow]):
     name = "reward model"
     load_examples = staticmethod(load_rankings)
 
-    def __init__(self, config: RewardModelConfig):
-        self.config = config
-
     def load_model(self) -> PackedModel:
         model = load_reward_model(self.config.model, new_head=True, trust_remote_code=self.config.trust_remote_code)
         choose_trainable(model, self.config)

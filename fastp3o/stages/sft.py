@@ -36,9 +36,6 @@ class SFT(SupervisedTask[PackedRow]):
     name = "SFT"
     load_examples = staticmethod(load_demonstrations)
 
-    def __init__(self, config: SFTConfig):
-        self.config = config
-
     def load_model(self) -> PackedModel:
         model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code)
         choose_trainable(model, self.config)

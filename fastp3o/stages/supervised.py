@@ -40,6 +40,9 @@ class SupervisedTask(ABC, Generic[Row]):
     context: Context
     samples: Evaluation | None = None
 
+    def __init__(self, config: SupervisedConfig):
+        self.config = config
+
     @abstractmethod
     def load_model(self) -> PackedModel:
         """The model that learns."""
@@ -130,9 +133,8 @@ def train_supervised(task: SupervisedTask) -> None:
         values = {name: value.item() for name, value in metrics.items()}
         values["epoch"] = step * config.batch_size / total
         values["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
-        run.report(
-            step, values, tokens=sum(row.tokens for row in rows) * context.accelerator.num_processes, shown=shown
-        )
+        tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
+        run.report(step, values, tokens=tokens, shown=shown)
 
 
 def make_run(

@@ -75,7 +75,9 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     sampled = with_copy(policy, context)
     objective.add_to(policy)
     rewards = load_rewards(context, config, data, reward, gold)
-    optimizer = make_optimizer(context, config, policy, objective)
+    accelerator, precision, _, mesh = context
+    steps = config.updates * config.inner_epochs * config.minibatches_per_update
+    optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     reference, sampled_reference = load_reference(context, config, policy)
     run = Run(
         context,
@@ -93,7 +95,9 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     prompts = PromptsOfUpdate(context, config, data.prompts)
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
-    step = partial(optimizer_step, optimizer, beside=make_pretraining_mix(config, optimizer, data.texts))
+    mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
+    pretraining = None if data.texts is None else PretrainingMix(optimizer, data.texts, *mix)
+    step = partial(optimizer_step, optimizer, beside=pretraining)
     return Online(prompts, sampler, score, resample, objective, policy, reference, step, run)
 
 
@@ -135,12 +139,6 @@ def load_rewards(
     return {"reward": reward} if gold is None else {"reward": reward, "gold": gold}
 
 
-def make_optimizer(context: Context, config: OnlineConfig, policy: PackedModel, objective: Objective) -> Optimizer:
-    steps = config.updates * config.inner_epochs * config.minibatches_per_update
-    accelerator, precision, _, mesh = context
-    return Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
-
-
 def make_evaluation(
     context: Context,
     config: OnlineConfig,
@@ -166,12 +164,6 @@ def make_evaluation(
         config.eval_responses_per_prompt,
         config.seed,
     )
-
-
-def make_pretraining_mix(config: OnlineConfig, optimizer: Optimizer, texts: Dataset | None) -> PretrainingMix | None:
-    if texts is None:
-        return None
-    return PretrainingMix(optimizer, texts, config.ptx_coef, config.ptx_batch_size, config.packing, config.seed)
 
 
 def make_resampling(
