@@ -19,7 +19,7 @@ from typing import Any
 from tests.fastp3o.torchrun import ROOT, environment
 from tests.fastp3o.training.faults.injection import fork_together, wait_together
 
-LONGEST = 300.0  # seconds of one call
+LONGEST = 300.0  # seconds
 SCRIPTS = ("p3o", "online", "sft", "reward_model", "preference", "generate")
 # Imported by these scripts when they run.
 LATER = (
@@ -28,11 +28,22 @@ LATER = (
 )
 
 
-def together(program: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess:
-    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other."""
+def together(
+    program: Path, *arguments: str, processes: int = 2, longest: float = LONGEST
+) -> subprocess.CompletedProcess:
+    """Runs a program in this many processes. `stdout` has all that each of them has said, one after the other.
+
+    Raises TimeoutError, after killing them, if they have not ended after `longest` seconds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         logs = [f"{folder}/{number}" for number in range(processes)]
-        call = {"program": str(program), "arguments": arguments, "logs": logs, "folder": os.getcwd()}
+        call = {
+            "program": str(program),
+            "arguments": arguments,
+            "logs": logs,
+            "folder": os.getcwd(),
+            "longest": longest,
+        }
         requests, answers = server().stdin, server().stdout
         assert requests is not None
         assert answers is not None
@@ -41,7 +52,7 @@ def together(program: Path, *arguments: str, processes: int = 2) -> subprocess.C
         statuses = json.loads(answers.readline())
         said = "".join(Path(log).read_text() for log in logs)
     if not statuses:
-        raise TimeoutError(f"{program} had not ended after {LONGEST:.0f} s:\n{said}")
+        raise TimeoutError(f"{program} had not ended after {longest:.0f} s:\n{said}")
     return subprocess.CompletedProcess([str(program), *arguments], next(filter(None, statuses), 0), said)
 
 
@@ -61,7 +72,7 @@ def serve() -> None:
         call = json.loads(line)
         pids = fork_together(lambda call=call: run(call), [Path(log) for log in call["logs"]])
         try:
-            statuses = wait_together(pids, LONGEST)
+            statuses = wait_together(pids, call["longest"])
         except TimeoutError:
             statuses = []
         print(json.dumps(statuses), flush=True)
