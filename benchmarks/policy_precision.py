@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.report import plain, precision_table
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
@@ -42,7 +42,7 @@ Sums = Callable[[PackedModel, PackedRow], Tensor]
 @torch.no_grad()
 def sums(model: PackedModel, row: PackedRow) -> Tensor:
     """log π(y|x) of each response, [S]."""
-    return sequence_logprobs(scored_logprobs(model, row), row.cu_seqlens)
+    return sequence_logprobs(labelled_logprobs(model, row), row.cu_seqlens)
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def sums_from_rounded_logits(model: PackedModel, row: PackedRow) -> Tensor:
         logits = hidden.bfloat16() @ head.weight.bfloat16().T
         return logits.float().log_softmax(-1).gather(1, row.labels[:, None]).squeeze(1)
 
-    return sequence_logprobs(model(row, row.scored_at, logprobs), row.cu_seqlens)
+    return sequence_logprobs(model(row, row.labelled_at, logprobs), row.cu_seqlens)
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
     python -m pytest benchmarks/test_packing.py
 
-K responses to each prompt are K / 2 pairs of adjacent ones. Old and reference log-probs and rewards are given. N scored
-tokens and P pairs, of a pass or of the update.
+K responses to each prompt are K / 2 pairs of adjacent ones. Old and reference log-probs and rewards are given. N
+labelled tokens and P pairs, of a pass or of the update.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from benchmarks.measure import Case, measure
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
-from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.layout import Ids
@@ -74,7 +74,7 @@ def packed_update(
 
     def row_loss(row: PackedRow) -> Callable[[], Tensor]:
         with torch.no_grad():
-            logprobs = scored_logprobs(policy, row)
+            logprobs = labelled_logprobs(policy, row)
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
         pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
         old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
@@ -210,15 +210,15 @@ def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole,
 
 
 def test_training_memory_of_fastp3o_policy(benchmark, policy, groups, row):
-    body = partial(forward_and_backward, partial(policy, row, row.scored_at, total))
+    body = partial(forward_and_backward, partial(policy, row, row.labelled_at, total))
     whole = LAYOUTS["shared prompts"](policy, *groups).run
     record_memory(benchmark, "policy, forward and backward", policy, groups, body, whole, trains=True)
 
 
 @torch.no_grad()
 def test_training_memory_of_fastp3o_reference(benchmark, policy, groups, row):
-    body = partial(policy, row, row.scored_at, total)
-    whole = partial(scored_logprobs, policy, row)
+    body = partial(policy, row, row.labelled_at, total)
+    whole = partial(labelled_logprobs, policy, row)
     record_memory(benchmark, "reference log-probs", policy, groups, body, whole, trains=False)
 
 

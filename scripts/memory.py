@@ -67,7 +67,7 @@ def main(config: MemoryConfig) -> None:
         update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
         rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
     each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
-    table = Table(title=f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them scored")
+    table = Table(title=f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled")
     table.add_column("")
     for column in ("policy's update", "reference's pass", "rollouts"):
         table.add_column(column, justify="right")

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.packing.pack import Packing, by_group, pack
@@ -68,7 +68,7 @@ class Evaluation:
     def sequence_log_ratios(self, groups: list[Group]) -> Tensor:
         """log π(y|x) − log π_ref(y|x) of each response, [P, K] fp32."""
         rows = [row.to(self.accelerator.device) for row in pack(*token_ids(groups), self.packing)]
-        logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, self.policy))
+        logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
         log_ratios = [
             sequence_logprobs(policy_logprobs - ref_logprobs, row.cu_seqlens)
             for row, policy_logprobs, ref_logprobs in zip(rows, logprobs, self.reference(rows), strict=True)

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from fastp3o.errors import UserError
 from fastp3o.models import attention
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, scored_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, scores
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 
@@ -108,7 +108,7 @@ def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, Packed
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
     generators = [inner.device] if inner.device.type == "cuda" else []
     with torch.no_grad(), evaluation_mode(model), torch.random.fork_rng(generators):
-        yield scores if hasattr(inner, "score") else scored_logprobs, row.to(inner.device)
+        yield scores if hasattr(inner, "score") else labelled_logprobs, row.to(inner.device)
 
 
 def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list[int]]]]:

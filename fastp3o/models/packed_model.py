@@ -149,9 +149,9 @@ def rope_kinds(config: PretrainedConfig) -> list[dict]:
     return [kind for kind in rope.values() if isinstance(kind, dict)] or [rope] if rope else []
 
 
-def scored_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
+def labelled_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
     """Log-probabilities of a row's labelled tokens, [N] fp32; differentiable."""
-    return model(row, row.scored_at, lambda hidden, head: label_logprobs(hidden, head, row))
+    return model(row, row.labelled_at, lambda hidden, head: label_logprobs(hidden, head, row))
 
 
 def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:

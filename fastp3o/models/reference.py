@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
 from fastp3o.packing.packed_row import PackedRow
 
@@ -34,7 +34,7 @@ class SecondModel(Reference):
         self.model, self.frozen = model, FrozenModel(model, device, mesh, offload=offload)
 
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
-        return self.frozen.map_rows(rows, scored_logprobs)
+        return self.frozen.map_rows(rows, labelled_logprobs)
 
 
 class WithoutAdapters(Reference):
@@ -46,7 +46,7 @@ class WithoutAdapters(Reference):
     @torch.no_grad()
     def __call__(self, rows: Sequence[PackedRow]) -> list[Tensor]:
         with adapters_off(self.policy):
-            return map_rows_in_lockstep(rows, partial(scored_logprobs, self.policy))
+            return map_rows_in_lockstep(rows, partial(labelled_logprobs, self.policy))
 
 
 @contextmanager

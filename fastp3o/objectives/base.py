@@ -48,7 +48,7 @@ def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
     """Labelled tokens of the row's responses that take part in a loss; counted: [P, K] bool, None for all."""
     if counted is None:
         return len(row.labels)
-    takes_part = zip(row.scored_lengths, counted.flatten().tolist(), strict=True)
+    takes_part = zip(row.labelled_lengths, counted.flatten().tolist(), strict=True)
     return sum(length for length, counts in takes_part if counts)
 
 
@@ -159,7 +159,7 @@ class GroupwiseObjective(Objective):
                 divisor=tokens or len(counted),
             )
 
-        loss, metrics = policy(row, row.scored_at, head_loss)
+        loss, metrics = policy(row, row.labelled_at, head_loss)
         return loss, {name: metric / count for name, metric in metrics.items()}
 
 

@@ -98,7 +98,7 @@ class P3O(Objective):
                 divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
             )
 
-        loss, metrics = policy(row, row.scored_at, p3o_loss)
+        loss, metrics = policy(row, row.labelled_at, p3o_loss)
         if self.averages_tokens:
             # The minibatch weighs all metrics by tokens. Every metric of a row without counted tokens is 0.
             share = microbatch.response_share / (microbatch.metrics_weight or 1.0)

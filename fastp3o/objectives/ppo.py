@@ -116,7 +116,7 @@ class PPO(Objective):
             microbatch.row.cu_seqlens,
             kl_coef=self.kl.value,
         )
-        return estimate_advantages(rewards, values, microbatch.row.scored_lengths, gae_lambda=self.config.gae_lambda)
+        return estimate_advantages(rewards, values, microbatch.row.labelled_lengths, gae_lambda=self.config.gae_lambda)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         row, critic = microbatch.row, policy.get_submodule("critic")
@@ -126,7 +126,7 @@ class PPO(Objective):
                 return *label_entropies(hidden, head, row), critic(row)
             return label_logprobs(hidden, head, row), None, critic(row)
 
-        logprobs, entropy, values = policy(row, row.scored_at, logprobs_entropy_values)
+        logprobs, entropy, values = policy(row, row.labelled_at, logprobs_entropy_values)
         return ppo_loss(logprobs, values, microbatch, self.config, entropy)
 
 
@@ -149,7 +149,7 @@ class Critic(nn.Module):
 
     def forward(self, row: PackedRow) -> Tensor:
         """The value before each labelled token, [N] fp32."""
-        return self.body(row, row.scored_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
+        return self.body(row, row.labelled_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
 
 
 def token_rewards(

@@ -23,7 +23,7 @@ class Segment:
 
     ids: Ids
     first_position: int
-    scored_from: int  # the first of `ids` that is labelled
+    labelled_from: int  # the first of `ids` that is labelled
     context: range  # tokens of the row, the shared prompt
     predicted_by: int | None  # the token of the row that predicts the first of `ids`, if that is labelled
 
@@ -32,36 +32,36 @@ class Segment:
 Layout = Callable[[Ids, Sequence[Ids], int, bool], Iterator[Segment]]
 
 
-def shared_layout(prompt: Ids, responses: Sequence[Ids], start: int, score_prompt: bool) -> Iterator[Segment]:
+def shared_layout(prompt: Ids, responses: Sequence[Ids], start: int, label_prompt: bool) -> Iterator[Segment]:
     """The prompt once, before the first response; further responses see it there."""
-    yield prompt_and_response(prompt, responses[0], score_prompt)
+    yield prompt_and_response(prompt, responses[0], label_prompt)
     last_of_prompt = start + len(prompt) - 1
     for response in responses[1:]:
         yield Segment(response, len(prompt), 0, range(start, last_of_prompt + 1), last_of_prompt)
 
 
-def plain_layout(prompt: Ids, responses: Sequence[Ids], start: int, score_prompt: bool) -> Iterator[Segment]:
+def plain_layout(prompt: Ids, responses: Sequence[Ids], start: int, label_prompt: bool) -> Iterator[Segment]:
     """The prompt once for each response."""
     for response in responses:
-        yield prompt_and_response(prompt, response, score_prompt)
+        yield prompt_and_response(prompt, response, label_prompt)
 
 
-def prompt_and_response(prompt: Ids, response: Ids, score_prompt: bool) -> Segment:
-    return Segment([*prompt, *response], 0, 1 if score_prompt else len(prompt), NO_TOKENS, None)
+def prompt_and_response(prompt: Ids, response: Ids, label_prompt: bool) -> Segment:
+    return Segment([*prompt, *response], 0, 1 if label_prompt else len(prompt), NO_TOKENS, None)
 
 
 class RowBuilder:
     """A packed row that grows by one group at a time."""
 
-    def __init__(self, layout: Layout, *, score_prompts: bool):
-        self.layout, self.score_prompts = layout, score_prompts
+    def __init__(self, layout: Layout, *, label_prompts: bool):
+        self.layout, self.label_prompts = layout, label_prompts
         self.groups: list[int] = []
         self.group_sizes: set[int] = set()
         self.input_ids: Ids = []
         self.positions: list[int] = []
-        self.scored_at: list[int] = []
+        self.labelled_at: list[int] = []
         self.labels: Ids = []
-        self.scored_lengths: list[int] = []
+        self.labelled_lengths: list[int] = []
         self.ends_at: list[int] = []
         self.query_lengths: list[int] = []
         self.key_lengths: list[int] = []
@@ -72,19 +72,22 @@ class RowBuilder:
     def add_group(self, number: int, prompt: Ids, responses: Sequence[Ids]) -> None:
         self.groups.append(number)
         self.group_sizes.add(len(responses))
-        for k, segment in enumerate(self.layout(prompt, responses, len(self.input_ids), self.score_prompts)):
+        for k, segment in enumerate(self.layout(prompt, responses, len(self.input_ids), self.label_prompts)):
             start = len(self.input_ids)
             self.input_ids += segment.ids
             self.positions += range(segment.first_position, segment.first_position + len(segment.ids))
-            self.add_scored_tokens(segment, start)
+            self.add_labelled_tokens(segment, start)
             self.add_keys(segment, start, repeat=k - 1)
 
-    def add_scored_tokens(self, segment: Segment, start: int) -> None:
-        first = start + segment.scored_from
+    def add_labelled_tokens(self, segment: Segment, start: int) -> None:
+        first = start + segment.labelled_from
         end = start + len(segment.ids)
-        self.scored_at += [first - 1 if segment.predicted_by is None else segment.predicted_by, *range(first, end - 1)]
-        self.labels += segment.ids[segment.scored_from :]
-        self.scored_lengths.append(end - first)
+        self.labelled_at += [
+            first - 1 if segment.predicted_by is None else segment.predicted_by,
+            *range(first, end - 1),
+        ]
+        self.labels += segment.ids[segment.labelled_from :]
+        self.labelled_lengths.append(end - first)
         self.ends_at.append(end - 1)
 
     def add_keys(self, segment: Segment, start: int, *, repeat: int) -> None:
@@ -112,10 +115,10 @@ class RowBuilder:
                 key_lengths=tuple(self.key_lengths),
                 shared=self.shared_keys(),
             ),
-            scored_at=torch.tensor(self.scored_at),
+            labelled_at=torch.tensor(self.labelled_at),
             labels=torch.tensor(self.labels),
-            cu_seqlens=offsets(self.scored_lengths),
-            scored_lengths=tuple(self.scored_lengths),
+            cu_seqlens=offsets(self.labelled_lengths),
+            labelled_lengths=tuple(self.labelled_lengths),
             ends_at=torch.tensor(self.ends_at),
             groups=tuple(self.groups),
             responses_per_prompt=next(iter(self.group_sizes)) if len(self.group_sizes) == 1 else None,

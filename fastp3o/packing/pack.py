@@ -27,38 +27,38 @@ def pack(
     responses: Sequence[Sequence[Ids]],
     packing: Packing,
     *,
-    score_prompts: bool = False,
+    label_prompts: bool = False,
     groups: Sequence[int] | None = None,
 ) -> list[PackedRow]:
     """Packs groups into as few rows of `packing.tokens_per_row` tokens as first-fit decreasing finds.
 
     Groups stay whole: one that is longer gets a longer row of its own. The responses' tokens are labelled,
-    end-of-sequence included; with `score_prompts` (one response each) the prompt's too, except the first, which nothing
+    end-of-sequence included; with `label_prompts` (one response each) the prompt's too, except the first, which nothing
     predicts. groups: their numbers, by default 0, 1, ...
 
     Raises ValueError for an empty prompt or response, naming its group.
     """
-    check_groups(prompts, responses, score_prompts=score_prompts)
+    check_groups(prompts, responses, label_prompts=label_prompts)
     layout = shared_layout if packing.share_prompts else plain_layout
     numbers = range(len(prompts)) if groups is None else groups
     rows = []
     for members in first_fit_decreasing(group_sizes(prompts, responses, packing), packing.tokens_per_row):
-        row = RowBuilder(layout, score_prompts=score_prompts)
+        row = RowBuilder(layout, label_prompts=label_prompts)
         for member in members:
             row.add_group(numbers[member], prompts[member], responses[member])
         rows.append(row.build())
     return rows
 
 
-def check_groups(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], *, score_prompts: bool) -> None:
+def check_groups(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], *, label_prompts: bool) -> None:
     for number, (prompt, group) in enumerate(zip(prompts, responses, strict=True)):
         if not prompt or not group or not all(group):
             lengths = [len(response) for response in group]
             raise UserError(
                 f"group {number} has {len(prompt)} prompt tokens and responses of {lengths}; each needs one"
             )
-        if score_prompts and len(group) != 1:
-            raise UserError(f"group {number} has {len(group)} responses; a scored prompt has one")
+        if label_prompts and len(group) != 1:
+            raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:

@@ -59,10 +59,10 @@ class PackedRow(OnDevice):
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64
     segments: Segments
-    scored_at: Tensor  # [N] int64, tokens of the row whose hidden states predict the labels
+    labelled_at: Tensor  # [N] int64, tokens of the row whose hidden states predict the labels
     labels: Tensor  # [N] int64, the labelled tokens
     cu_seqlens: Tensor  # [S + 1] int32, where each response's labels begin in [N]
-    scored_lengths: tuple[int, ...]  # their lengths on the host
+    labelled_lengths: tuple[int, ...]  # their lengths on the host
     ends_at: Tensor  # [S] int64, each response's last token in the row
     groups: tuple[int, ...]  # the number of each group, in the order of the row
     responses_per_prompt: int | None  # None if groups differ in it
@@ -74,7 +74,7 @@ class PackedRow(OnDevice):
     @property
     def cu_seqlens_on_host(self) -> Tensor:
         """The same offsets, always on the CPU: losses cut their chunks without waiting for a device."""
-        return offsets(self.scored_lengths)
+        return offsets(self.labelled_lengths)
 
 
 def offsets(lengths: Sequence[int]) -> Tensor:

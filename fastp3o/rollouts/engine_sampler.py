@@ -11,7 +11,7 @@ from transformers.utils.logging import get_logger
 
 from fastp3o.config import SamplerConfig
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room
 from fastp3o.rollouts.engine import Engine
@@ -157,7 +157,7 @@ def reason_against(policy: PackedModel, shapes: dict[int, LayerShape]) -> str | 
     except Exception as error:  # from anywhere in a model that does not hand the cache on
         return f"a trial failed with: {error}"
     (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
-    expected = scored_logprobs(policy, row.to(policy.model.device))
+    expected = labelled_logprobs(policy, row.to(policy.model.device))
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     difference = (got.to(expected) - expected).abs().mean().item()
     if not isfinite(difference) or difference > TOLERANCE[policy.model.dtype]:

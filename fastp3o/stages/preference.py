@@ -16,7 +16,7 @@ from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferenc
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy, require_same_vocabulary
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
@@ -128,7 +128,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
                 divisor=1,
             )
 
-        output = model(row, row.scored_at, loss)
+        output = model(row, row.labelled_at, loss)
         return {"loss": output.loss, **output.metrics}
 
     def count(self, examples: Examples) -> int:
@@ -172,7 +172,7 @@ class UnpairedPreferences(Preferences):
         device = self.context.device
         mismatched = pack(examples["prompt_ids"], [[ids] for ids in examples["mismatched_ids"]], self.config.packing)
         mismatched = [row.to(device) for row in mismatched]
-        token_logprobs = map_rows_in_lockstep(mismatched, partial(scored_logprobs, model))
+        token_logprobs = map_rows_in_lockstep(mismatched, partial(labelled_logprobs, model))
         logprobs = [
             sequence_logprobs(values, row.cu_seqlens) for row, values in zip(mismatched, token_logprobs, strict=True)
         ]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fastp3o.config import SupervisedConfig, TrainableConfig, option
 from fastp3o.data import load_demonstrations
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
@@ -44,10 +44,10 @@ class SFT(SupervisedTask[PackedRow]):
     def pack(self, examples: Examples) -> list[PackedRow]:
         responses = [[ids] for ids in examples["response_ids"]]
         packing = Packing(self.config.tokens_per_row)
-        return pack(examples["prompt_ids"], responses, packing, score_prompts=self.config.train_on_prompt)
+        return pack(examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt)
 
     def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
-        return {"loss": -scored_logprobs(model, row).sum()}
+        return {"loss": -labelled_logprobs(model, row).sum()}
 
     def count(self, examples: Examples) -> int:
         tokens = sum(map(len, examples["response_ids"]))

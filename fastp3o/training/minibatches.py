@@ -1,6 +1,6 @@
 """Rollouts -> packed minibatches with old and reference log-probs -> an optimizer step.
 
-P prompts with K responses each and N scored tokens of a packed row.
+P prompts with K responses each and N labelled tokens of a packed row.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
@@ -81,7 +81,7 @@ def make_microbatches(
     rows = [row.to(accelerator.device) for row in chain.from_iterable(minibatches)]
     every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
     weights = row_weights(accelerator, minibatches, every, objective)
-    old_logprobs = map_rows_in_lockstep(rows, partial(scored_logprobs, policy))
+    old_logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
     microbatches = (
         make_microbatch(row, rewards, counted, old, ref, weight)
         for row, old, ref, weight in zip(rows, old_logprobs, reference(rows), weights, strict=True)

@@ -6,7 +6,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
@@ -39,7 +39,7 @@ class PretrainingMix:
         loss = torch.zeros((), device=accelerator.device)
         for row, counts in pad_to_longest_rank(rows, rows[0]):
             with accelerator.autocast():
-                row_loss = -scored_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
+                row_loss = -labelled_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
                 optimizer.backward(self.coef * row_loss)
             loss += row_loss.detach()
         return {"ptx_loss": loss}
@@ -49,4 +49,4 @@ class PretrainingMix:
         seed = seed_of(self.seed, TEXTS)
         chosen = examples_of_step(step, batch_size=self.batch_size, total=len(self.texts), seed=seed)
         texts = own_part(self.optimizer.accelerator, self.texts[chosen])
-        return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], self.packing, score_prompts=True)
+        return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], self.packing, label_prompts=True)

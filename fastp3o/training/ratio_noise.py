@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rollouts.groups import Group
@@ -36,7 +36,7 @@ def ratio_noise(policy: PackedModel, groups: list[Group], microbatch: Microbatch
     if policy.relative_positions:
         row = replace(row, position_ids=row.position_ids + 1)
     row = row.to(microbatch.old_logprobs.device)
-    again = by_group([row], [sequence_logprobs(scored_logprobs(policy, row), row.cu_seqlens)])
+    again = by_group([row], [sequence_logprobs(labelled_logprobs(policy, row), row.cu_seqlens)])
     return (again.flatten().flip(0) - microbatch.old_logprobs.flatten()[:fitting]).square().mean().sqrt()
 
 

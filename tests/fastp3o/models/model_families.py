@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.layout import Ids
@@ -172,7 +172,7 @@ def packed(
     row = groups.row(share_prompts=share_prompts)
     order = groups.order(row)
     logprobs: list[Tensor] = [torch.empty(0)] * len(order)
-    for s, part in zip(order, scored_logprobs(model, row).split(row.scored_lengths), strict=True):
+    for s, part in zip(order, labelled_logprobs(model, row).split(row.labelled_lengths), strict=True):
         logprobs[s] = part
     old, ref = ([values[s] for s in order] for values in (rollout.old, rollout.ref))
     microbatch = Microbatch(

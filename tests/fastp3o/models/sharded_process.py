@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fastp3o.config import StageConfig
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, SecondModel
 from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
@@ -83,7 +83,7 @@ def loss_of(model: PackedModel, row: PackedRow) -> Tensor:
         values = 0.0 if critic is None else critic(row)
         return (linear_logprobs(hidden, head, row.labels) + values).square().mean()
 
-    return model(row, row.scored_at, both)
+    return model(row, row.labelled_at, both)
 
 
 def given_by_main(model: PackedModel) -> PackedModel:
@@ -116,29 +116,29 @@ def collectives(memory_budget: int) -> list[int]:
     def loss(hidden: Tensor, head) -> Tensor:
         return linear_logprobs(hidden, head, row.labels, memory_budget=memory_budget).sum()
 
-    model(row, row.scored_at, loss).backward()
+    model(row, row.labelled_at, loss).backward()
     with CommDebugMode() as counted:
-        model(row, row.scored_at, loss).backward()
+        model(row, row.labelled_at, loss).backward()
     counts = {str(operation): count for operation, count in counted.get_comm_counts().items()}
     return [sum(count for name, count in counts.items() if kind in name) for kind in ("gather", "reduce_scatter")]
 
 
 def copied(by_layer: bool) -> bool:
     """Whether a copy of the sharded model gives the same bits, also where one process makes more passes."""
-    expected = scored_logprobs(tied(), ROWS[0]).detach()
+    expected = labelled_logprobs(tied(), ROWS[0]).detach()
     model = given_by_main(tied())
     whole_copy = WholeCopy(model, CPU, torch.float32, by_layer=by_layer)
     shard(model, CPU, process_mesh(CPU))
     with torch.no_grad(), whole_copy.gathered(model):
-        got = [scored_logprobs(whole_copy.model, ROWS[0]) for _ in range(1 + 2 * dist.get_rank())]
+        got = [labelled_logprobs(whole_copy.model, ROWS[0]) for _ in range(1 + 2 * dist.get_rank())]
     return all(torch.equal(logprobs, expected) for logprobs in got) and not whole_copy.memory.untyped_storage().nbytes()
 
 
 def offloaded() -> bool:
-    expected = scored_logprobs(tied(), ROWS[0]).detach()
+    expected = labelled_logprobs(tied(), ROWS[0]).detach()
     frozen = FrozenModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=True)
     rows = [ROWS[0]] * (1 + dist.get_rank())  # one more on one process
-    got = frozen.map_rows(rows, scored_logprobs)
+    got = frozen.map_rows(rows, labelled_logprobs)
     return len(got) == len(rows) and all(torch.equal(logprobs, expected) for logprobs in got)
 
 
@@ -152,7 +152,7 @@ def gone_after_use() -> bool:
     gc.collect()
     before = in_memory()
     (logprobs,) = LoadedForEachUse(load)([ROWS[0]])
-    return in_memory() == before and torch.equal(logprobs, scored_logprobs(tied(), ROWS[0]).detach())
+    return in_memory() == before and torch.equal(logprobs, labelled_logprobs(tied(), ROWS[0]).detach())
 
 
 def optimizer_for(precision: str) -> Optimizer:

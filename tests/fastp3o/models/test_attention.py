@@ -108,7 +108,7 @@ def test_shared_prompts_attend_as_prompts_of_their_own(groups, window, softcap):
         )
         assert weights is None
         assert output.shape == (1, row.tokens, 2, 4)
-        parts = output[0, row.scored_at].split(row.scored_lengths)
+        parts = output[0, row.labelled_at].split(row.labelled_lengths)
         outputs.append(dict(zip(groups.order(row), parts, strict=True)))
     first, second = outputs
     for s, part in first.items():

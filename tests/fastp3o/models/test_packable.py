@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packable import TOLERANCE, require_packable, require_trainable, trial_of, within_vocabulary
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import FAMILIES, GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
 
@@ -211,9 +211,9 @@ def test_noise_that_a_configuration_names_is_off(tmp_path, config):
     if made.model_type == "dbrx" and tuple(map(int, hf.__version__.split(".")[:2])) < (5, 23):
         pytest.skip("parts of DBRX's configuration cannot be set when it is loaded with this transformers")
     policy = load_policy(moe_with_noise(made, tmp_path)).train()
-    rows = [scored_logprobs(policy, PAIRS.row()) for _ in range(2)]
+    rows = [labelled_logprobs(policy, PAIRS.row()) for _ in range(2)]
     assert torch.equal(*rows)
-    assert torch.equal(rows[0], scored_logprobs(policy.eval(), PAIRS.row()))
+    assert torch.equal(rows[0], labelled_logprobs(policy.eval(), PAIRS.row()))
 
 
 def test_a_training_mode_that_is_random_all_the_same_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from transformers import (
 
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
 from fastp3o.models.packable import require_packable
-from fastp3o.models.packed_model import PackedModel, scored_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, by_group, pack
 from tests.fastp3o.models.model_families import (
@@ -112,7 +112,7 @@ def test_random_groups_equal_one_sequence_at_a_time(some_models, groups, share_p
 @torch.no_grad()
 def row_logprobs(model, row):
     """Log-probabilities of each response of a row, in the row's order."""
-    return scored_logprobs(model, row).split(row.scored_lengths)
+    return labelled_logprobs(model, row).split(row.labelled_lengths)
 
 
 def sequence_logprobs(model, groups, share_prompts):
@@ -149,36 +149,36 @@ def test_scores_equal_transformers_on_single_sequences(family):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_scored_prompts_equal_one_sequence_at_a_time():
+def test_labelled_prompts_equal_one_sequence_at_a_time():
     model = random_model("gpt2")
-    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], Packing(100), score_prompts=True)
+    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], Packing(100), label_prompts=True)
     expected = []
     for g in row.groups:
         first, *others = PAIRS.prompts[g] + PAIRS.responses[g][0]
         expected.append(logprobs_alone(model, [first], others))
-    torch.testing.assert_close(scored_logprobs(PackedModel(model), row), torch.cat(expected), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(labelled_logprobs(PackedModel(model), row), torch.cat(expected), atol=2e-5, rtol=1e-5)
 
 
 def test_logprobs_reach_every_parameter(tiny_model):
     model = load_policy(tiny_model)
-    scored_logprobs(model, PAIRS.row()).sum().backward()
+    labelled_logprobs(model, PAIRS.row()).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
 
 
 def test_logits_stay_fp32_under_autocast(tiny_model):
     model = load_policy(tiny_model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs = scored_logprobs(model, PAIRS.row())
+        logprobs = labelled_logprobs(model, PAIRS.row())
     assert logprobs.dtype == torch.float32
     assert not torch.equal(logprobs, logprobs.bfloat16().float())
-    torch.testing.assert_close(logprobs, scored_logprobs(model, PAIRS.row()), atol=0.05, rtol=0.0)
+    torch.testing.assert_close(logprobs, labelled_logprobs(model, PAIRS.row()), atol=0.05, rtol=0.0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_half_precision_weights_stay_near(family):
     model = PackedModel(random_model(family))
-    expected = scored_logprobs(model, PAIRS.row())
-    got = scored_logprobs(model.bfloat16(), PAIRS.row())
+    expected = labelled_logprobs(model, PAIRS.row())
+    got = labelled_logprobs(model.bfloat16(), PAIRS.row())
     assert got.dtype == torch.float32
     assert (got - expected).abs().mean() < 0.2
 
@@ -243,7 +243,7 @@ def test_an_adapters_folder_gives_the_merged_policy(tiny_model, tmp_path):
     assert type(loaded.model) is LlamaForCausalLM
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     row = PAIRS.row()
-    torch.testing.assert_close(scored_logprobs(loaded, row), scored_logprobs(model, row), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(labelled_logprobs(loaded, row), labelled_logprobs(model, row), atol=1e-5, rtol=1e-5)
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path, tokenizer, tiny_model):
@@ -304,15 +304,15 @@ def test_positions_that_depend_on_the_longest_sequence_of_a_row_end_at_their_ori
     model = random_model("llama", rope_parameters=rope | {"rope_theta": 10000.0}, max_position_embeddings=length)
     packed = require_packable(PackedModel(model), "some/model")
     (row,) = pack([[5] * 10], [[[6] * 6, [7] * 3]], Packing(100))
-    scored_logprobs(packed, row)
+    labelled_logprobs(packed, row)
     (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], Packing(100))
     with pytest.raises(ValueError, match="up to 17 tokens together, and the positions of LlamaForCausalLM end at 16"):
-        scored_logprobs(packed, row)
+        labelled_logprobs(packed, row)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_in_a_forward_pass_waits_for_the_device(family, monkeypatch):
     model, row = PackedModel(random_model(family)).to(META), PAIRS.row().to(META)
     with on_meta_alone(monkeypatch):
-        hidden = model(row, row.scored_at, lambda hidden, head: hidden)
+        hidden = model(row, row.labelled_at, lambda hidden, head: hidden)
     assert hidden.shape == (len(row.labels), 32)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel, WithoutAdapters
 from fastp3o.packing.packed_row import PackedRow
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
@@ -21,7 +21,7 @@ def test_a_second_model_and_a_policy_without_adapters_agree(family):
     assert all(torch.equal(*both) for both in zip(second, without, strict=True))
     assert not any(logprobs.requires_grad for logprobs in second + without)
     with torch.no_grad():
-        adapted = [scored_logprobs(policy, row) for row in rows]
+        adapted = [labelled_logprobs(policy, row) for row in rows]
     assert not any(torch.equal(*both) for both in zip(adapted, without, strict=True))
 
 
@@ -30,7 +30,7 @@ def test_a_policy_without_adapters_trains_on_afterwards():
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     WithoutAdapters(policy)([PAIRS.row()])
     assert policy.training
-    scored_logprobs(policy, PAIRS.row()).sum().backward()
+    labelled_logprobs(policy, PAIRS.row()).sum().backward()
     assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
 
 

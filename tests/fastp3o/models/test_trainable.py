@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import adapters_off
 from fastp3o.models.trainable import (
     add_lora,
@@ -60,7 +60,7 @@ def test_their_gradients_are_those_of_the_whole_and_the_others_get_none():
     expected.gradients = {name: expected.gradients[name] for name in trained(model)}
     assert_equal(packed(model, PAIRS, rollout), expected)
     assert len(expected.gradients) == 10
-    scored_logprobs(model, PAIRS.row()).sum().backward()
+    labelled_logprobs(model, PAIRS.row()).sum().backward()
     assert {name for name, parameter in model.model.named_parameters() if parameter.grad is not None} == trained(model)
 
 
@@ -121,14 +121,14 @@ def test_without_peft_its_installation_is_named(monkeypatch):
 def test_without_adapters_it_is_the_base_bit_for_bit(family):
     row = PAIRS.row()
     with torch.no_grad():
-        base = scored_logprobs(PackedModel(random_model(family)), row)
+        base = labelled_logprobs(PackedModel(random_model(family)), row)
         model = with_adapters(family)
-        adapted = scored_logprobs(model, row)
+        adapted = labelled_logprobs(model, row)
         with adapters_off(model):
-            off = scored_logprobs(model, row)
+            off = labelled_logprobs(model, row)
         with pytest.raises(RuntimeError, match="inside"), adapters_off(model):
             raise RuntimeError("inside")
-        again = scored_logprobs(model, row)
+        again = labelled_logprobs(model, row)
     assert torch.equal(off, base)
     assert torch.equal(again, adapted)
     assert (adapted - base).abs().max() > 0.1
@@ -137,9 +137,9 @@ def test_without_adapters_it_is_the_base_bit_for_bit(family):
 def test_new_adapters_change_nothing():
     row = PAIRS.row()
     model = PackedModel(random_model("llama"))
-    before = scored_logprobs(model, row)
+    before = labelled_logprobs(model, row)
     add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    assert torch.equal(scored_logprobs(model, row), before)
+    assert torch.equal(labelled_logprobs(model, row), before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -48,7 +48,7 @@ def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_l
     fraction = 0.0
     for without_gradient, prompts, tokens in ((1.0, 0.25, 0.9), (0.0, 0.75, 0.1)):
         metrics = dict.fromkeys(METRICS, torch.tensor(without_gradient))
-        microbatch = SimpleNamespace(row=SimpleNamespace(scored_at=None), response_share=prompts)
+        microbatch = SimpleNamespace(row=SimpleNamespace(labelled_at=None), response_share=prompts)
         microbatch.metrics_weight = tokens if clipping == "token" else prompts
         output = objective.loss(lambda *_, found=metrics: P3OLossOutput(torch.zeros(()), found), microbatch)
         fraction += microbatch.metrics_weight * output.metrics["zero_gradient_fraction"].item()

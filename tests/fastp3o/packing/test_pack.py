@@ -63,7 +63,7 @@ def test_parts_of_unequal_counts_are_refused():
 
 @few
 @given(many_groups, st.integers(1, 60), st.booleans())
-def test_every_response_token_is_scored_once_from_the_token_before(groups, tokens_per_row, share_prompts):
+def test_every_response_token_is_labelled_once_from_the_token_before(groups, tokens_per_row, share_prompts):
     prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
     rows = pack(prompts, responses, Packing(tokens_per_row, share_prompts))
     assert sorted(g for row in rows for g in row.groups) == list(range(len(groups)))
@@ -74,14 +74,16 @@ def test_every_response_token_is_scored_once_from_the_token_before(groups, token
         )
         sequences = [(prompts[g], response) for g in row.groups for response in responses[g]]  # groups stay whole
         tokens, positions = row.input_ids[0].tolist(), row.position_ids[0].tolist()
-        scored = zip(row.scored_at.split(row.scored_lengths), row.labels.split(row.scored_lengths), strict=True)
-        for (prompt, response), last, (predicting, labels) in zip(sequences, row.ends_at.tolist(), scored, strict=True):
+        labelled = zip(row.labelled_at.split(row.labelled_lengths), row.labels.split(row.labelled_lengths), strict=True)
+        for (prompt, response), last, (predicting, labels) in zip(
+            sequences, row.ends_at.tolist(), labelled, strict=True
+        ):
             assert labels.tolist() == response
             assert [tokens[t] for t in predicting.tolist()] == [prompt[-1], *response[:-1]]
             first = len(prompt) - 1
             assert [positions[t] for t in predicting.tolist()] == list(range(first, first + len(response)))
             assert (tokens[last], positions[last]) == (response[-1], len(prompt) + len(response) - 1)
-        assert row.cu_seqlens.tolist() == [0, *accumulate(row.scored_lengths)]
+        assert row.cu_seqlens.tolist() == [0, *accumulate(row.labelled_lengths)]
         assert torch.equal(row.cu_seqlens, row.cu_seqlens_on_host)
         assert (row.cu_seqlens.dtype, row.labels.dtype) == (torch.int32, torch.int64)
 
@@ -136,9 +138,9 @@ def test_a_row_by_hand():
     assert row.segments.query_lengths == (4, 1, 2, 1)
     assert row.segments.key_lengths == (4, 3, 2, 2)
     assert row.segments.shared.tokens.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 5, 7]
-    assert row.scored_at.tolist() == [1, 2, 1, 5, 5]
+    assert row.labelled_at.tolist() == [1, 2, 1, 5, 5]
     assert row.labels.tolist() == [4, 5, 6, 7, 8]
-    assert row.scored_lengths == (2, 1, 1, 1)
+    assert row.labelled_lengths == (2, 1, 1, 1)
     assert row.ends_at.tolist() == [3, 4, 6, 7]
     assert row.groups == (10, 11)
     assert row.responses_per_prompt == 2
@@ -150,16 +152,16 @@ def test_the_same_row_without_sharing():
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1]]
     assert row.segments.query_lengths == row.segments.key_lengths == (4, 3, 2, 2)
     assert row.segments.shared is None
-    assert row.scored_at.tolist() == [1, 2, 5, 7, 9]
+    assert row.labelled_at.tolist() == [1, 2, 5, 7, 9]
     assert row.groups == (0, 1)
 
 
-def test_scored_prompts_leave_out_the_first_token():
-    (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], Packing(7), score_prompts=True)
+def test_labelled_prompts_leave_out_the_first_token():
+    (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], Packing(7), label_prompts=True)
     assert row.input_ids.tolist() == [[1, 2, 3, 5, 4, 6, 7]]
     assert row.labels.tolist() == [2, 3, 5, 6, 7]
-    assert row.scored_at.tolist() == [0, 1, 2, 4, 5]
-    assert row.scored_lengths == (3, 2)
+    assert row.labelled_at.tolist() == [0, 1, 2, 4, 5]
+    assert row.labelled_lengths == (3, 2)
     assert row.ends_at.tolist() == [3, 6]
 
 
@@ -203,8 +205,8 @@ def test_an_empty_prompt_or_response_is_refused(prompts, responses, message):
 def test_lists_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="zip"):
         pack([[1], [2]], [[[3]]], Packing(10))
-    with pytest.raises(ValueError, match="group 0 has 2 responses; a scored prompt has one"):
-        pack([[1]], [[[2], [3]]], Packing(10), score_prompts=True)
+    with pytest.raises(ValueError, match="group 0 has 2 responses; a labelled prompt has one"):
+        pack([[1]], [[[2], [3]]], Packing(10), label_prompts=True)
 
 
 def test_every_tensor_of_a_row_moves_to_a_device():

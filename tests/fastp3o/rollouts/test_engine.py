@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts import steps
@@ -42,7 +42,7 @@ def largest_difference(policy: PackedModel, ids, logprobs) -> float:
     """Of the log-probabilities from those in a packed row."""
     (row,) = pack(PROMPTS, ids, Packing(10_000))
     with torch.no_grad():
-        expected = scored_logprobs(policy, row.to(policy.model.device)).cpu()
+        expected = labelled_logprobs(policy, row.to(policy.model.device)).cpu()
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     return (got - expected).abs().max().item()
 

@@ -4,7 +4,7 @@ from transformers import GenerationConfig
 
 from fastp3o.config import SamplerConfig
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Prompt, finished, lengths, texts
@@ -31,7 +31,7 @@ def first_tokens(name, policy, tokenizer, n=3000, **settings):
     (row,) = pack([prompt] * len(tokenizer), [[[token]] for token in range(len(tokenizer))], Packing(10_000))
     logprobs = torch.empty(len(tokenizer))
     with torch.no_grad():
-        logprobs[list(row.groups)] = scored_logprobs(policy, row)
+        logprobs[list(row.groups)] = labelled_logprobs(policy, row)
     return torch.tensor([response.ids[0] for response in group.responses]), logprobs
 
 

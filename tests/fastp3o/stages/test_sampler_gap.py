@@ -3,7 +3,7 @@ import torch
 from accelerate import Accelerator
 
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -22,7 +22,7 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
     microbatches = []
     for row in (row for rows in pack_minibatches(Accelerator(cpu=True), rollouts, 2, Packing(30)) for row in rows):
         with torch.no_grad():
-            old = scored_logprobs(policy, row)
+            old = labelled_logprobs(policy, row)
         sums = sequence_logprobs(old, row.cu_seqlens).view(-1, 2)
         microbatches.append(Microbatch(row, torch.zeros(len(sums), 2), old, old, sums, sums, 1.0))
     assert len(microbatches) > 2

@@ -66,18 +66,18 @@ def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, monkeypat
     schedule = {"epochs": 4, "lr_schedule": "cosine"}
     sft.train(sft_config(tiny_model, "whole", **schedule))
 
-    scored, calls = sft.scored_logprobs, []
+    original, calls = sft.labelled_logprobs, []
 
     def breaks_off(model, batch):
         calls.append(None)
         if len(calls) == 4:  # an evaluation and two steps, of one row each, are over
             raise KeyboardInterrupt
-        return scored(model, batch)
+        return original(model, batch)
 
-    monkeypatch.setattr(sft, "scored_logprobs", breaks_off)
+    monkeypatch.setattr(sft, "labelled_logprobs", breaks_off)
     with pytest.raises(KeyboardInterrupt):
         sft.train(sft_config(tiny_model, "resumed", save_every=1, **schedule))
-    monkeypatch.setattr(sft, "scored_logprobs", scored)
+    monkeypatch.setattr(sft, "labelled_logprobs", original)
     assert len(lines("resumed", "metrics.jsonl")) == 2
     sft.train(sft_config(tiny_model, "resumed", save_every=1, resume=True, **schedule))
     whole, resumed = (

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o.config import TrainableConfig
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
@@ -116,7 +116,7 @@ def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
     precision = precision_of("fp32", "fp32")
     model, row = random_model(*LARGE_HEAD[0], precision), random_row(*LARGE_HEAD[1], True)
     with torch.no_grad(), PeakMemory() as measured:
-        scored_logprobs(model, row)
+        labelled_logprobs(model, row)
     sizes = Model.from_config(model.model.config, model.model.num_parameters(), 0)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = frozen_memory(sizes, lengths, precision)

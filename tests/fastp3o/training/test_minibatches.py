@@ -5,7 +5,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.groups import Group
@@ -59,7 +59,7 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
             row, groups = microbatch.row, list(microbatch.row.groups)
             assert torch.equal(microbatch.rewards, rewards[groups])
             # Bit for bit what training computes before its first step.
-            assert torch.equal(microbatch.old_token_logprobs, scored_logprobs(policy, row).detach())
+            assert torch.equal(microbatch.old_token_logprobs, labelled_logprobs(policy, row).detach())
             assert not microbatch.old_logprobs.requires_grad
             size, total = (
                 (len(row.labels), sum(len(one.row.labels) for one in minibatch))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fastp3o.config import StageConfig
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import scored_logprobs
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.trainable import freeze_below
 from fastp3o.precision import precision_of
 from fastp3o.training.optimizer import Masters, Optimizer
@@ -271,8 +271,8 @@ def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype
         parameter.data = parameter.data.to(dtype)
     optimizer = optimizer_for(policy, dtype)
     row = PAIRS.row()
-    scored_logprobs(policy, row).sum().backward()
-    scored_logprobs(plain, row).sum().backward()
+    labelled_logprobs(policy, row).sum().backward()
+    labelled_logprobs(plain, row).sum().backward()
     named = dict(plain.named_parameters())
     assert named.keys() == optimizer.parameters.keys()
     for name, parameter in named.items():
@@ -288,7 +288,7 @@ def test_frozen_layers_take_no_memory_for_masters(tiny_model):
     assert 0 < len(trained) < len(list(policy.parameters()))
     assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
     before = [parameter.clone() for parameter in policy.parameters()]
-    loss = scored_logprobs(optimizer.model, PAIRS.row()).mean()
+    loss = labelled_logprobs(optimizer.model, PAIRS.row()).mean()
     optimizer.backward(loss)
     optimizer.step(loss.detach())
     for parameter, old in zip(policy.parameters(), before, strict=True):

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastp3o.models.packed_model import PackedModel, scored_logprobs
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.groups import Group
@@ -19,7 +19,7 @@ def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> t
     responses = [groups.responses[p] for p in chosen]
     (row,) = pack([groups.prompts[p] for p in chosen], responses, Packing(1000), groups=chosen)
     with torch.no_grad():
-        logprobs = scored_logprobs(model, row)
+        logprobs = labelled_logprobs(model, row)
     sums = sequence_logprobs(logprobs, row.cu_seqlens).view(len(chosen), -1) + shift
     return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, sums, logprobs, logprobs, sums, sums, 1.0)
 
@@ -45,9 +45,9 @@ def test_the_other_row_is_no_longer_than_the_one_that_trains(monkeypatch):
 
     def measured(policy, row):
         lengths.append(row.tokens)
-        return scored_logprobs(policy, row)
+        return labelled_logprobs(policy, row)
 
-    monkeypatch.setattr(ratio_noise_module, "scored_logprobs", measured)
+    monkeypatch.setattr(ratio_noise_module, "labelled_logprobs", measured)
     assert ratio_noise(model, rollouts, microbatch) < 1e-4
     own = [rollouts[p] for p in microbatch.row.groups]
     alone = [len(group.prompt.ids) + len(response.ids) for group in own for response in group.responses]
