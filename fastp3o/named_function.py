@@ -1,4 +1,4 @@
-"""A user's Python function, given by name: finding it, and calling it."""
+"""Imports and calls a user's Python function, given by name."""
 
 import asyncio
 import importlib
@@ -19,12 +19,12 @@ class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
 
-# One for all calls: a client that a module keeps belongs to the loop that it was first used in.
+# One for all calls: a client that a module keeps belongs to the loop in which it was first used.
 EVENT_LOOP = asyncio.Runner()
 
 
 def import_function(name: str, role: str) -> Callable:
-    """The function that `name` says as `module:function`; modules of the current directory are found too.
+    """The function that `name` gives as `module:function`; modules of the current directory are found, too.
 
     Args:
         name: module, as Python imports it, and function.
@@ -51,12 +51,13 @@ def import_function(name: str, role: str) -> Callable:
 
 
 def call_for_list(function: Callable, name: str, *arguments: list[str], **columns: list) -> list:
-    """What the function returns, one entry for each of its last argument's: a list, a tuple, an array or a tensor.
+    """The function's result as a list, with one entry for each of the last argument's. It may be a list, a tuple, an
+    array or a tensor; an `async def` is awaited.
 
-    columns: arguments that it takes by name. An `async def` is awaited.
+    columns: arguments that it takes by name.
 
-    Raises FunctionError, with the function's name, where it returns another thing or another number of entries, where
-    it raises, with the place, and where it ends the program, which would look like the end of a run.
+    Raises FunctionError, with the function's name, if it returns another type or another number of entries, if it
+    raises (with the place), and if it ends the program, which would look like the end of a run.
     """
     try:
         result = function(*arguments, **columns)
@@ -85,6 +86,6 @@ def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
         asyncio.get_running_loop()
     except RuntimeError:
         return EVENT_LOOP.run(coroutine)
-    # A thread has one running loop, and this one has a notebook's.
+    # A thread runs one loop, and this one runs a notebook's.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(EVENT_LOOP.run, coroutine).result()

@@ -1,7 +1,6 @@
-"""Messages -> text, as a tokenizer's chat template writes them, in which only the template's own special tokens count.
+"""Writes messages as text with a tokenizer's chat template; only the template's own special tokens count as such.
 
-What the template wrote itself is told from what it was given by its outline: the same messages, with a mark in place of
-each content.
+An outline tells what the template wrote itself from contents: the same messages, with a mark in place of each content.
 """
 
 import json
@@ -20,18 +19,18 @@ from fastp3o.data.errors import Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Message, Part
 
 TIME_LIMIT = 10.0  # seconds for one text
-# Characters of private use, which neither templates nor tokenizers know.
+# Characters for private use, which neither templates nor tokenizers know.
 MARK = re.compile("\ue000(\\d+)\ue001")
 
 
 class Piece(NamedTuple):
-    """A stretch of text. control: whether the text of a special token in it is that token, or only text."""
+    """A stretch of text. control: whether a special token's text in it is that token, or only text."""
 
     text: str
     control: bool
 
 
-# One behind the other, with nothing between.
+# Consecutive pieces of one text.
 Pieces = tuple[Piece, ...]
 
 
@@ -40,35 +39,35 @@ def written(pieces: Pieces) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The tokens that steer a model, and are not text."""
+    """The tokens that are no text, by id."""
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of the names; where one begins another, the longer one."""
+    """Finds each of the names, the longest at a place."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, and the special tokens that are its alone.
+    """The chat template of a tokenizer.
 
-    Methods raise RecordError where the template refuses messages, leaves one out, or changes a content that holds the
-    text of a special token.
+    Methods raise RecordError if the template refuses messages, leaves one out, or changes a content that holds the text
+    of a special token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
         self.special = any_of(special_tokens(tokenizer).values())
-        # Most conversations have the roles of an earlier one.
+        # Most conversations have the same roles as an earlier one, and so the same outline.
         self.outline = lru_cache(maxsize=1024)(self.new_outline)
 
     def holds_special_text(self, pieces: Pieces) -> bool:
-        """Whether something looks like a special token and is text."""
+        """Whether the text of a special token is there as text."""
         return any(not piece.control and self.special.search(piece.text) for piece in pieces)
 
     def prompt(self, prompt: Part) -> Pieces:
-        """The messages and the beginning of the reply."""
+        """The text of the messages and of the beginning of the reply."""
         conversation, field = cast(list[Message], prompt.value), prompt.field
         text = self.apply(conversation, field, add_generation_prompt=True)
         outline = self.outline_of(conversation, add_generation_prompt=True)
@@ -104,7 +103,7 @@ class ChatTemplate:
             raise RecordError(field, "special tokens, if any, in the content alone", Found("one in another field"))
 
     def pieces(self, text: str, outline: str | None, conversation: list[Message], field: str) -> Pieces:
-        """The text in one piece, or, where contents hold special tokens' text, cut at the ends of contents."""
+        """The text in one piece, or cut at the ends of contents if these hold special tokens' text."""
         own = 0 if outline is None else len(self.special.findall(outline))
         if len(self.special.findall(text)) <= own:
             return (Piece(text, True),)
@@ -124,7 +123,7 @@ class ChatTemplate:
         return tuple(Piece(part, number % 2 == 0) for number, part in enumerate(found.groups()) if part)
 
     def outline_of(self, conversation: list[Message], *, add_generation_prompt: bool) -> str | None:
-        """What the template writes around the contents; None where it does not take marks in their place."""
+        """What the template writes around the contents; None if it refuses marks in their place."""
         marked = [
             {**message, "content": mark(number) if message["content"] else ""}
             for number, message in enumerate(conversation)

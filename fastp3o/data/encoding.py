@@ -1,4 +1,4 @@
-"""Texts or messages -> token ids. Prompt and response are tokenised separately, so that no token is part of both."""
+"""Makes token ids of texts or messages. Prompt and response are tokenised separately: no token is part of both."""
 
 import operator
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from fastp3o.data.errors import Found, RecordError
 from fastp3o.data.layouts import Message, Part
 from fastp3o.errors import UserError
 
-# Characters. A text of so many takes seconds to tokenise.
+# Characters. A text of this length takes seconds to tokenise.
 LONGEST_TEXT = 1_000_000
 
 
 class Texts(NamedTuple):
     """A prompt and its responses.
 
-    fields: where the prompt and each response came from.
+    fields: the record's fields that the prompt and each response come from.
     templated: whether the chat template wrote them.
     given: the prompt as the record has it.
     """
@@ -34,8 +34,7 @@ class Texts(NamedTuple):
 class Encoded(NamedTuple):
     """The token ids of a prompt and its responses.
 
-    prompt: the text of what is left of it after truncation. special_texts: how many of prompt and responses hold what
-    looks like a special token and is text.
+    prompt: its text after truncation. special_texts: how many of prompt and responses hold a special token's text.
     """
 
     prompt: str
@@ -54,9 +53,9 @@ class Encoder:
     to stop there. The text of a special token is text, unless the chat template wrote it.
 
     Args:
-        tokenizer: the model's, with a chat template where the data are messages.
+        tokenizer: the model's, with a chat template if the data are messages.
         max_prompt_tokens: tokens kept of a prompt.
-        max_response_tokens: tokens kept of a response; None where only prompts are encoded.
+        max_response_tokens: tokens kept of a response; None if only prompts are encoded.
         max_characters: of a prompt or a response; longer ones cannot be used.
 
     Raises:
@@ -101,7 +100,7 @@ class Encoder:
         return Texts(before, replies, fields, templated, prompt.value)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
-        """One result for each of the batch, in order; RecordError where the tokens cannot be used."""
+        """One result for each of the batch, in order; a RecordError if the tokens cannot be used."""
         prompts = tokenise(self.tokenizer, [texts.prompt for texts in batch])
         responses = iter(tokenise(self.tokenizer, [response for texts in batch for response in texts.responses]))
         return [
@@ -138,7 +137,7 @@ class Encoder:
         return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True
 
     def end_with_eos(self, ids: list[int], field: str) -> list[int]:
-        """The ids with one end-of-sequence token, the last; white space that a template writes after it is dropped."""
+        """The ids with one end-of-sequence token, at the end; white space that a template adds after it is cut."""
         eos = self.tokenizer.eos_token_id
         content = ids[: ids.index(eos)] if eos in ids else ids
         after = ids[len(content) + 1 :]
@@ -167,7 +166,7 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], control: boo
 
 
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The special tokens that the tokenizer puts before a text; those behind it (often eos) must not end a prompt."""
+    """The special tokens that the tokenizer puts before a text; those after it (often eos) must not end a prompt."""
     for probe in probe_texts(tokenizer):
         plain = tokenizer(probe, add_special_tokens=False).input_ids
         if plain:
@@ -177,11 +176,11 @@ def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def probe_texts(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
-    """A letter, or, for a vocabulary without it, whatever it has."""
+    """A letter, then the vocabulary's own tokens, in case it lacks the letter."""
     yield "a"
     yield from (token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
 
 
 def split_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
-    """(the beginning-of-sequence token, or nothing where `ids` does not start with it; the other ids)."""
+    """(the beginning-of-sequence token, or nothing if `ids` does not start with it; the other ids)."""
     return (ids[:1], ids[1:]) if bos is not None and ids[:1] == [bos] else ([], ids)

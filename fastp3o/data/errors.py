@@ -4,7 +4,7 @@ from fastp3o.errors import UserError
 
 
 class DataError(UserError):
-    """Data that cannot be used. The message names the file or hub name and, where known, the record and the field."""
+    """Data that cannot be used. The message names the file or hub name and, if known, the record and the field."""
 
 
 class RecordError(Exception):
@@ -18,7 +18,7 @@ class RecordError(Exception):
 
     @property
     def reason(self) -> str:
-        """Without what was found, so that records with the same problem count as one reason."""
+        """The problem without what was found, so that records with the same problem count as one reason."""
         return f"{self.field}expected {self.expected}"
 
     def at(self, file: str, number: int) -> DataError:
@@ -26,11 +26,11 @@ class RecordError(Exception):
 
 
 class UnskippableError(RecordError):
-    """A record that stops the run even where others are skipped: the next ones would take as long to fail."""
+    """Stops the run even if bad records are skipped: the next ones would take as long to fail."""
 
 
 class Found(str):
-    """A description of what was found, used in place of the one that `describe` makes of the value."""
+    """What was found, in words that replace those of `describe`."""
 
 
 MISSING = Found("nothing: the field is missing")
@@ -60,7 +60,7 @@ def shortened(number: int) -> str:
 
 
 def field_names(fields: object) -> str:
-    """The names of an object's fields, the first twelve where there are more."""
+    """The names of an object's fields, at most twelve of them."""
     names = [str(name)[:40] for name in fields]  # type: ignore[attr-defined]
     if not names:
         return "no fields"

@@ -1,7 +1,4 @@
-"""A record -> a prompt and its responses, as text or as messages.
-
-README.md in this folder lists the layouts, with an example of each.
-"""
+"""Reads a record as a prompt and its responses, text or messages. README.md lists the layouts, with examples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +26,8 @@ class Layout:
     """How to read the records of one form.
 
     fields: names that a record must have.
-    response_count: responses in a record, 0 to 2; at least so many in a ranking.
-    prompt, responses: read them; they raise RecordError.
+    response_count: responses in a record, 0 to 2; a ranking may have more.
+    prompt, responses: functions that read them, or raise RecordError.
     """
 
     fields: tuple[str, ...]
@@ -46,7 +43,7 @@ class Layout:
 
 
 def text(record: Fields, field: str, name: str | None = None) -> str:
-    """The string in a field; `name` is how errors call the field where it is nested."""
+    """The string in a field. name: the field's name in errors, if it is nested."""
     value, name = record.get(field, MISSING), name or field
     if not isinstance(value, str) or value is MISSING or not value.strip():
         raise RecordError(name, "text", value)
@@ -95,7 +92,7 @@ def ends_with(conversation: list[Message], roles: tuple[str, ...], field: str) -
     return conversation
 
 
-# --- strings, or messages with a prompt of their own ----------------------------------------------------------------
+# --- prompts and responses in fields of their own -------------------------------------------------------------------
 
 
 def prompt_field(record: Fields) -> Part:
@@ -105,7 +102,7 @@ def prompt_field(record: Fields) -> Part:
 
 
 def response_field(record: Fields, field: str) -> Part:
-    """Text where the prompt is text, an assistant message where it is messages."""
+    """Text if the prompt is text, an assistant message if it is messages."""
     if not isinstance(record.get("prompt"), list):
         return Part(field, text(record, field))
     reply = ends_with(messages(record, field), ("assistant",), field)
@@ -122,7 +119,7 @@ def demonstration_layout(field: str) -> Layout:
 
 
 def the_response(record: Fields, field: str) -> Part:
-    """The response, where the record says in one way which it is."""
+    """The response. Raises RecordError if two of the fields for it differ."""
     given = {name: record[name] for name in DEMONSTRATIONS if record.get(name) is not None}
     if any(value != given.get(field, value) for value in given.values()):
         raise RecordError(None, f"one response in the fields {', '.join(given)}", Found("different ones"))
@@ -195,7 +192,7 @@ def dialogues(record: Fields) -> tuple[Part, Part, Part]:
     """(shared messages, chosen reply, rejected reply) of two conversations that differ in their last message."""
     chosen, rejected = (ends_with(messages(record, field), ("assistant",), field) for field in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
-        raise RecordError("rejected", "the messages of 'chosen' but for the last", Found("others"))
+        raise RecordError("rejected", "the messages of 'chosen' except the last", Found("others"))
     return Part("chosen", before_reply(chosen, "chosen")), Part("chosen", chosen[-1:]), Part("rejected", rejected[-1:])
 
 
@@ -219,7 +216,7 @@ def hh_reply(dialogue: str, shared: str, field: str) -> Part:
 
 
 def implicit_pair(record: Fields) -> tuple[Part, Part, Part]:
-    """(prompt, chosen reply, rejected reply) of a record whose prompt stands only inside its two dialogues."""
+    """(prompt, chosen reply, rejected reply) of a record that has its prompt only inside its two dialogues."""
     return dialogues(record) if isinstance(record.get("chosen"), list) else hh_dialogues(record)
 
 
@@ -235,14 +232,14 @@ def implicit_responses(record: Fields) -> tuple[Part, ...]:
 
 
 def ranked_responses(record: Fields) -> tuple[Part, ...]:
-    """From best to worst, each in the form that `response_field` reads."""
+    """The responses from best to worst, each in the form that `response_field` reads."""
     ranked, field = record.get("ranked_responses", MISSING), "ranked_responses"
     if not isinstance(ranked, list):
         raise RecordError(field, "a list of responses, from best to worst", ranked)
     if len(ranked) < 2:
         raise RecordError(field, "two responses or more, from best to worst", ranked)
     if record.get("margin") is not None:
-        raise RecordError("margin", "none beside a ranking: it is of two responses", record["margin"])
+        raise RecordError("margin", "none in a ranking: it is of two responses", record["margin"])
     names = [f"{field}[{number}]" for number in range(len(ranked))]
     return tuple(
         response_field({"prompt": record["prompt"], name: item}, name) for name, item in zip(names, ranked, strict=True)
@@ -250,7 +247,7 @@ def ranked_responses(record: Fields) -> tuple[Part, ...]:
 
 
 def margin(record: Fields) -> float:
-    """By how much the chosen response is better; 0 where the record does not say."""
+    """By how much the chosen response is better; 0 if the record does not say."""
     value = record.get("margin")
     if value is None:
         return 0.0
@@ -263,7 +260,7 @@ def margin(record: Fields) -> float:
 
 
 def comparison_prompt(record: Fields) -> Part:
-    """The post in OpenAI's format, without subreddit and title where the record has none."""
+    """The post in OpenAI's format, with subreddit and title if the record has them."""
     info = object_field(record, "info")
     parts = [f"SUBREDDIT: r/{info['subreddit']}"] if has_text(info, "subreddit") else []
     parts += [f"TITLE: {info['title']}"] if has_text(info, "title") else []
@@ -289,7 +286,7 @@ def summary(value: object, name: str) -> Part:
     return Part(f"{name}.text", " " + text(value, "text", f"{name}.text").strip())
 
 
-# A record may fit several (many preference sets repeat their dialogues in `messages`): the first one counts.
+# A record may fit several (many preference sets repeat their dialogues in `messages`): the first counts.
 LAYOUTS = (
     Layout(("prompt", "chosen", "rejected"), 2, pair_prompt, pair_responses),
     Layout(("chosen", "rejected"), 2, implicit_prompt, implicit_responses),
@@ -299,18 +296,18 @@ LAYOUTS = (
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
 
-# Of the reward model, which takes all responses of a record.
+# For the reward model, which takes all responses of a record.
 RANKINGS = (
     Layout(("prompt", "ranked_responses"), 2, prompt_field, ranked_responses),
     *(layout for layout in LAYOUTS if layout.response_count == 2),
 )
 
-# Fields that demonstrations have too: a stage takes one or the other.
+# Not in LAYOUTS: demonstrations have these fields, too, so a stage takes one or the other.
 UNPAIRED_PREFERENCES = (Layout(("prompt", "completion", "label"), 1, prompt_field, unpaired_response),)
 
 
 def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:
-    """The first layout with at least `responses` responses whose fields the record has. RecordError where none fits."""
+    """The first layout with at least `responses` responses whose fields the record has. RecordError if none fits."""
     accepted = [layout for layout in layouts if layout.response_count >= responses]
     for layout in accepted:
         if all(field in record for field in layout.fields):

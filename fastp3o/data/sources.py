@@ -1,7 +1,6 @@
-"""A hub name or a path -> records, each with its file and number.
+"""Reads records from a hub name or a path, each with its file and number.
 
-Numbers start at 1. In JSON Lines the number is that of the line; in a JSON array, a parquet file or a hub split it is
-the position.
+Numbers start at 1. They count the lines of JSON Lines, and the entries of a JSON array, a parquet file or a hub split.
 """
 
 import glob
@@ -26,9 +25,10 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
 PARQUET = (".parquet",)
 READABLE = JSON_LINES + JSON + PARQUET
-# No hub name ends so: a mistyped path must not be looked up on the hub.
+# No hub name ends like this: a mistyped path must not be looked up on the hub.
 FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".zip")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 WHOLE = "train"  # the split that files and folders without one have
 HASH = r"(-[0-9a-f]{16})?"
@@ -37,7 +37,7 @@ SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 class Record(NamedTuple):
-    """One record as read. `content` is any JSON value, usable only as a dict; a RecordError where decoding failed."""
+    """One record as read. `content` is any JSON value, usable only as a dict; a RecordError if decoding failed."""
 
     file: str
     number: int
@@ -45,15 +45,15 @@ class Record(NamedTuple):
 
 
 def read_records(source: str, split: str) -> Iterator[Record]:
-    """The records of local files, or of a split of a hub dataset; of several sources with commas between, one after the
-    other. Raises DataError where `source` cannot be read.
+    """The records of local files, or of a split of a hub data set; several sources, separated by commas, follow one
+    another. Raises DataError if `source` cannot be read.
     """
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
         raise DataError(f"{source}: expected names with commas between, got an empty one")
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{source}: {twice[0]} comes more than once")
-    # Before the first record is read, files are known to be there.
+    # All files are found before the first record is read.
     files_of = {name: local_files(name, split) for name in names}
     for name, files in files_of.items():
         if files is None:
@@ -62,17 +62,9 @@ def read_records(source: str, split: str) -> Iterator[Record]:
         for file in files:
             try:
                 yield from file_records(file)
-            except (
-                OSError,
-                EOFError,
-                zlib.error,
-                pa.ArrowException,
-                ValueError,
-                OverflowError,
-                RecursionError,
-            ) as error:
-                if isinstance(error, DataError):
-                    raise
+            except DataError:
+                raise
+            except UNREADABLE as error:
                 raise DataError(f"{file}: cannot be read: {error}") from error
 
 
@@ -80,7 +72,7 @@ def read_records(source: str, split: str) -> Iterator[Record]:
 
 
 def local_files(source: str, split: str) -> list[Path] | None:
-    """The files that `source` means, or None where it can only be a hub name."""
+    """The files that `source` means, or None if it can only be a hub name."""
     path = Path(source).expanduser()
     if path.is_file():
         files = [path]
@@ -105,8 +97,9 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder; where their names contain split names (train, eval, ...), only those of `split`. A longer
-    name, such as train_sft, is one of a split of its own; that of a shorter one will do where there is no other.
+    """The files of a folder; if their names contain split names (train, eval, ...), only those of `split`.
+
+    A longer name, such as train_sft, is a split of its own, which also serves as train if no file has just that name.
     """
     files = sorted(file for file in folder.iterdir() if file.name.endswith(READABLE))
     if not files:
@@ -135,9 +128,9 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def longer_name(file: str, split: str) -> str:
-    """What makes a file's split another than `split`, such as _sft: words behind the name, but for numbers of parts."""
-    behind = file.lower().partition(".")[0].partition(split.lower())[2]
-    words = re.split(r"[^a-z0-9]+|(?<=\d)of(?=\d)", re.sub(rf"{HASH}$", "", behind))
+    """What makes a file's split another than `split`, such as _sft: words after the name, without numbers of parts."""
+    after = file.lower().partition(".")[0].partition(split.lower())[2]
+    words = re.split(r"[^a-z0-9]+|(?<=\d)of(?=\d)", re.sub(rf"{HASH}$", "", after))
     return "".join(f"_{word}" for word in words if word not in ("", "of") and not word.isdecimal())
 
 
@@ -199,7 +192,7 @@ def first_character(file: Path) -> bytes:
 
 
 def object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError where a name comes twice: a plain dict would silently keep the last value only."""
+    """A JSON object. ValueError if a name comes twice: a plain dict would silently keep only the last value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise UserError("a field's name comes twice in one object")

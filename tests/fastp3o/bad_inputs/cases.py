@@ -478,7 +478,7 @@ RANKED = [
     ),
     (
         {**RANKING, "margin": 1},
-        " field 'margin': expected none beside a ranking: it is of two responses, got the number",
+        " field 'margin': expected none in a ranking: it is of two responses, got the number",
     ),
     ({"ranked_responses": ["b", "c"]}, " field 'prompt': expected text, got nothing: the field is missing"),
 ]

@@ -151,7 +151,7 @@ SUMMARIES = COMPARISON["summaries"]
         (pair(prompt=[USER]), "field 'chosen': expected a list of messages, got a string"),
         (pair(prompt=[USER], chosen=[USER]), "field 'chosen': expected a last message of assistant"),
         (pair(prompt=[USER], chosen=[GOOD], rejected=[USER, BAD]), "field 'rejected': expected one message"),
-        (pair(chosen=[USER, GOOD], rejected=[BAD]), "field 'rejected': expected the messages of 'chosen' but"),
+        (pair(chosen=[USER, GOOD], rejected=[BAD]), "field 'rejected': expected the messages of 'chosen' except"),
         (pair(prompt="Ho", chosen=[USER, GOOD], rejected=[USER, BAD]), "field 'prompt': expected the messages that"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "field 'chosen': expected messages before the assistant's"),
         ({"chosen": [BAD, GOOD], "rejected": [BAD, BAD]}, "field 'chosen': expected a last message of user or tool"),
