@@ -153,6 +153,25 @@ def configuration(kernel: str, name: str, pointers: dict, constants: dict, warps
     return Configuration(kernel, name, tuple(pointers.items()), tuple(constants.items()), warps)
 
 
+def sample(every: list[Configuration]) -> list[Configuration]:
+    """Configurations that together take every branch of every kernel: each width of each pointer's elements, and each
+    value of each constant that is no number.
+    """
+
+    def branches(config: Configuration) -> set[tuple[str, str, object]]:
+        choices = (*config.pointers, *config.constants)
+        named = {
+            (config.kernel, name, ELEMENT_BYTES.get(value, value)) for name, value in choices if type(value) is not int
+        }
+        return named | {(config.kernel, "", "")}
+
+    chosen, seen = [], set()
+    while left := max((branches(config) - seen for config in every), key=len):
+        chosen.append(next(config for config in every if branches(config) - seen == left))
+        seen |= left
+    return chosen
+
+
 def compiler_source(config: Configuration) -> ASTSource:
     kernel = getattr(KERNELS[config.kernel], config.kernel)
     pointers, constants = dict(config.pointers), dict(config.constants)
@@ -220,13 +239,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON to write.")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
+    parser.add_argument("--sample", action="store_true", help="Every branch of every kernel, but not all sizes.")
     parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        work = [(c, a) for a in arguments.architectures for c in configurations(tuple(arguments.vocabularies))]
+        chosen = list(configurations(tuple(arguments.vocabularies)))
+        if arguments.sample:
+            chosen = sample(chosen)
+        work = [(c, a) for a in arguments.architectures for c in chosen]
         with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-            table = list(pool.map(compiled, *zip(*work, strict=True), chunksize=8))
+            table = list(pool.map(compiled, *zip(*work, strict=True), chunksize=1 if arguments.sample else 8))
     columns = ("kernel", "configuration", "architecture", "warps", "registers", "stack", "spills", "shared")
     columns += ("wide_loads", "tensor_core")
     widths = [max(len(column), *(len(str(entry[column])) for entry in table)) for column in columns]

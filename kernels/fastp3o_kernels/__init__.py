@@ -1,6 +1,6 @@
 """Fused losses for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
-Needs torch alone. With triton installed, tensors on a GPU go through fused kernels; without it, through PyTorch.
+Needs only torch. With triton installed, tensors on a GPU go through fused kernels; without it, through PyTorch.
 """
 
 from fastp3o_kernels.exposed_head import expose_head

@@ -1,9 +1,9 @@
-"""Input validation that several operations share. Every message names the argument, the index and what was expected.
+"""Input validation that operations share. Every message names the argument, the index and the expected value.
 
 N tokens, V vocabulary, S sequences.
 
-Shapes and dtypes are always checked. Values are checked on the CPU, and on a GPU, where looking at them would make the
-host wait, only with FASTP3O_DEBUG=1 in the environment.
+Shapes and dtypes are always checked. Values are checked on the CPU. On a GPU the host would have to wait for them, so
+they are checked there only with FASTP3O_DEBUG=1 in the environment.
 """
 
 import os
@@ -34,8 +34,8 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_whole(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a part of a tensor that is spread over processes."""
-    spread = getattr(torch.distributed, "tensor", None)  # where nobody has imported it, there is none
+    """Raises ValueError for a tensor that is spread over processes."""
+    spread = getattr(torch.distributed, "tensor", None)  # absent until somebody imports it
     if spread is not None and isinstance(tensor, spread.DTensor):
         raise ValueError(
             f"{name} is a DTensor, spread over processes: compute the loss within the model's forward call, where it "
@@ -102,8 +102,9 @@ def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], tokens: int, *, respo
 
 
 def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int) -> list[int]:
-    """Where prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU's; so they are checked
-    there, too: tokens that no chunk covers would be left as memory was.
+    """Where prompts begin and the last one ends, [P + 1], on the host, which waits for offsets on a GPU.
+
+    They are checked on any device: memory of tokens that no chunk covers would stay uninitialised.
     """
     bounds = cu_seqlens[::responses_per_prompt].tolist()
     check_offsets(bounds, tokens, responses_per_prompt)
@@ -111,7 +112,7 @@ def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int
 
 
 def check_offsets(offsets: list[int], tokens: int, step: int = 1) -> None:
-    """step: they are every so many entries of cu_seqlens."""
+    """step: the offsets are every step-th entry of cu_seqlens."""
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens[0] must be 0, got {offsets[0]}")
     for i, (begin, end) in enumerate(pairwise(offsets)):

@@ -1,4 +1,9 @@
-"""Losses within a model's own forward call, where wrappers see them: DDP reduces, FSDP gathers, autocast holds."""
+"""Losses within a model's own forward call, where wrappers see them: DDP reduces, FSDP gathers, autocast holds.
+
+The head that turns hidden states into logits is read from the model's configuration, and tried once.
+
+D hidden size, V vocabulary.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -13,15 +18,27 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastp3o_kernels.head.head import Head
-from fastp3o_kernels.model_head import check_trial, head_of, output_layer
 from fastp3o_kernels.operation import uncompiled
+from fastp3o_kernels.rows.rows import LogitsTransform, transformed
 
 Model = TypeVar("Model", bound=nn.Module)
 
 NOT_REDUCED = (
     "model(..., of_hidden=...) is called with several processes and outside of DDP and FSDP: nobody adds up their "
-    "gradients. Call the wrapper, ddp(..., of_hidden=...), not ddp.module. Who reduces them elsewhere may ignore this"
+    "gradients. Call the wrapper, ddp(..., of_hidden=...), not ddp.module. Ignore this if you reduce them elsewhere"
 )
+
+# Configurations have names of their own for what divides logits, multiplies them, and caps them after that.
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and MiniCPM3, Inkling
+FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1, Muse
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
+
+# Products that every soft cap in use bends, and tokens to look at.
+LARGEST_PRODUCT = 100.0
+TOKENS = 3
+# Share of the largest logit, or of all hidden states, that may differ: rounding to bf16 stays below it, a scale or cap
+# is far above.
+TOLERANCE = 0.02
 
 
 def expose_head(model: Model) -> Model:
@@ -39,9 +56,9 @@ def expose_head(model: Model) -> Model:
 
     model: a causal LM of transformers, or a peft model of one, before it is wrapped or prepared.
 
-    Raises ValueError where it is wrapped already. At the call: for a head that is not a plain linear layer (an adapter
-    on it, a quantised one), and at the first for a model that makes its logits otherwise, which a trial on a few tokens
-    shows; losses raise it for a weight that is spread over processes and not gathered.
+    Raises ValueError for a model that is wrapped already. Calls raise it for a head that is not a plain linear layer
+    (an adapter on it, a quantised one), and the first one for a model that makes its logits in another way, which a
+    trial on a few tokens shows; losses raise it for a weight that is spread over processes and not gathered.
     """
     outer: Any = model
     inner: Any = outer.get_base_model() if hasattr(model, "get_base_model") else model
@@ -50,7 +67,7 @@ def expose_head(model: Model) -> Model:
             f"expose_head takes a causal LM of transformers, before it is wrapped, and got a {type(model).__name__}"
         )
     if hasattr(inner, "_forward_to_logits"):
-        # What others have put around it since keeps it within.
+        # It still is inside whatever has wrapped the forward method since.
         return model
     if hasattr(inner, "_original_forward"):
         raise ValueError("accelerate has prepared the model: call expose_head before accelerator.prepare")
@@ -63,7 +80,7 @@ def expose_head(model: Model) -> Model:
 
 
 def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward method with `of_hidden`, and with the signature of the whole one, which `generate` reads."""
+    """A forward method that takes `of_hidden`. It keeps the signature of the whole one, which `generate` reads."""
 
     @wraps(getattr(whole, "__func__", whole))
     def forward(
@@ -98,3 +115,90 @@ def called(of_hidden: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any)
     if gather is not None:
         gather()
     return of_hidden(hidden, head_of(model))
+
+
+def head_of(model: Any) -> Head:
+    """The head of a causal LM: what turns its last hidden states into its logits, by its configuration.
+
+    Raises ValueError where it is not a plain linear layer.
+    """
+    layer = output_layer(model)
+    # FSDP makes a class of its own of each class that it wraps.
+    kinds = [kind for kind in type(layer).__mro__ if not kind.__name__.startswith("FSDP")]
+    if kinds[0] is not nn.Linear:
+        kind = f"{type(layer).__module__}.{type(layer).__name__}"
+        raise ValueError(
+            f"the head of {type(model).__name__} is a {kind}; fastp3o's losses need a plain linear layer. LoRA of the "
+            "head itself is not supported: leave it out of --lora_targets, or of peft's target_modules; and out of "
+            "quantisation (llm_int8_skip_modules of bitsandbytes)"
+        )
+    config = model.config.get_text_config()
+    divisor, factor = first_of(config, DIVISORS) or 1.0, first_of(config, FACTORS) or 1.0
+    if config.model_type.startswith("hyperclovax"):
+        divisor, factor = 1.0, divisor
+    softcap = first_of(config, SOFTCAPS)
+    return Head(
+        layer.weight,
+        bias=layer.bias,
+        # Models scale before they cap: c tanh(s z / c) = s (c/s) tanh(z / (c/s)).
+        softcap=None if softcap is None else softcap * divisor / factor,
+        temperature=divisor / factor,
+    )
+
+
+def first_of(config: Any, names: tuple[str, ...]) -> float | None:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def output_layer(model: Any) -> Any:
+    """A causal LM's output embeddings, or a reward model's `score`."""
+    return getattr(model, "score", None) or model.get_output_embeddings()
+
+
+@torch.no_grad()
+def check_trial(model: Any, transform: LogitsTransform, device: torch.device) -> None:
+    """Checks on a few tokens that a model makes its logits as the transform does. A model's code may do more than its
+    configuration says, so the trial replaces its head's products by known ones.
+
+    The class's own forward is called, even if another was put in its place, and dropout is off.
+
+    Raises ValueError for other logits, and for a head that gets something else than the body's last hidden states.
+    """
+    refused = f"fastp3o's losses would be wrong with {type(model).__name__}: "
+    layer, seen = output_layer(model), []
+
+    def known_products(_: nn.Module, inputs: tuple[Tensor], products: Tensor) -> Tensor:
+        seen.append(inputs[0].float())
+        values = torch.linspace(-LARGEST_PRODUCT, LARGEST_PRODUCT, products.shape[-1], device=products.device)
+        return values.to(products.dtype).expand_as(products).clone()  # which some models overwrite
+
+    # From the middle of the vocabulary, where there is no padding.
+    ids = layer.weight.shape[0] // 2 + torch.arange(TOKENS, device=device)[None]
+    training = [module for module in model.modules() if module.training]
+    handle = layer.register_forward_hook(known_products)
+    try:
+        model.eval()
+        hidden = model.base_model(input_ids=ids).last_hidden_state.float()
+        logits = type(model).forward(model, input_ids=ids).logits.float()
+    except Exception as error:  # from anywhere in a model that wants more than tokens
+        raise ValueError(f"{refused}a trial on {TOKENS} tokens failed with: {error}") from error
+    finally:
+        handle.remove()
+        for module in training:
+            module.training = True
+    if [given.shape for given in seen] != [hidden.shape]:
+        raise ValueError(f"{refused}its forward pass does not call its head once on the hidden states of all tokens")
+    # Some models scale what goes into the head.
+    given = seen[0].to(hidden.device)
+    share = (given * hidden).sum() / hidden.square().sum()
+    if (given - share * hidden).norm() > TOLERANCE * given.norm():
+        raise ValueError(f"{refused}its head takes something else than the last hidden states of its body")
+    products = torch.linspace(-LARGEST_PRODUCT, LARGEST_PRODUCT, layer.weight.shape[0], device=logits.device)
+    expected = transformed((products / share.to(logits.device)).expand(1, TOKENS, -1), transform)
+    if logits.shape != expected.shape:
+        raise ValueError(f"{refused}its logits have shape {list(logits.shape)}, and its head's {list(expected.shape)}")
+    if (logits - expected).abs().max() > TOLERANCE * expected.abs().max():
+        raise ValueError(
+            f"{refused}it scales, caps or masks its logits by more than we read from its configuration (soft cap "
+            f"{transform.softcap}, divided by {transform.temperature:g})"
+        )

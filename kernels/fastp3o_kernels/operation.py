@@ -1,4 +1,4 @@
-"""What all operations share: the implementation that runs, their place in compiled models and graphs, their outputs.
+"""Parts of every operation: choice of the implementation, limits for compilers and autograd, copies of outputs.
 
 Files named `*_kernel.py` import triton; all others import those only where HAS_TRITON is true.
 """

@@ -13,9 +13,10 @@ from fastp3o_kernels.operation import copyable, uncompiled
 class ResponseTokens(NamedTuple):
     """N tokens of B responses.
 
-    predicted_at: [N] int64, rows of hidden.flatten(0, 1) for hidden states [B, T, D]: each token's is that of the
-    position before it. labels: [N] int64, the tokens. cu_seqlens: [B + 1] int64 on the CPU, where each response begins.
-    order: [B] int64, which row of the batch each response is.
+    predicted_at: [N] int64, each token's row of hidden.flatten(0, 1), for hidden states [B, T, D]: that of the position
+        before it.
+    labels: [N] int64, the tokens. cu_seqlens: [B + 1] int64 on the CPU, where each response begins.
+    order: [B] int64, each response's row of the batch.
     """
 
     predicted_at: Tensor
@@ -24,7 +25,7 @@ class ResponseTokens(NamedTuple):
     order: Tensor
 
     def of(self, values: Tensor) -> Tensor:
-        """A batch's values of tokens [B, T], such as old log-probs, each at its token -> [N]."""
+        """A batch's values of tokens [B, T], such as old log-probs -> [N], in the order of the labels."""
         return values.flatten()[self.predicted_at + 1]
 
 
@@ -32,7 +33,7 @@ class ResponseTokens(NamedTuple):
 def response_tokens(
     input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1, order: Tensor | None = None
 ) -> ResponseTokens:
-    """What losses need of a batch [B, T], padded on either side.
+    """The tokens of responses in a batch [B, T], padded on either side, as losses take them.
 
         tokens = response_tokens(input_ids, response_mask, responses_per_prompt=2)
         hidden = model.base_model(input_ids, attention_mask=attention_mask).last_hidden_state.flatten(0, 1)
@@ -41,7 +42,7 @@ def response_tokens(
     Args:
         input_ids: [B, T] int64.
         response_mask: [B, T], bool or of zeros and ones: 1 at the responses' own tokens, end-of-sequence included; 0 at
-            prompts, padding and what tools wrote. It is not shifted.
+            prompts, padding and output of tools. It is not shifted.
         responses_per_prompt: K. Losses take the K responses to a prompt one after the other.
         order: [B], which row of the batch comes first, second, ...; None: as they are. For all first responses followed
             by all second ones: torch.arange(B).view(K, P).T.flatten().
@@ -88,7 +89,7 @@ def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, order: 
 
 
 def check_siblings(input_ids: Tensor, mask: Tensor, rows: list[int]) -> None:
-    """Responses to one prompt have the same tokens before them; a row without a response tells nothing."""
+    """Checks that the same tokens come before all responses to a prompt; rows without a response do not count."""
     prompts = {row: input_ids[row, : first_index(mask[row])[0]] for row in rows if mask[row].any()}
     known = list(prompts)
     for row in known[1:]:

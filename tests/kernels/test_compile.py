@@ -18,8 +18,18 @@ def python(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=ENVIRONMENT, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=500)
 
 
+def test_every_branch_of_every_kernel_for_hopper(tmp_path):
+    check_hopper(tmp_path, "--sample")
+
+
+@pytest.mark.compiled
 def test_all_configurations_for_hopper(tmp_path):
-    done = python(SCRIPT, "--vocabularies", 128256, "--architectures", 90, "--output", tmp_path / "table.json")
+    check_hopper(tmp_path)
+
+
+def check_hopper(tmp_path: Path, *options: str) -> None:
+    chosen = "--vocabularies", 128256, "--architectures", 90, *options
+    done = python(SCRIPT, *chosen, "--output", tmp_path / "table.json")
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((tmp_path / "table.json").read_text())["kernels"]
     assert {entry["kernel"] for entry in table} == {

@@ -35,10 +35,10 @@ Moves = list[tuple[Tensor, Tensor]]
 
 
 class WaitingTokens:
-    """Which tokens wait, each with a row of the buffer, and which of them have a coefficient.
+    """The tokens that wait, each with a row of the buffer, and flags: whether a token has a coefficient.
 
-    The host asks for the latter when the buffer is full, by flags that were sent when each span came. The device then
-    has a later span's logits to work on, so neither waits for the other.
+    The host reads the flags when the buffer is full; they were sent when each span came. The device then has a later
+    span's logits to work on, so neither waits for the other.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class WaitingTokens:
 class HeadGradients:
     """Gradients of one evaluation of the head, while it holds hidden states and head.
 
-    hidden, head: the caller's, of which only the dtypes and shapes count here.
+    hidden, head: the caller's; only their dtypes and shapes count here.
     needs: whether hidden, weight and bias get a gradient.
     """
 
@@ -188,7 +188,7 @@ class HeadGradients:
         multiply(dlogits.T, hidden, out=self.dweight, accumulate=not first)
 
     def finish(self) -> None:
-        """The last products; the buffers and all that only they need are given up."""
+        """The last products. Buffers are freed."""
         if self.finished:
             return
         self.multiply_waiting(last=True)

@@ -22,7 +22,7 @@ from fastp3o_kernels.rows.rows import NO_LABEL
 
 
 class ChunkLoss(Protocol):
-    """What the loop asks of a loss, chunk by chunk and at the end."""
+    """A loss as the loop uses it, chunk by chunk and at the end."""
 
     statistics: bool  # whether it needs the head's statistics, too
 

@@ -11,13 +11,13 @@ class HeadDtypes(NamedTuple):
     never rounded to half precision. Other devices have no such product: operands are widened first.
     """
 
-    rounded: torch.dtype  # what hidden states and weight are rounded to: autocast's dtype, or their own
+    rounded: torch.dtype  # of hidden states and weight after rounding: autocast's dtype, or their own
     multiplied: torch.dtype  # of a product's operands, so also of the gradients of logits
     logits: torch.dtype  # of logits, log-probs and sums over tokens
 
     @classmethod
     def for_hidden(cls, hidden: Tensor) -> "HeadDtypes":
-        """For these hidden states, here and now: under autocast or not."""
+        """For these hidden states, under the autocast that is active now."""
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
         rounded = torch.get_autocast_dtype(device) if autocast else hidden.dtype
@@ -33,7 +33,7 @@ class HeadDtypes(NamedTuple):
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-    """out (+)= a @ b. An fp32 result of operands in half precision is not rounded to theirs in between."""
+    """out (+)= a @ b. An fp32 result of operands in half precision is not rounded to their dtype in between."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if accumulate else torch.mm(a, b, out=out)
     elif a.is_cuda and out.dtype == torch.float32:

@@ -41,7 +41,7 @@ class ChunkedHead:
 
     @contextmanager
     def holding(self, hidden: Tensor, head: Head) -> Iterator[None]:
-        """Within, logits of these hidden states [N, D] can be computed. Outside they are left to autograd to keep."""
+        """Inside, logits of these hidden states [N, D] can be computed. Outside, only autograd keeps them."""
         # The dtypes have taken autocast into account.
         with torch.autocast(hidden.device.type, enabled=False):
             cast = self.plan.dtypes.cast
@@ -52,7 +52,7 @@ class ChunkedHead:
                 del self.head, self.hidden, self.weight
 
     def rows(self, span: slice) -> Rows:
-        """Bare products of a span [n, V], which are transformed where they are read."""
+        """Products of a span [n, V] before the transform, which kernels apply when they read them."""
         logits = self.logits_buffer[: span.stop - span.start, : self.plan.V]
         if span != self.resident:
             multiply(self.hidden[span], self.weight.T, out=logits)

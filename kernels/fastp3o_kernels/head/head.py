@@ -1,4 +1,4 @@
-"""What turns hidden states into logits.
+"""The head of a model, which turns hidden states into logits.
 
 N tokens, D hidden size, V vocabulary.
 """
@@ -60,8 +60,8 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
 
 
 def check_gradient_placements(weight: Tensor) -> None:
-    """Raises ValueError for what full_tensor() made without grad_placements: in the backward pass each process would
-    take the gradient of its own tokens for that of all.
+    """Raises ValueError for a weight that full_tensor() made without grad_placements: in the backward pass each process
+    would take the gradient of its own tokens for that of all.
     """
     node = weight.grad_fn
     while node is not None:
@@ -77,7 +77,7 @@ def check_gradient_placements(weight: Tensor) -> None:
 
 
 def save_for_backward(ctx, hidden: Tensor, head: Head, *others: Tensor) -> None:
-    """Autograd keeps the tensors, and sees where they are changed; the context keeps the head's numbers alone."""
+    """Autograd keeps the tensors and sees changes to them; the context keeps only the head's numbers."""
     ctx.save_for_backward(hidden, head.weight, head.bias, *others)
     ctx.head_without_tensors = replace(head, weight=head.weight.new_empty(0), bias=None)
 

@@ -61,7 +61,7 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
 
 
 def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
-    """The first author's later variant: every token is clipped for itself in each pair of its response; the mean is
+    """The first author's later variant: every token is clipped separately in each pair of its response. The mean is
     over these N (K − 1) cases.
     """
     cu_seqlens, (P, K) = pairs.cu_seqlens, pairs.rewards.shape
@@ -81,7 +81,7 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, settings)
     weighted_advantage = -q * joint_weight(logprobs - old_logprobs, settings)
 
-    # Of response i in its pair with j, [P, i, j].
+    # Weight of response i in its pair with j, [P, i, j].
     first, second = torch.triu_indices(K, K, offset=1)
     weights = weighted_advantage.new_zeros(P, K, K)
     weighted_advantage = weighted_advantage.view(-1, pairs.pairs_per_prompt)
@@ -103,8 +103,8 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
 
 
 def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
-    """Which pairs count, [Q], and log π, log π_old, log π_ref and rewards of the two responses of each, [Q, 2], of
-    [P, K]. All are 0 in a pair that does not count: so are its advantage difference, its loss and its gradient.
+    """Flags of the pairs that count, [Q], and from [P, K] each: log π, log π_old, log π_ref and rewards of every pair's
+    two responses, [Q, 2]. All are 0 in a pair that does not count: so are its advantage difference, loss and gradient.
     """
     K = logprobs.shape[1]
     first, second = torch.triu_indices(K, K, offset=1)
@@ -141,7 +141,7 @@ def exp_limited(log_ratios: Tensor) -> Tensor:
 
 
 def share(values: Tensor, counts: Tensor) -> Tensor:
-    """The mean of those that count; 0 where none does."""
+    """The mean of the values that count; 0 if none does."""
     return at_least_fp32(values).masked_fill(~counts, 0.0).sum() / counts.sum().clamp(min=1)
 
 

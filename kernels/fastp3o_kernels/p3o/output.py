@@ -1,4 +1,4 @@
-"""What a loss returns."""
+"""A P3O loss's output: loss and metrics."""
 
 from typing import NamedTuple
 

@@ -16,19 +16,20 @@ from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
 from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
 
 # One program does all prompts, a tile of them at a time: a mean over programs would need atomics, whose order varies,
-# or a second launch. Tokens number at most a million or so (4 MB), little for one processor beside the head's products.
+# or a second launch. There are at most a million tokens or so (4 MB), little for one processor next to the head's
+# products.
 BLOCK_P = 2
 # Pairs of a tile; a prompt with more of them in a square has a tile to itself.
 LARGEST_TILE = 256
-# Responses of a tile where metrics are of them alone: one for each thread.
+# Responses of a tile in the pass over their metrics: one a thread.
 RESPONSES_TILE = 512
-# Of each thread: the only program may have all of a processor's. Left to itself, the compiler saves them for a second
-# one and spills.
+# Registers a thread: the only program may have all of a processor's. Left to itself, the compiler saves them for a
+# second one and spills.
 REGISTERS = 65536 // (32 * WARPS)
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 
-# Where each number stands in the results.
+# The place of each number in the results.
 LOSS = tl.constexpr(RESULTS.index("loss"))
 RATIO_MEAN = tl.constexpr(RESULTS.index("ratio_mean"))
 RATIO_MAX = tl.constexpr(RESULTS.index("ratio_max"))
@@ -67,7 +68,7 @@ def pair_differences(x):
 
 @triton.jit
 def sums_over_pairs(x_1, x_2):
-    """[p, i, j] of a pair's two responses -> the sum over the pairs of each response, [p, K]."""
+    """[p, i, j], each pair's two responses -> sums over the pairs of each response, [p, K]."""
     return tl.sum(x_1, axis=2) + tl.sum(x_2, axis=1)
 
 
@@ -98,7 +99,7 @@ def joint_terms(q, u, u_clipped, log_ratio, ratio_cap, CLIPPING: tl.constexpr):
 @triton.jit
 def responses_in_pairs(begin_ptr, valid_ptr, is_response, HAS_VALID: tl.constexpr):
     """Which responses take part in a pair, [p, K]: with tokens, valid, as is another one to the prompt; and their
-    number, [p], which is 0 or more than 1. Pointers: to their places in cu_seqlens and in what is valid.
+    number, [p], which is 0 or more than 1. Both pointers are to the responses' own places.
     """
     begin = tl.load(begin_ptr, mask=is_response, other=0)
     end = tl.load(begin_ptr + 1, mask=is_response, other=0)
@@ -124,8 +125,8 @@ def response_metrics(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """How many prompts have pairs, how many pairs there are, and responses in them. Of these responses: the sum and the
-    largest of their ratios, how many are outside the clip range, the sum of log π − log π_ref.
+    """Numbers of prompts with pairs, of pairs, and of responses in pairs; over these responses the sum and the largest
+    of the ratios, the number outside the clip range, and the sum of log π − log π_ref.
     """
     prompts = tl.zeros([BLOCK_R], dtype=tl.float32)
     pairs = tl.zeros([BLOCK_R], dtype=tl.float32)
@@ -167,7 +168,7 @@ def response_metrics(
 
 @triton.jit
 def at_least_one(number):
-    """As a divisor: what is summed is 0 where it is."""
+    """A count as a divisor: sums over nothing are 0."""
     return tl.maximum(number, 1.0)
 
 
@@ -212,7 +213,7 @@ def clip_tokens(
         logprob = tl.load(logprobs_ptr + tokens, mask=mask, other=0.0)
         old = tl.load(old_ptr + tokens, mask=mask, other=0.0)
         clipped = clip(logprob, old - clip_range, old + clip_range)
-        # max(w logprob, w clipped): the larger of the two where w is positive, the smaller where it is negative.
+        # max(w logprob, w clipped): the larger of the two if w is positive, the smaller if it is negative.
         slope = tl.where(logprob > clipped, positive, tl.where(logprob < clipped, negative, positive + negative))
         coefficient = slope / cases
         tl.store(coefficients_ptr + tokens, coefficient, mask=mask)
@@ -223,15 +224,125 @@ def clip_tokens(
     return tl.sum(losses, axis=1), tl.sum(outside, axis=1), tl.sum(with_gradient, axis=1)
 
 
+@triton.jit
+def store_sums(
+    logprobs_ptr, cu_seqlens_ptr, sums_ptr, prompt, valid, K: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """log π(y|x) of the responses to a tile's prompts, from the log-probs of their tokens."""
+    for k in range(K):
+        begin, end = sequence_bounds(cu_seqlens_ptr + prompt * K + k, valid)
+        tl.store(sums_ptr + prompt * K + k, sequence_sums(logprobs_ptr, begin, end, BLOCK_P, BLOCK_T), mask=valid)
+
+
+@triton.jit
+def pair_terms(
+    logprob,
+    old,
+    ref,
+    reward,
+    counts,
+    clip_range,
+    ratio_cap,
+    kl_coef,
+    CLIPPING: tl.constexpr,
+    KL_REWARD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """From [p, K] of the responses and which of them are in pairs: each pair's loss and its slopes in log π of response
+    1 and 2, [p, i, j]; the sum of |q| over a prompt's pairs, and how many are outside the clip range, [p].
+    """
+    responses = tl.arange(0, BLOCK_K)
+    is_pair = counts[:, :, None] & counts[:, None, :] & (responses[:, None] < responses[None, :])[None, :, :]
+    log_ratio = logprob - old
+    # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
+    u = pair_differences(logprob - ref)
+    u_old = pair_differences(old - ref)
+    q = pair_differences(reward) - kl_coef * (u if KL_REWARD == "current" else u_old)
+    # Where it is 0 there is neither a loss nor a slope.
+    q = tl.where(is_pair, q, 0.0)
+    advantages = tl.sum(tl.sum(tl.abs(q), axis=2), axis=1)
+    outside = tl.zeros_like(advantages)
+    if CLIPPING == "separate":
+        log_ratio_1, log_ratio_2 = log_ratio[:, :, None], log_ratio[:, None, :]
+        loss, slope_1 = separate_term(-q, log_ratio_1, log_ratio_2, clip_range, ratio_cap)
+        loss_2, slope_2 = separate_term(q, log_ratio_2, log_ratio_1, clip_range, ratio_cap)
+        loss += loss_2
+    else:
+        u_clipped = clip(u, u_old - clip_range, u_old + clip_range)
+        loss, slope_1 = joint_terms(q, u, u_clipped, log_ratio, ratio_cap, CLIPPING)
+        slope_2 = -slope_1
+        if CLIPPING != "token":
+            is_outside = tl.where(is_pair & (u_clipped != u), 1.0, 0.0)
+            outside += tl.sum(tl.sum(is_outside, axis=2), axis=1)
+    return loss, slope_1, slope_2, advantages, outside
+
+
+@triton.jit
+def store_tokens(
+    logprobs_ptr,
+    cu_seqlens_ptr,
+    old_token_logprobs_ptr,
+    divisor_ptr,
+    response_coefficients_ptr,
+    positive_weights_ptr,
+    negative_weights_ptr,
+    coefficients_ptr,
+    prompt,
+    valid,
+    counts,
+    clip_range,
+    CASES: tl.constexpr,
+    CLIPPING: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Stores the coefficients of all tokens of a tile's prompts. Sums over each prompt's tokens in pairs where single
+    tokens are clipped, [p]: losses, tokens outside the clip range, tokens; and how many have a gradient.
+    """
+    responses = tl.arange(0, BLOCK_K)
+    losses = tl.zeros([BLOCK_P], dtype=tl.float32)
+    outside = tl.zeros([BLOCK_P], dtype=tl.float32)
+    counted_tokens = tl.zeros([BLOCK_P], dtype=tl.float32)
+    with_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
+    for k in range(K):
+        begin, end = sequence_bounds(cu_seqlens_ptr + prompt * K + k, valid)
+        if CLIPPING == "token":
+            token_losses, tokens_outside, coefficients_not_zero = clip_tokens(
+                logprobs_ptr,
+                old_token_logprobs_ptr,
+                coefficients_ptr,
+                tl.load(positive_weights_ptr + prompt * K + k, mask=valid, other=0.0),
+                tl.load(negative_weights_ptr + prompt * K + k, mask=valid, other=0.0),
+                begin,
+                end,
+                clip_range,
+                tl.load(divisor_ptr) * CASES,
+                BLOCK_P,
+                BLOCK_T,
+            )
+            counted = tl.sum(tl.where(counts & (responses == k)[None, :], 1.0, 0.0), axis=1) > 0.0
+            losses += tl.where(counted, token_losses, 0.0)
+            outside += tl.where(counted, tokens_outside, 0.0)
+            counted_tokens += tl.where(counted, (end - begin).to(tl.float32), 0.0)
+            with_gradient += coefficients_not_zero
+        else:
+            coefficient = tl.load(response_coefficients_ptr + prompt * K + k, mask=valid, other=0.0)
+            store_coefficients(coefficients_ptr, coefficient, begin, end, BLOCK_P, BLOCK_T)
+            with_gradient += tl.where(coefficient != 0.0, 1.0, 0.0)
+    return losses, outside, counted_tokens, with_gradient
+
+
 @triton.jit(do_not_specialize=["P"])
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
     cu_seqlens_ptr,  # [P K + 1]
-    old_logprobs_ptr,  # [P, K] fp32
+    old_logprobs_ptr,  # [P, K] fp32; may be sums_ptr
     ref_logprobs_ptr,  # [P, K] fp32
     rewards_ptr,  # [P, K] fp32
     valid_ptr,  # [P, K] uint8, where HAS_VALID: whether a response may be in pairs
-    old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"
+    old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"; may be logprobs_ptr
     divisor_ptr,  # [] fp32, of the sum over prompts, or over tokens where CLIPPING is "token"
     sums_ptr,  # [P, K] fp32, scratch: log π(y|x)
     response_coefficients_ptr,  # [P, K] fp32, scratch, where CLIPPING is not "token": dL/d log π(y|x)
@@ -265,43 +376,27 @@ def pair_kernel(
     while first < P:
         prompt = first + tl.arange(0, BLOCK_P)
         valid = prompt < P
-        for k in range(K):
-            begin, end = sequence_bounds(cu_seqlens_ptr + prompt * K + k, valid)
-            tl.store(sums_ptr + prompt * K + k, sequence_sums(logprobs_ptr, begin, end, BLOCK_P, BLOCK_T), mask=valid)
-        # What one thread has stored, others load.
+        store_sums(logprobs_ptr, cu_seqlens_ptr, sums_ptr, prompt, valid, K, BLOCK_P, BLOCK_T)
+        # One thread's stores are other threads' loads.
         tl.debug_barrier()
 
         is_response = valid[:, None] & (responses < K)[None, :]
         place = prompt[:, None] * K + responses[None, :]
         counts, _ = responses_in_pairs(cu_seqlens_ptr + place, valid_ptr + place, is_response, HAS_VALID)
-        logprob = tl.load(sums_ptr + place, mask=counts, other=0.0)
-        old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
-        ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
-        reward = tl.load(rewards_ptr + place, mask=counts, other=0.0)
-        log_ratio = logprob - old
-
-        is_pair = counts[:, :, None] & counts[:, None, :] & (responses[:, None] < responses[None, :])[None, :, :]
-        # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
-        u = pair_differences(logprob - ref)
-        u_old = pair_differences(old - ref)
-        q = pair_differences(reward) - kl_coef * (u if KL_REWARD == "current" else u_old)
-        # Without it there is neither a loss nor a slope.
-        q = tl.where(is_pair, q, 0.0)
-        advantages += tl.sum(tl.sum(tl.abs(q), axis=2), axis=1)
-
-        if CLIPPING == "separate":
-            log_ratio_1, log_ratio_2 = log_ratio[:, :, None], log_ratio[:, None, :]
-            loss, slope_1 = separate_term(-q, log_ratio_1, log_ratio_2, clip_range, ratio_cap)
-            loss_2, slope_2 = separate_term(q, log_ratio_2, log_ratio_1, clip_range, ratio_cap)
-            loss += loss_2
-        else:
-            u_clipped = clip(u, u_old - clip_range, u_old + clip_range)
-            loss, slope_1 = joint_terms(q, u, u_clipped, log_ratio, ratio_cap, CLIPPING)
-            slope_2 = -slope_1
-            if CLIPPING != "token":
-                is_outside = tl.where(is_pair & (u_clipped != u), 1.0, 0.0)
-                outside += tl.sum(tl.sum(is_outside, axis=2), axis=1)
-
+        loss, slope_1, slope_2, tile_advantages, pairs_outside = pair_terms(
+            tl.load(sums_ptr + place, mask=counts, other=0.0),
+            tl.load(old_logprobs_ptr + place, mask=counts, other=0.0),
+            tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0),
+            tl.load(rewards_ptr + place, mask=counts, other=0.0),
+            counts,
+            clip_range,
+            ratio_cap,
+            kl_coef,
+            CLIPPING,
+            KL_REWARD,
+            BLOCK_K,
+        )
+        advantages += tile_advantages
         if CLIPPING == "token":
             positive_weight = sums_over_pairs(larger(slope_1, 0.0), larger(slope_2, 0.0))
             negative_weight = -sums_over_pairs(larger(slope_2, 0.0), larger(slope_1, 0.0))
@@ -309,41 +404,39 @@ def pair_kernel(
             tl.store(negative_weights_ptr + place, negative_weight, mask=is_response)
         else:
             losses += tl.sum(tl.sum(loss, axis=2), axis=1)
+            outside += pairs_outside
             coefficient = sums_over_pairs(slope_1, slope_2) / (tl.load(divisor_ptr) * CASES)
             tl.store(response_coefficients_ptr + place, coefficient, mask=is_response)
         tl.debug_barrier()
 
-        tokens_with_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
-        for k in range(K):
-            begin, end = sequence_bounds(cu_seqlens_ptr + prompt * K + k, valid)
-            if CLIPPING == "token":
-                token_losses, tokens_outside, coefficients_not_zero = clip_tokens(
-                    logprobs_ptr,
-                    old_token_logprobs_ptr,
-                    coefficients_ptr,
-                    tl.load(positive_weights_ptr + prompt * K + k, mask=valid, other=0.0),
-                    tl.load(negative_weights_ptr + prompt * K + k, mask=valid, other=0.0),
-                    begin,
-                    end,
-                    clip_range,
-                    tl.load(divisor_ptr) * CASES,
-                    BLOCK_P,
-                    BLOCK_T,
-                )
-                counted = tl.sum(tl.where(counts & (responses == k)[None, :], 1.0, 0.0), axis=1) > 0.0
-                losses += tl.where(counted, token_losses, 0.0)
-                outside += tl.where(counted, tokens_outside, 0.0)
-                tokens_with_gradient += coefficients_not_zero
-                counted_tokens += tl.where(counted, (end - begin).to(tl.float32), 0.0)
-            else:
-                coefficient_k = tl.load(response_coefficients_ptr + prompt * K + k, mask=valid, other=0.0)
-                store_coefficients(coefficients_ptr, coefficient_k, begin, end, BLOCK_P, BLOCK_T)
-                tokens_with_gradient += tl.where(coefficient_k != 0.0, 1.0, 0.0)
-
+        token_losses, tokens_outside, tokens, tokens_with_gradient = store_tokens(
+            logprobs_ptr,
+            cu_seqlens_ptr,
+            old_token_logprobs_ptr,
+            divisor_ptr,
+            response_coefficients_ptr,
+            positive_weights_ptr,
+            negative_weights_ptr,
+            coefficients_ptr,
+            prompt,
+            valid,
+            counts,
+            clip_range,
+            CASES,
+            CLIPPING,
+            K,
+            BLOCK_P,
+            BLOCK_K,
+            BLOCK_T,
+        )
+        if CLIPPING == "token":
+            losses += token_losses
+            outside += tokens_outside
+            counted_tokens += tokens
         with_gradient += tl.where(tokens_with_gradient > 0.0, 1.0, 0.0)
         first += BLOCK_P
 
-    # In a pass of its own, over many prompts at once.
+    # A pass over many prompts at once.
     prompts, pairs, in_pairs, ratios, ratio_max, responses_outside, kl = response_metrics(
         sums_ptr,
         cu_seqlens_ptr,

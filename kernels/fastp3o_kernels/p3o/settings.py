@@ -1,4 +1,4 @@
-"""The numbers that define P3O's objective: their defaults, what they mean and what they may be stand here alone."""
+"""The numbers that define P3O's objective: defaults, meanings and bounds."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any

@@ -94,7 +94,7 @@ def logprobs_kernel(
     BLOCK_V: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    # A grid of N programs in its first dimension, which alone may exceed 65535; offsets pass 2^31.
+    # N programs in the grid's first dimension: only that one may exceed 65535. Offsets pass 2^31.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     row_max, log_sum = row_logsumexp(

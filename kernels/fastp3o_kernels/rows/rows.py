@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 def gather_indices(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Which labels [n] are ignored, and indices [n, 1] into a vocabulary, 0 for those."""
+    """Flags of the ignored labels [n], and indices [n, 1] into a vocabulary, 0 for those labels."""
     ignored = labels == ignore_index
     return ignored, labels.masked_fill(ignored, 0).long().unsqueeze(1)
 

@@ -16,7 +16,7 @@ WARPS = 16
 
 @triton.jit
 def zero_like(bound):
-    """Where a loop's counter begins. In the type of its bound: an int32 counter beside int64 offsets is converted in
+    """A loop's counter at its start, in the type of its bound: an int32 counter next to int64 offsets is converted in
     every step, and these registers made the pair kernel spill on sm_90.
     """
     return bound * 0
@@ -24,8 +24,8 @@ def zero_like(bound):
 
 @triton.jit
 def sequence_bounds(begin_ptr, valid):
-    """First token of each sequence, and the one after its last: of its place in cu_seqlens and the next. Both are 0
-    where it is not valid.
+    """The first token of each sequence and the one after its last, both 0 for a sequence that is not valid. begin_ptr
+    points at the sequences' places in cu_seqlens.
     """
     begin = tl.load(begin_ptr, mask=valid, other=0).to(tl.int64)
     end = tl.load(begin_ptr + 1, mask=valid, other=0).to(tl.int64)
