@@ -126,3 +126,17 @@ def tried(study: Study, algorithm: str) -> list[Arm]:
         for kl_coef in KL_COEFS[algorithm]
     ]
     return [arm for arm in arms if len(study.runs_of(RETUNED, arm, selection=True))]
+
+
+def slowness(study: Study, kl: float) -> str:
+    """How well the update at which trials cross a KL ranks their gains there: `correlation (settings)`."""
+    points = []
+    for algorithm in EVERYONE:
+        for arm in tried(study, algorithm):
+            runs = study.runs_of(RETUNED, arm, selection=True)
+            update, gain = (study.records.at_kl(runs, kl, column).mean(skipna=False) for column in ("step", "reward"))
+            points.append((update, gain))
+    ranks = DataFrame(points, columns=["update", "gain"]).dropna().rank()
+    return (
+        f"{cells.number(ranks['update'].corr(ranks['gain']))} ({len(ranks)})" if len(ranks) > 2 else cells.NOT_MEASURED
+    )

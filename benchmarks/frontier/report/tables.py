@@ -122,6 +122,9 @@ def envelope_sections(study: Study, optimum: Optimum) -> list[str]:
         shown(compared),
         "The trials on the selection seeds:",
         shown(envelope.trials(study)),
+        "Rank correlation of these gains with the update at which runs cross the KL (settings whose runs all do): "
+        + "; ".join(f"at KL {kl:g} {envelope.slowness(study, kl)}" for kl in envelope.ENVELOPE_KLS)
+        + ".",
         "Published algorithms, all with 4 responses to 32 prompts, at their setting for the highest KL:",
         shown(envelope.in_fours(study)),
     ]
