@@ -1,4 +1,4 @@
-"""How often a reward model is right, and whether it is as sure of it: σ(r_w − r_l) beside what was observed.
+"""How often a reward model is right, and whether it is as sure of it: σ(r_w − r_l) next to the observed share.
 
 Which response of a pair comes first says nothing, so a pair counts from the side of the response with the higher score:
 the predicted probability σ(|r_w − r_l|) that it is the better one, and whether it is.
@@ -88,7 +88,7 @@ def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
     """Writes a PNG, complete or not at all: observed over predicted, and below how many pairs a bin has."""
     figure, (axes, counts) = plt.subplots(2, figsize=(5.5, 6), sharex=True, height_ratios=[4, 1], layout="constrained")
     predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
-    # The end of an interval can be where the share is, and by rounding behind it.
+    # An interval can end at the share itself, and by rounding just before it.
     below, above = [max(b.observed - b.low, 0) for b in bins], [max(b.high - b.observed, 0) for b in bins]
     axes.plot([0.5, 1], [0.5, 1], "--", color="grey", linewidth=1, label="as sure as right")
     axes.errorbar(predicted, observed, yerr=[below, above], fmt="o", markersize=5, elinewidth=1, capsize=3)

@@ -21,7 +21,7 @@ RESAMPLES = 20_000
 
 
 class Estimate(NamedTuple):
-    """The mean of `count` values and its interval, which is infinite where there are too few values to resample."""
+    """The mean of `count` values and its interval, which is infinite with too few values to resample."""
 
     mean: float
     low: float
@@ -145,7 +145,7 @@ def _resampling(size: int, number: int) -> np.ndarray:
 def _limits(center: float, resampled: np.ndarray, sizes: list[int], comparisons: int = 1) -> tuple[float, float]:
     """Expanded percentiles of resampled statistics, stretched about `center` for several comparisons.
 
-    Percentiles alone would not do for several: no resample of eight seeds lies where a 99.9% interval must end.
+    Percentiles do not reach far enough for several: no resample of eight seeds lies at the end of a 99.9% interval.
     """
     fewest, degrees = min(sizes), sum(sizes) - len(sizes)
     if fewest < 2:

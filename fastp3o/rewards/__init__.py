@@ -1,1 +1,1 @@
-"""What is maximised: rewards of responses, less penalties."""
+"""Rewards of responses, less penalties."""

@@ -13,7 +13,7 @@ TEXTS = ("prompts", "responses")
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig(Flags):
-    """What a reward that is a URL gets, and how it is called."""
+    """Requests to rewards that are URLs."""
 
     reward_columns: str = option(
         "",

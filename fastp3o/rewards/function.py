@@ -71,7 +71,7 @@ def further_parameters(function: Callable, name: str) -> list[Parameter]:
     if misplaced or not taken:
         raise UserError(
             f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
-            f"behind them; it takes {signature}"
+            f"after them; it takes {signature}"
         )
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
     return [p for p in parameters if p not in positional[:2] and p.kind in by_name]

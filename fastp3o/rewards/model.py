@@ -20,8 +20,8 @@ from fastp3o.rollouts.groups import Group, Prompt, token_ids
 class ModelReward:
     """Scores of a reward model.
 
-    device: where it computes. mesh: of processes over which the model is spread; None for one. offload: the model is on
-    the CPU between uses.
+    device: of the computation. mesh: of processes over which the model is spread; None for one. offload: keeps the
+    model on the CPU between uses.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Translation:
         return tuple(piece for piece in pieces if piece.text)
 
     def controls_of(self, ids: Ids) -> list[bool]:
-        """For each name of a special token in the text of these ids, whether it is that token."""
+        """Whether each name of a special token in the text of these ids is that token."""
         controls: list[bool] = []
         for control, run in groupby(ids, self.controls.__contains__):
             numbers = list(run)

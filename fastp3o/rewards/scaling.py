@@ -24,7 +24,7 @@ def tied(rewards: Tensor) -> Tensor:
 
 
 class Scaler(ABC):
-    """A running standard deviation of what is scaled, and a bound on it after scaling.
+    """Divides values by their running standard deviation, and bounds the results.
 
     clip: bound, 0 for none. scale: False leaves the deviation at 1, so that rewards are only bounded.
     """
@@ -37,11 +37,8 @@ class Scaler(ABC):
         self.sum_of_squares = 0.0
 
     @abstractmethod
-    def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Scales rewards [P, K] fp32, after taking `seen` [P', K] (default: the same) into the running statistics.
-
-        `seen` holds the rewards of all processes where there are several.
-        """
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """Scales rewards [P, K] fp32 of all processes, after taking them into the running statistics."""
 
     def update(self, values: Tensor) -> None:
         """Adds values to the running statistics."""
@@ -60,7 +57,8 @@ class Scaler(ABC):
         return {"count": self.count, "sum": self.sum, "sum_of_squares": self.sum_of_squares}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        vars(self).update(state_dict)
+        self.count, self.sum = int(state_dict["count"]), state_dict["sum"]
+        self.sum_of_squares = state_dict["sum_of_squares"]
 
 
 class DifferenceScaler(Scaler):
@@ -71,8 +69,8 @@ class DifferenceScaler(Scaler):
     zero and the deviation is the root mean square. A reward shifted per prompt gives the same.
     """
 
-    def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
-        self.update(differences(rewards if seen is None else seen))
+    def __call__(self, rewards: Tensor) -> Tensor:
+        self.update(differences(rewards))
         # Differences first: they are exact where a shift is not.
         first_minus_rewards = rewards[:, :1] - rewards
         centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
@@ -87,8 +85,8 @@ class AbsoluteScaler(Scaler):
     code and in PPO's. A shift per prompt widens that deviation.
     """
 
-    def __call__(self, rewards: Tensor, seen: Tensor | None = None) -> Tensor:
-        self.update(rewards if seen is None else seen)
+    def __call__(self, rewards: Tensor) -> Tensor:
+        self.update(rewards)
         return (rewards / self.std()).clamp(-self.clip, self.clip)
 
     def std(self) -> float:

@@ -25,7 +25,7 @@ class LayerShape(NamedTuple):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values together."""
+        """Bytes of one token's keys and values."""
         return 2 * self.heads * self.head_size * self.dtype.itemsize
 
 

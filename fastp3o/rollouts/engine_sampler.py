@@ -141,7 +141,7 @@ class EngineSampler:
         return Engine(*given, graph=self.graph, compiles=self.compiles)
 
     def bytes_per_token(self) -> int:
-        """Of keys and values in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return sum(shape.bytes_per_token for shape in self.shapes.values())
 
 

@@ -12,7 +12,7 @@ from fastp3o.packing.layout import Ids
 
 
 class Prompt(NamedTuple):
-    """What a sampler responds to."""
+    """A prompt as samplers and rewards take it."""
 
     text: str
     ids: list[int]
@@ -23,7 +23,7 @@ class Prompt(NamedTuple):
 class Response(NamedTuple):
     """One response."""
 
-    ids: list[int]  # with the end-of-sequence where it was sampled
+    ids: list[int]  # with the end-of-sequence if it was sampled
     text: str  # without special tokens
     finished: bool  # whether it ended with an end-of-sequence
     logprob: float | None = None  # log π(y|x) in nats as the sampler computed it; None where the sampler does not say

@@ -1,4 +1,6 @@
-"""Which response each slot works on, what it has sampled, and which is next: all in tensors that stay in place.
+"""The queue of responses: which one each slot works on, its tokens so far, and which is next.
+
+All of it is in tensors that stay in place.
 
 Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the order of their numbers. A
 slot for which none is left is idle: it works on number N, of prompt P.
@@ -54,7 +56,7 @@ class Queue:
         self.waiting.fill_(min(total, len(first)))
 
     def slots(self, *, bounds: bool) -> Slots:
-        """What attention takes. With bounds the host looks at the tensors."""
+        """The slots as attention takes them. bounds: the host looks at the tensors to limit the work."""
         K = self.room.responses_per_prompt
         if not bounds:
             return Slots(self.response, self.cached_lengths, self.steps, K)

@@ -1,4 +1,4 @@
-"""What every sampler is, and what samplers share."""
+"""The type of samplers, and their common parts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -101,11 +101,11 @@ def attending(cache: Cache) -> Iterator[None]:
 
 
 class CompiledBody:
-    """`PackedModel.hidden_states` for steps of one shape, compiled: norms, rotary embeddings, gates and residuals
-    become few kernels.
+    """`PackedModel.hidden_states` for steps of one shape, compiled: norms, rotary embeddings, gates and residuals are
+    few kernels. If compiling fails, they run uncompiled, with a warning.
 
     Attention stays an operation that the compiler does not look into: it writes to the cache, which all steps share.
-    torch keeps what it compiled, on disk too. A body that does not compile runs uncompiled, with a warning.
+    torch keeps what it compiled, on disk too.
     """
 
     def __init__(self, policy: PackedModel):

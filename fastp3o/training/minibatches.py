@@ -28,7 +28,7 @@ Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` i
 
 
 def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
-    """Groups and rewards of all processes, ordered by the numbers of their prompts. Columns stay behind: only rewards
+    """Groups and rewards of all processes, ordered by the numbers of their prompts. Columns are not sent: only rewards
     take them.
     """
     if accelerator.num_processes == 1:
@@ -146,12 +146,12 @@ def optimizer_step(
     minibatches: list[list[Microbatch]],
     index: int,
     loss: Callable[[nn.Module, Microbatch], LossAndMetrics],
-    beside: Callable[[], dict[str, Tensor]] | None = None,
+    further_passes: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
     """Makes the backward passes over one of the minibatches, and one step. Returns its metrics as 0-d tensors: maxima
     if their names end in `_max`, else means.
 
-    beside: makes further backward passes for the step, and returns metrics of its own.
+    further_passes: makes further backward passes for the step, and returns metrics of its own.
 
     Raises NotFiniteError before the step when the loss or the gradient is not finite.
     """
@@ -168,8 +168,8 @@ def optimizer_step(
                 metrics[name] = torch.maximum(metrics[name], metric) if name in metrics else metric
             else:
                 metrics[name] = metrics.get(name, 0.0) + metrics_weight * metric
-    if beside is not None:
-        metrics |= beside()
+    if further_passes is not None:
+        metrics |= further_passes()
     return metrics | optimizer.step(metrics["loss"])
 
 

@@ -98,14 +98,14 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
         trust_remote_code=config.trust_remote_code,
     )
     policy.check_reach(config.longest_sequence)
-    # What is spread: its own weights, and those of a reward model of its size.
+    # Its own weights are spread, and those of a reward model of its size.
     sampled = with_copy(policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
     return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, config.sampling_settings()), reward
 
 
 def begun(context: Context, config: GenerateConfig, prompts: Dataset, samples: SamplesFile) -> tuple[Manifest, int]:
-    """What this run samples, and how many prompts have their samples already. Changes nothing.
+    """The manifest of this run's samples, and how many prompts have theirs already. Changes nothing.
 
     Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """

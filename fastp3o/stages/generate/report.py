@@ -1,4 +1,4 @@
-"""What of the samples is kept and written, and what is said of it."""
+"""Writes the samples that are kept, and sums up the run."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,11 @@ from fastp3o.training.durable import whole_file
 
 
 class Generated(NamedTuple):
-    """What a start of `generate` has to say.
+    """The summary of a run.
 
-    prompts, responses, mean_reward, empty, unfinished: of all that was sampled, before this start too. records,
-    records_of_prompts: kept, and to how many prompts; mean_kept: their mean reward, of pairs their mean margin.
-    tokens_per_second: sampled in this start, rewards not included; 0 where there was nothing left to sample.
+    prompts, responses, mean_reward, empty, unfinished: over all samples, also those before a run was resumed. records:
+    kept. records_of_prompts: to how many prompts. mean_kept: mean reward of what is kept, for pairs the mean margin.
+    tokens_per_second: sampled since the start, without the time of rewards; 0 if nothing was left to sample.
     """
 
     prompts: int
@@ -32,7 +32,7 @@ class Generated(NamedTuple):
 
 
 def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Generated:
-    """Writes the records that are kept, in the order of the prompts. Raises ValueError where there are none."""
+    """Writes the records that are kept, in the order of the prompts. Raises UserError if there are none."""
     rewards, kept = [], []
     prompts = with_records = empty = unfinished = 0
     with whole_file(path) as file:

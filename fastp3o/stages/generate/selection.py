@@ -1,4 +1,4 @@
-"""Which responses to a prompt are kept by their rewards, and the records that they become.
+"""Choice of the responses to a prompt by their rewards, and the records that they become.
 
 A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
 """
@@ -18,7 +18,7 @@ from fastp3o.stages.generate.samples import Samples
 Record = dict[str, Any]
 Prompt = str | list[Message]
 
-# What is kept, and the flags that it takes.
+# Choices of --keep, and the flags that each takes.
 FLAGS_OF: dict[str, tuple[str, ...]] = {
     "all": (),
     "best": (),
@@ -32,7 +32,7 @@ PAIRS = ("rso", "rs_dpo")
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionConfig(Flags):
-    """Which of the sampled responses are kept."""
+    """Choice of the sampled responses to keep."""
 
     keep: str = option(
         "best",
@@ -100,7 +100,7 @@ def candidates_of(samples: Samples, *, unfinished: bool) -> Candidates:
 
 
 def records_of(samples: Samples, config: SelectionConfig, seed: int) -> list[Record]:
-    """What is kept of the responses to a prompt. Random choices depend on the seed and the prompt's number alone."""
+    """The records kept of a prompt. Random choices depend only on the seed and the prompt's number."""
     candidates = candidates_of(samples, unfinished=config.keep_unfinished)
     rewards, random = candidates.rewards, np.random.default_rng([seed, samples.number])
     match config.keep:
@@ -124,7 +124,7 @@ def records_of(samples: Samples, config: SelectionConfig, seed: int) -> list[Rec
 
 
 def best(rewards: Sequence[float]) -> list[int]:
-    """The first of those with the highest reward; none where there is none."""
+    """The first of those with the highest reward; none of none."""
     return [max(range(len(rewards)), key=lambda i: rewards[i])] if rewards else []
 
 
@@ -137,7 +137,7 @@ def accepted(candidates: Candidates, beta: float, count: int, random: np.random.
     """Statistical rejection sampling: samples of the policy that is optimal for reward / β, from samples of this one.
 
     As in RSO (arXiv 2309.06657, algorithm 1): of what is left of the different texts, one after the other is accepted
-    with probability exp((r − r_max) / β), until there are `count` of them; or all, where there are fewer.
+    with probability exp((r − r_max) / β), until there are `count` of them; or all, if there are fewer.
     """
     left = [i for i, text in enumerate(candidates.texts) if candidates.texts.index(text) == i]
     chosen: list[int] = []
@@ -176,8 +176,8 @@ def demonstrations(prompt: Prompt, candidates: Candidates, chosen: Sequence[int]
 
 
 def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> list[Record]:
-    """margin: the difference of the rewards. Left out are pairs of texts that are equal but for white space at their
-    ends, which chat templates take off.
+    """margin: the difference of the rewards. Pairs of texts that differ only in white space at their ends, which chat
+    templates take off, are left out.
     """
     texts, rewards = candidates
     return [

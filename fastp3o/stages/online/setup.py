@@ -1,4 +1,4 @@
-"""What the online loop works with, built from its configuration."""
+"""The parts of the online loop, built from its configuration."""
 
 from collections.abc import Callable
 from functools import partial
@@ -97,7 +97,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     resample = make_resampling(context, config, prompts, sampler, score)
     mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
     pretraining = None if data.texts is None else PretrainingMix(optimizer, data.texts, *mix)
-    step = partial(optimizer_step, optimizer, beside=pretraining)
+    step = partial(optimizer_step, optimizer, further_passes=pretraining)
     return Online(prompts, sampler, score, resample, objective, policy, reference, step, run)
 
 
