@@ -80,7 +80,7 @@ def test_the_higher_reward_wins():
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_named(broken):
-    with pytest.raises(ValueError, match="2 of 3 rewards of the second .* not finite, the first that of response 1"):
+    with pytest.raises(ValueError, match=r"2 of 3 rewards of the second .* not finite, the first that of response 1"):
         verdicts_of_rewards([0.0, 0.0, 0.0], [0.0, broken, broken])
 
 
