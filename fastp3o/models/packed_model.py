@@ -95,7 +95,10 @@ class PackedModel(nn.Module):
 
     def head(self) -> Head:
         """Raises ValueError if the head is not a plain linear layer; one with a LoRA adapter is not."""
-        return head_of(self.model)
+        try:
+            return head_of(self.model)
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 @contextmanager
