@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.shapes import DEVICE
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 
 PADDING = 0
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from benchmarks.shapes import CUDA
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Prompt, token_ids
 from fastp3o.rollouts.transformers_sampler import cut_after_end, generate, sampling_mode

@@ -25,9 +25,8 @@ from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
-from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o_kernels import Head, p3o_loss, sequence_logprobs
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))

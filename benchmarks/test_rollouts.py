@@ -27,8 +27,8 @@ from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
 from benchmarks.shapes import CUDA, DEVICE, DTYPE
 from benchmarks.training_shapes import llama
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import first_fit_decreasing
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import MOST_SLOTS
 from fastp3o.rollouts.engine import STEPS_PER_LOOK
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes

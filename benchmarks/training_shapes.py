@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import LlamaConfig
 
 from benchmarks.shapes import CUDA
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 
 
 class Lengths(NamedTuple):

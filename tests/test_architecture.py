@@ -1,6 +1,7 @@
-"""Which part may depend on which: reads every import in the sources and holds the arrows that must not be drawn."""
+"""Which part may depend on which, how large functions are, whether maps of folders are right: read in the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import deque
@@ -167,7 +168,63 @@ def test_importing_the_kernels_loads_torch_and_triton_alone():
     assert run.stdout.split() == ["fastp3o_kernels"]
 
 
-# --- the checker itself, on a tree made up for it -------------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------------------------
+
+LONGEST_FUNCTION = 60  # lines
+MOST_PARAMETERS = 8  # without self and cls
+# Called by transformers, which gives it this signature.
+GIVEN_SIGNATURES = {("models/attention.py", "segment_attention")}
+
+
+def test_functions_of_the_trainer_are_short_and_take_few_parameters():
+    folder = PACKAGES["fastp3o"]
+    large = []
+    for path in sorted(folder.rglob("*.py")):
+        name = str(path.relative_to(folder))
+        if name.startswith("integrations/"):  # other trainers' interfaces
+            continue
+        for function, lines, parameters in functions_in(path.read_text()):
+            if lines > LONGEST_FUNCTION or (parameters > MOST_PARAMETERS and (name, function) not in GIVEN_SIGNATURES):
+                large.append(f"{name}: {function} has {lines} lines and {parameters} parameters")
+    assert not large, "\n" + "\n".join(large)
+
+
+def functions_in(source: str) -> Iterator[tuple[str, int, int]]:
+    """Name, lines and parameters of each function, methods and inner ones too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = node.args
+            parameters = [each.arg for each in (*own.posonlyargs, *own.args, *own.kwonlyargs)]
+            assert node.end_lineno is not None
+            yield node.name, node.end_lineno - node.lineno + 1, len(set(parameters) - {"self", "cls"})
+
+
+# --- maps of folders ------------------------------------------------------------------------------------------------
+
+# A line of a map: a file or folder, or several with commas between, then what they hold.
+MAP_LINE = re.compile(r"((?:[\w-]+(?:\.py|/), )*[\w-]+(?:\.py|/))\s{2,}\S")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_map_of_a_folder_names_all_of_its_files_and_no_others(package: str):
+    for path in sorted(PACKAGES[package].rglob("__init__.py")):
+        named = files_in_map(ast.get_docstring(ast.parse(path.read_text())) or "")
+        if named:
+            assert named == files_in(path.parent), path.relative_to(ROOT)
+
+
+def files_in_map(docstring: str) -> set[str]:
+    """The files and folders/ that a docstring's map names; none if it has no map."""
+    lines = filter(None, map(MAP_LINE.match, docstring.splitlines()))
+    return {name for line in lines for name in line[1].split(", ")}
+
+
+def files_in(folder: Path) -> set[str]:
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    return files | {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+
+
+# --- the checkers, on a tree made up for them -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -222,3 +279,23 @@ def test_a_cycle_is_found_also_where_one_import_stands_in_a_function(house: Path
     cycle = Imports({"house": house}).cycle()
     assert cycle is not None
     assert {"house.roof.tiles", "house.walls.bricks", "house.walls.door"} <= set(cycle)
+
+
+def test_lines_and_parameters_of_functions_are_counted():
+    source = """
+class House:
+    @property
+    def rooms(self):
+        def inner(a, /, b, *c, d=1, **e):
+            return a
+        return inner
+"""
+    assert list(functions_in(source)) == [("rooms", 4, 0), ("inner", 2, 3)]
+
+
+def test_maps_of_folders_are_read(house: Path):
+    docstring = "A house.\n\ncellar/, roof/  below and above\nwalls/         between\n\nIts door is in walls/door.py."
+    assert files_in_map(docstring) == files_in(house) == {"cellar/", "roof/", "walls/"}
+    assert files_in_map("bricks.py  clay\ndoor.py, window.py    holes") == {"bricks.py", "door.py", "window.py"}
+    assert files_in_map("Doors and bricks: door.py is new.") == set()
+    assert files_in(house / "walls") == {"bricks.py", "door.py"}

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError
-from fastp3o.packing.layout import Ids, RowBuilder, plain_layout, shared_layout
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, plain_layout, shared_layout
 
 
 class Packing(NamedTuple):

@@ -1,14 +1,24 @@
 """A packed row: several groups one after the other, and what attention and losses need to keep them apart.
 
+With shared prompts a group lies in it as
+
+    [x, y1, y2]         queries x+y1 see the keys x+y1, queries y2 the keys x+y2
+
+and without as [x, y1], [x, y2]. An index gathers the keys of a row, so that each segment of queries has its keys in one
+piece. Positions of every response begin at len(x), and the last token of x predicts its first token.
+
 T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+Ids = list[int]
+NO_TOKENS = range(0)
 
 
 @dataclass(frozen=True)
@@ -80,3 +90,120 @@ class PackedRow(OnDevice):
 def offsets(lengths: Sequence[int]) -> Tensor:
     """[0, l₁, l₁ + l₂, ...], int32."""
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+# --- one row from its groups -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens that attend as one sequence: `context`, tokens of the row before `start`, then their own."""
+
+    ids: Ids
+    first_position: int
+    labelled_from: int  # the first of `ids` that is labelled
+    context: range  # tokens of the row, the shared prompt
+    predicted_by: int | None  # the token of the row that predicts the first of `ids`, if that is labelled
+
+
+# A prompt, its responses, the token of the row where the group starts, whether prompts are labelled -> segments.
+Layout = Callable[[Ids, Sequence[Ids], int, bool], Iterator[Segment]]
+
+
+def shared_layout(prompt: Ids, responses: Sequence[Ids], start: int, label_prompt: bool) -> Iterator[Segment]:
+    """The prompt once, before the first response; further responses see it there."""
+    yield prompt_and_response(prompt, responses[0], label_prompt)
+    last_of_prompt = start + len(prompt) - 1
+    for response in responses[1:]:
+        yield Segment(response, len(prompt), 0, range(start, last_of_prompt + 1), last_of_prompt)
+
+
+def plain_layout(prompt: Ids, responses: Sequence[Ids], start: int, label_prompt: bool) -> Iterator[Segment]:
+    """The prompt once for each response."""
+    for response in responses:
+        yield prompt_and_response(prompt, response, label_prompt)
+
+
+def prompt_and_response(prompt: Ids, response: Ids, label_prompt: bool) -> Segment:
+    return Segment([*prompt, *response], 0, 1 if label_prompt else len(prompt), NO_TOKENS, None)
+
+
+class RowBuilder:
+    """A packed row that grows by one group at a time."""
+
+    def __init__(self, layout: Layout, *, label_prompts: bool):
+        self.layout, self.label_prompts = layout, label_prompts
+        self.groups: list[int] = []
+        self.group_sizes: set[int] = set()
+        self.input_ids: Ids = []
+        self.positions: list[int] = []
+        self.labelled_at: list[int] = []
+        self.labels: Ids = []
+        self.labelled_lengths: list[int] = []
+        self.ends_at: list[int] = []
+        self.query_lengths: list[int] = []
+        self.key_lengths: list[int] = []
+        self.keys: list[int] = []
+        self.own_keys: list[int] = []
+        self.repeats: list[tuple[list[int], list[int]]] = []
+
+    def add_group(self, number: int, prompt: Ids, responses: Sequence[Ids]) -> None:
+        self.groups.append(number)
+        self.group_sizes.add(len(responses))
+        for k, segment in enumerate(self.layout(prompt, responses, len(self.input_ids), self.label_prompts)):
+            start = len(self.input_ids)
+            self.input_ids += segment.ids
+            self.positions += range(segment.first_position, segment.first_position + len(segment.ids))
+            self.add_labelled_tokens(segment, start)
+            self.add_keys(segment, start, repeat=k - 1)
+
+    def add_labelled_tokens(self, segment: Segment, start: int) -> None:
+        first = start + segment.labelled_from
+        end = start + len(segment.ids)
+        self.labelled_at += [
+            first - 1 if segment.predicted_by is None else segment.predicted_by,
+            *range(first, end - 1),
+        ]
+        self.labels += segment.ids[segment.labelled_from :]
+        self.labelled_lengths.append(end - first)
+        self.ends_at.append(end - 1)
+
+    def add_keys(self, segment: Segment, start: int, *, repeat: int) -> None:
+        """`repeat` counts the segments of a group that see its prompt again."""
+        length, context = len(segment.ids), segment.context
+        self.query_lengths.append(length)
+        self.key_lengths.append(len(context) + length)
+        if context:
+            self.repeats += [([], []) for _ in range(repeat + 1 - len(self.repeats))]
+            tokens, keys = self.repeats[repeat]
+            tokens += context
+            keys += range(len(self.keys), len(self.keys) + len(context))
+            self.keys += context
+        self.own_keys += range(len(self.keys), len(self.keys) + length)
+        self.keys += range(start, start + length)
+
+    def build(self) -> PackedRow:
+        return PackedRow(
+            input_ids=torch.tensor([self.input_ids]),
+            position_ids=torch.tensor([self.positions]),
+            segments=Segments(
+                cu_queries=offsets(self.query_lengths),
+                cu_keys=offsets(self.key_lengths),
+                query_lengths=tuple(self.query_lengths),
+                key_lengths=tuple(self.key_lengths),
+                shared=self.shared_keys(),
+            ),
+            labelled_at=torch.tensor(self.labelled_at),
+            labels=torch.tensor(self.labels),
+            cu_seqlens=offsets(self.labelled_lengths),
+            labelled_lengths=tuple(self.labelled_lengths),
+            ends_at=torch.tensor(self.ends_at),
+            groups=tuple(self.groups),
+            responses_per_prompt=next(iter(self.group_sizes)) if len(self.group_sizes) == 1 else None,
+        )
+
+    def shared_keys(self) -> SharedKeys | None:
+        if not self.repeats:
+            return None
+        repeats = tuple((torch.tensor(tokens), torch.tensor(keys)) for tokens, keys in self.repeats)
+        return SharedKeys(torch.tensor(self.keys), torch.tensor(self.own_keys), repeats)

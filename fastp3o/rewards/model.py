@@ -12,8 +12,8 @@ from fastp3o.data.chat_template import Piece, Pieces, any_of, special_tokens
 from fastp3o.data.encoding import ids_added_first, split_bos, tokenise
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel
-from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, token_ids
 
 

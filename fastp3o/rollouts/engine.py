@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
 from fastp3o.rollouts.queue import Queue

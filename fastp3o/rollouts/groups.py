@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.data.loading import column_values
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 
 
 class Prompt(NamedTuple):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.errors import UserError
 from fastp3o.models.packable import within_vocabulary
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.engine import Engine, head_logits
 from fastp3o.rollouts.engine_sampler import EngineSampler, reason_against

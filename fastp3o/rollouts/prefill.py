@@ -8,9 +8,8 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import first_fit_decreasing
-from fastp3o.packing.packed_row import Segments, offsets
+from fastp3o.packing.packed_row import Ids, Segments, offsets
 from fastp3o.rollouts.cache import Cache, LayerShape
 
 # Length of a packed row of prompts: enough for large matrix products.

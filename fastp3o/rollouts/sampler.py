@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, Response
 from fastp3o_kernels.decoding.sampling import check_settings
 

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.models.packed_model import PackedModel, evaluation_mode
-from fastp3o.packing.layout import Ids
+from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings, decoded, end_of_sequence_ids
 

@@ -10,9 +10,8 @@ from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
-from fastp3o.models.sharding import loading_device
+from fastp3o.models.sharding import WholeCopy, loading_device
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward

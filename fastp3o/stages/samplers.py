@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.whole_copy import WholeCopy
+from fastp3o.models.sharding import WholeCopy
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rollouts.engine_sampler import named_sampler, rollout_bytes
 from fastp3o.rollouts.groups import Group, Prompt

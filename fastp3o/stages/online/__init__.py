@@ -1,10 +1,4 @@
-"""Stage 3: any online objective, in one loop that names none.
-
-loop.py              the algorithm from top to bottom
-setup.py             what it works with
-dynamic_sampling.py  groups whose rewards are all equal are sampled again
-report.py            what it says of an update
-"""
+"""Stage 3: any online objective, in one loop that names none: loop.py is the algorithm from top to bottom."""
 
 from fastp3o.stages.online.loop import train
 

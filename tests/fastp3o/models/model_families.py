@@ -15,9 +15,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.packing.layout import Ids
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.packed_row import Ids, PackedRow
 from fastp3o_kernels import p3o_loss, token_p3o_loss
 
 VOCABULARY = 48

@@ -17,9 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fastp3o.config import StageConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, SecondModel
-from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
+from fastp3o.models.sharding import FrozenModel, WholeCopy, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
-from fastp3o.models.whole_copy import WholeCopy
 from fastp3o.objectives.ppo import Critic
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import precision_of
