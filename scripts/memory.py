@@ -25,7 +25,7 @@ from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memor
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(TrainableConfig):
-    """Predicts the GPU memory of P3O's passes for a model and mean lengths, from its configuration alone."""
+    """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
 
     model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
     prompt_tokens: int = option(350, "Mean length of a prompt.", at_least=1)
@@ -75,12 +75,12 @@ def main(config: MemoryConfig) -> None:
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
     Console().print(table)
     print(
-        "peak = the sum, but of head and layer the larger. Policy and reference both on the GPU need the policy's peak"
+        "peak = the sum, with only the larger of head and layer. With policy and reference both on the GPU, the policy's"
     )
     print(
-        "and the reference's weights; --offload and LoRA spare the latter. Rollouts come before the update, beside its"
+        "peak and the reference's weights are needed; --offload and LoRA save the latter. Rollouts come before the update,"
     )
-    print("masters and optimizer; with --rollout_memory, or where less is free, they cache less at once.")
+    print("while its masters and optimizer are in memory; with --rollout_memory, or less free memory, they cache less.")
 
 
 def room(config: MemoryConfig) -> Room:

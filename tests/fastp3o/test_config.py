@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import pytest
 import torch
@@ -8,8 +8,13 @@ from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chose
 from fastp3o.objectives.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.policy_gradient import GRPOConfig
 from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages.sft import SFTConfig
 
+CONFIGS = {
+    config.__name__: config
+    for config in (P3OConfig, PPGConfig, PPOConfig, GRPOConfig, SFTConfig, *OFFLINE_OBJECTIVES.values())
+}
 P3O = ["--model", "m", "--output_dir", "o", "--prompts", "p", "--reward", "r"]
 
 
@@ -75,6 +80,26 @@ def test_wrong_values_are_refused_by_name(capsys, flags, message):
 def test_a_name_that_is_no_choice_is_refused_without_flags_too(config_class, name, value):
     with pytest.raises(ValueError, match=f"--{name} must be one of .*, got '{value}'"):
         config_class(model="m", output_dir="o", prompts="p", reward="r", **{name: value})
+
+
+@pytest.mark.parametrize("chosen", CONFIGS.values(), ids=CONFIGS)
+def test_a_flag_that_is_declared_again_stays_changeable_and_needs_flags_that_exist(chosen):
+    for flag in fields(chosen):
+        for base in chosen.__mro__[1:]:
+            inherited = {field.name: field for field in fields(base)} if is_dataclass(base) else {}
+            if flag.name in inherited and inherited[flag.name].metadata.get("changeable"):
+                assert flag.metadata.get("changeable"), flag.name
+        needs = flag.metadata.get("needs", ())
+        needs = (needs,) if isinstance(needs, str) else needs
+        assert not needs or {name.name for name in fields(chosen)} & set(needs), flag.name
+
+
+def test_help_says_the_bounds(capsys):
+    with pytest.raises(SystemExit):
+        parse(P3OConfig, ["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(at least 0 and below 1; default: 0.9)" in said
+    assert "(0 or more; default: 0)" in said
 
 
 def test_help_explains_every_field(capsys):
