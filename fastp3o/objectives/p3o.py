@@ -1,6 +1,6 @@
 """Pairwise Proximal Policy Optimization (P3O) and its unclipped gradient (PPG), arXiv 2310.00212."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor, nn
 
@@ -15,28 +15,18 @@ from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD
 # These metrics are means over responses, pairs or prompts even if the loss is a mean over tokens.
 PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl")
 
+HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class P3OConfig(RewardScalingConfig, KLConfig):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
-    clipping: str = option(
-        DEFAULTS.clipping,
-        "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
-        choices=CLIPPING,
-    )
-    clip_range: float = option(DEFAULTS.clip_range, "Epsilon of the clipping (paper: 0.2).", above=0, changeable=True)
-    ratio_cap: float = option(
-        DEFAULTS.ratio_cap, "C: importance weights are kept within 1/C and C (first author: 10).", at_least=1
-    )
-    kl_coef: float = option(
-        DEFAULTS.kl_coef, "Beta, weight of the KL to the reference (first author: 0.05).", at_least=0, changeable=True
-    )
-    kl_reward: str = option(
-        DEFAULTS.kl_reward,
-        "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
-        choices=KL_REWARD,
-    )
+    clipping: str = option(DEFAULTS.clipping, HELP["clipping"], choices=CLIPPING)
+    clip_range: float = option(DEFAULTS.clip_range, HELP["clip_range"], above=0, changeable=True)
+    ratio_cap: float = option(DEFAULTS.ratio_cap, HELP["ratio_cap"], at_least=1)
+    kl_coef: float = option(DEFAULTS.kl_coef, HELP["kl_coef"], at_least=0, changeable=True)
+    kl_reward: str = option(DEFAULTS.kl_reward, HELP["kl_reward"], choices=KL_REWARD)
     objective: str = objective_name("p3o")
 
     def build(self) -> "P3O":
@@ -68,22 +58,18 @@ class P3O(Objective):
         return (counted & (counted.sum(1, keepdim=True) > 1)).sum()
 
     def loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
-        return self.p3o_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
+        return self.pair_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
         """The old log-probs are the policy's own: every ratio is exactly 1."""
-        return self.p3o_loss(policy, microbatch, None, None)
+        return self.pair_loss(policy, microbatch, None, None)
 
-    def p3o_loss(
-        self,
-        policy: nn.Module,
-        microbatch: Microbatch,
-        old_logprobs: Tensor | None,
-        old_token_logprobs: Tensor | None,
+    def pair_loss(
+        self, policy: nn.Module, microbatch: Microbatch, old_logprobs: Tensor | None, old_token_logprobs: Tensor | None
     ) -> P3OLossOutput:
         row = microbatch.row
 
-        def p3o_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
+        def head_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
             return linear_p3o_loss(
                 hidden,
                 head,
@@ -98,7 +84,7 @@ class P3O(Objective):
                 divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
             )
 
-        loss, metrics = policy(row, row.labelled_at, p3o_loss)
+        loss, metrics = policy(row, row.labelled_at, head_loss)
         if self.averages_tokens:
             # The minibatch weighs all metrics by tokens. Every metric of a row without counted tokens is 0.
             share = microbatch.response_share / (microbatch.metrics_weight or 1.0)
