@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
@@ -48,8 +49,9 @@ def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_l
     fraction = 0.0
     for without_gradient, prompts, tokens in ((1.0, 0.25, 0.9), (0.0, 0.75, 0.1)):
         metrics = dict.fromkeys(METRICS, torch.tensor(without_gradient))
-        microbatch = SimpleNamespace(row=SimpleNamespace(labelled_at=None), response_share=prompts)
-        microbatch.metrics_weight = tokens if clipping == "token" else prompts
+        weight, unused = tokens if clipping == "token" else prompts, [torch.empty(0)] * 5
+        row = SimpleNamespace(labelled_at=None)
+        microbatch = Microbatch(row, *unused, weight, metrics_weight=weight, response_share=prompts)
         output = objective.loss(lambda *_, found=metrics: P3OLossOutput(torch.zeros(()), found), microbatch)
         fraction += microbatch.metrics_weight * output.metrics["zero_gradient_fraction"].item()
     assert fraction == pytest.approx(0.25)
