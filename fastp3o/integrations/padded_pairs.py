@@ -75,12 +75,11 @@ def padded_p3o_loss(
         raise ValueError("DataParallel cuts batches between responses to one prompt: start with torchrun, or one GPU")
     if settings.clipping == "token":
         raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate or none')
-    own_reference = ref_logprobs is None and old_logprobs is None
-    if own_reference:
+    ref = old_logprobs if ref_logprobs is None else ref_logprobs
+    own_reference = ref is None
+    if ref is None:
         # The KL to the policy itself is 0, and without a KL every reference has the same gradient.
         ref, settings = torch.zeros_like(rewards), replace(settings, kl_coef=0.0)
-    else:
-        ref = old_logprobs if ref_logprobs is None else ref_logprobs
 
     def head_loss(hidden: Tensor, head: Head, tokens: ResponseTokens) -> P3OLossOutput:
         known = old_logprobs, ref, rewards
