@@ -182,32 +182,34 @@ def dlogits_kernel(
     dlogits_ptr += row * dlogits_row_stride
     label = tl.load(labels_ptr + row)
     gradient = tl.load(coefficients_ptr + row) * inverse_temperature
-    counts = gradient != 0.0
+    nothing = gradient == 0.0
     if HAS_ENTROPY:
-        entropy = tl.load(entropy_ptr + row)
         entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
-        counts = counts | (entropy_gradient != 0.0)
-    columns = tl.arange(0, BLOCK_V)
-    if counts & (label != ignore_index):
+        nothing = nothing & (entropy_gradient == 0.0)
+    if nothing | (label == ignore_index):
+        # The row's logits are not read.
+        columns = tl.arange(0, BLOCK_V)
+        for start in range(0, V, BLOCK_V):
+            zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
+            tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
+    else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
+        if HAS_ENTROPY:
+            entropy = tl.load(entropy_ptr + row)
         for start in range(0, V, BLOCK_V):
-            inside = start + columns < V
-            x, slope = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
+            columns = start + tl.arange(0, BLOCK_V)
+            inside = columns < V
+            x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
             logprob = (x * inverse_temperature - row_max) - log_sum
             p = tl.exp(logprob)
             # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
-            dlogits = gradient * (tl.where(start + columns == label, 1.0, 0.0) - p)
+            dlogits = gradient * (tl.where(columns == label, 1.0, 0.0) - p)
             if HAS_ENTROPY:
                 dlogits -= entropy_gradient * p * tl.where(p == 0.0, 0.0, logprob + entropy)
             if HAS_SOFTCAP:
                 dlogits *= slope
-            tl.store(dlogits_ptr + start + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
-    else:
-        # The row's logits are not read.
-        for start in range(0, V, BLOCK_V):
-            zeros = tl.zeros([BLOCK_V], dtype=dlogits_ptr.dtype.element_ty)
-            tl.store(dlogits_ptr + start + columns, zeros, mask=start + columns < V)
+            tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
 
 
 def block_size(V: int) -> int:
