@@ -74,13 +74,11 @@ def main(config: MemoryConfig) -> None:
     for name in (*vars(update), "peak"):
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
     Console().print(table)
+    print("peak = the sum, with the larger of head and layer only. Policy and reference both on the GPU need the")
+    print("policy's peak and the reference's weights; --offload and LoRA save the latter. Rollouts come before the")
     print(
-        "peak = the sum, with only the larger of head and layer. With policy and reference both on the GPU, the policy's"
+        "update, with its masters and optimizer in memory; with --rollout_memory, or less free memory, they cache less."
     )
-    print(
-        "peak and the reference's weights are needed; --offload and LoRA save the latter. Rollouts come before the update,"
-    )
-    print("while its masters and optimizer are in memory; with --rollout_memory, or less free memory, they cache less.")
 
 
 def room(config: MemoryConfig) -> Room:
