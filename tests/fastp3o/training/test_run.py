@@ -1,11 +1,11 @@
 """What Run does between and around the steps of a loop, with a made-up loop."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,12 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.precision import precision_of
+from fastp3o.training import stopping
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import NotFiniteError
 from fastp3o.training.run import Run, Steps
 from fastp3o.training.states.manifest import ResumeError
+from fastp3o.training.stopping import Stops
 from tests.fastp3o.runs import assert_equal, weights
 
 STEPS = 4
@@ -303,28 +305,22 @@ def test_tensorboard_hides_the_steps_that_are_done_again(workplace, tiny_model, 
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4]
 
 
-SECOND_SIGNAL = """
-import os, signal, time
-from accelerate import Accelerator
-from fastp3o.training import stopping
-from fastp3o.training.stopping import Stops
-stopping.ONE_REQUEST = 0.5
-with Stops(Accelerator(cpu=True)) as stops:
-    os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
-    print(stops.agreed(False), flush=True)
-    time.sleep(0.6)
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
-"""
+def take_signals() -> None:
+    stopping.ONE_REQUEST = 0.5
+    with Stops(Accelerator(cpu=True)) as stops:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
+        print(stops.agreed(False), flush=True)
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
 
 
-def test_a_second_signal_ends_at_once():
-    root = Path(__file__).parents[3]
-    paths = {"PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
-    done = subprocess.run(
-        [sys.executable, "-c", SECOND_SIGNAL], capture_output=True, text=True, env=os.environ | paths, timeout=50
-    )
-    assert done.returncode == -signal.SIGINT
-    assert done.stdout == "(15, False)\n"
-    assert "Traceback" not in done.stderr
+def test_a_second_signal_ends_at_once(capfd):
+    child = multiprocessing.get_context("fork").Process(target=take_signals)
+    child.start()
+    child.join(50)
+    assert child.exitcode == -signal.SIGINT
+    output = capfd.readouterr()
+    assert output.out == "(15, False)\n"
+    assert "Traceback" not in output.err

@@ -1,6 +1,6 @@
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,8 @@ from accelerate import Accelerator
 
 from fastp3o.config import StageConfig
 from fastp3o.training.run_folder import check_output_dir, claim, clear_away, release, write_config
+
+FORK = multiprocessing.get_context("fork")  # the child has the imports of this process
 
 
 @pytest.fixture(autouse=True)
@@ -89,24 +91,18 @@ def test_the_starting_model_is_never_where_the_run_writes(model):
         check_output_dir(Accelerator(cpu=True), config(model=model, resume=True))
 
 
-HOLDER = """
-import sys, time
-from accelerate import Accelerator
-from fastp3o.config import StageConfig
-from fastp3o.training.run_folder import claim
-claim(Accelerator(cpu=True), StageConfig(model="m", output_dir="run"))
-print("claimed", flush=True)
-time.sleep(60)
-"""
+def hold(claimed) -> None:
+    claim(Accelerator(cpu=True), config())
+    claimed.set()
+    time.sleep(60)
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended():
-    root = Path(__file__).parents[3]
-    paths = {"PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=os.environ | paths)
+    claimed = FORK.Event()
+    holder = FORK.Process(target=hold, args=(claimed,))
+    holder.start()
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "claimed\n"
+        assert claimed.wait(60)
         before = tree()
         with pytest.raises(
             FileExistsError, match=rf"another process trains in run \(process {holder.pid} on .*\): wait"
@@ -115,7 +111,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended():
         assert tree() == before
     finally:
         holder.kill()
-        holder.wait()
+        holder.join()
     start()
 
 
