@@ -1,4 +1,7 @@
-"""What one of two processes that share a model allocates in an update, and what is predicted, into a JSON file."""
+"""Writes the memory that one of two processes sharing a model allocates in an update, and its prediction, as JSON.
+
+memory_of_a_process.py RESULTS CASE ...
+"""
 
 import json
 import sys
@@ -54,19 +57,22 @@ def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: b
         optimizer.backward(loss)
 
     update()
-    # Where the other process is late, buffers of its messages live longer.
+    # Buffers of messages live longer if the other process is late.
     measured = min(peak(update) for _ in range(3))
     sizes = Model.from_config(model.model.config, parameters, parameters)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
     predicted = sharded(update_memory(sizes, lengths, precision, checkpointing=checkpointing), sizes, precision, 2)
-    # The others were there before.
+    # Masters, gradients and moments were there before.
     return measured, predicted.peak - predicted.masters - predicted.gradients - predicted.optimizer
 
 
 if __name__ == "__main__":
     accelerator = Accelerator()
     found = {
-        f"{case} {again}": measured_and_predicted(accelerator, case, again) for case in CASES for again in (False, True)
+        f"{case} {again}": measured_and_predicted(accelerator, case, again)
+        for case in CASES
+        if case in sys.argv[2:]
+        for again in (False, True)
     }
     if accelerator.is_main_process:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -24,9 +24,10 @@ from tests.fastp3o.together import together
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response. In half precision the CPU widens the
-# head's operands, which no GPU does: there only small vocabularies tell something.
+# head's operands, which no GPU does, so only small vocabularies are tried there; and CPUs take seconds for few tokens.
 DEEP = (128, 384, 2, 4, 512), (8, 60, 20)
 WIDE = (256, 1024, 2, 2, 1024), (4, 128, 32)
+DEEP_HALF = DEEP[0], (3, 60, 20)
 LARGE_HEAD = (128, 344, 4, 4, 4096), (8, 40, 40)
 
 
@@ -64,10 +65,10 @@ def random_row(pairs, prompt, response, share_prompts):
         ("fp32", DEEP, False, 0),
         ("fp32", WIDE, True, 0),
         ("fp32", LARGE_HEAD, True, 0),
-        ("bf16", DEEP, True, 0),
-        ("bf16", WIDE, True, 0),
-        ("bf16-autocast", DEEP, True, 0),
-        ("bf16-autocast", WIDE, True, 0),
+        ("bf16", DEEP_HALF, True, 0),
+        pytest.param("bf16", WIDE, True, 0, marks=pytest.mark.faults),
+        ("bf16-autocast", DEEP_HALF, True, 0),
+        pytest.param("bf16-autocast", WIDE, True, 0, marks=pytest.mark.faults),
     ],
 )
 def test_the_peak_of_an_update_is_predicted_within_a_tenth(
@@ -240,7 +241,9 @@ def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
         assert f"| {size} | {gpus} | {' | '.join(cells)} |" in readme()
 
 
-@pytest.mark.parametrize("case", ["deep", "wide", "large head", "deep, bf16", "wide, bf16"])
+@pytest.mark.parametrize(
+    "case", ["deep", "wide", "large head", "deep, bf16", pytest.param("wide, bf16", marks=pytest.mark.faults)]
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_each_of_two_processes_is_predicted_within_a_tenth(two_processes, case, checkpointing):
     measured, predicted = two_processes[f"{case} {checkpointing}"]
@@ -248,8 +251,10 @@ def test_the_peak_of_each_of_two_processes_is_predicted_within_a_tenth(two_proce
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def two_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Measures the cases of the tests that are chosen, in one run."""
+    chosen = {item.callspec.params["case"] for item in request.session.items if "two_processes" in item.fixturenames}
     results = tmp_path_factory.mktemp("memory") / "results.json"
-    done = together(Path(__file__).with_name("memory_of_a_process.py"), str(results))
+    done = together(Path(__file__).with_name("memory_of_a_process.py"), str(results), *chosen)
     assert done.returncode == 0, done.stdout
     return json.loads(results.read_text())
