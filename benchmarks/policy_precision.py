@@ -27,7 +27,7 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.precision import PRECISIONS, Precision, precision_of
+from fastp3o.precision import PRECISIONS, Precision, choose_precision
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 from fastp3o.rollouts.transformers_sampler import sampling_mode
 from fastp3o.training.ratio_noise import ratio_noise
@@ -109,7 +109,7 @@ def measure(policy: PackedModel, groups: list[Group]) -> list[dict]:
     records = [{"precision": "true log-ratio", "errors": {str(rate): rms(truth[rate]) for rate in LEARNING_RATES}}]
     for name in (USUAL, *PRECISIONS[1:]):
         sums_in_precision: Sums = sums_from_rounded_logits if name == USUAL else sums
-        precision = precision_of(name.split(",")[0], "fp32")
+        precision = choose_precision(name.split(",")[0], "fp32")
         with in_precision(policy, precision) as rounded:
             before = sums_in_precision(rounded, row)
             given = replace(microbatch, old_logprobs=before.view(-1, 2))

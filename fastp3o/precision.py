@@ -34,7 +34,7 @@ class Precision(NamedTuple):
         return self.weights.itemsize == 2
 
 
-def precision_of(name: str, automatic: str) -> Precision:
+def choose_precision(name: str, automatic: str) -> Precision:
     """The precision of a name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32."""
     if name == "auto":
         name = automatic if torch.cuda.is_available() else "fp32"

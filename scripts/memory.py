@@ -17,7 +17,7 @@ from fastp3o.models.loading import errors_naming
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import Packing
-from fastp3o.precision import PRECISIONS, precision_of
+from fastp3o.precision import PRECISIONS, choose_precision
 from fastp3o.rollouts.cache import Room, fitting_room
 from fastp3o.script import run_script
 from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
@@ -53,13 +53,13 @@ class MemoryConfig(TrainableConfig):
 
 def main(config: MemoryConfig) -> None:
     model = sizes(config)
-    lengths = Lengths.of_full_row(
+    lengths = Lengths.full_row(
         Packing(config.tokens_per_row, config.share_prompts),
         prompt=config.prompt_tokens,
         response=config.response_tokens,
         responses_per_prompt=config.responses_per_prompt,
     )
-    precision = precision_of(config.precision, config.precision)
+    precision = choose_precision(config.precision, config.precision)
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
     frozen = frozen_memory(model, lengths, precision)
     rollouts = rollout_memory(model, room(config), precision)

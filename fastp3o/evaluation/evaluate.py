@@ -16,7 +16,7 @@ from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rewards.reward import Reward, rewarded
 from fastp3o.rollouts.groups import Group, finished, lengths, make_prompts, token_ids
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.training.order import process_share, seed_of
+from fastp3o.training.order import derived_seed, process_share
 from fastp3o_kernels import sequence_logprobs
 
 # Sets evaluation seeds apart from those of updates, which are counted from 0.
@@ -47,7 +47,7 @@ class Evaluation:
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
-        groups = self.sampler(prompts, self.responses_per_prompt, seed_of(self.seed, EVALUATION))
+        groups = self.sampler(prompts, self.responses_per_prompt, derived_seed(self.seed, EVALUATION))
         with self.accelerator.autocast():
             with_deviation = rewarded(self.rewards, groups)
             with_deviation["kl"] = self.sequence_log_ratios(groups)

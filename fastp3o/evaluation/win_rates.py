@@ -16,7 +16,7 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, verdicts_of_rewards, win_rate
 from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import columns_of, load_reward
@@ -125,7 +125,7 @@ def respond(
 ) -> Responses:
     """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = precision_of("auto", automatic="fp16").weights
+    dtype = choose_precision("auto", automatic="fp16").weights
     loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
     reward = None
     if config.reward:

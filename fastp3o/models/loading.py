@@ -112,7 +112,7 @@ def load_policy(
     Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows, and if a model that
     trains gives other log-probabilities in training mode all the same.
     """
-    base = base_of(name)
+    base = base_model_name(name)
     if not is_main_process():
         model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
         with suppress(OSError):  # it has none of its own
@@ -177,7 +177,7 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
-        for each in {name, base_of(name)}:
+        for each in {name, base_model_name(name)}:
             weight_files(each)  # transformers would load other formats
         return model_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
@@ -229,7 +229,7 @@ def require_whole(
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def base_of(name: str) -> str:
+def base_model_name(name: str) -> str:
     """The model that LoRA adapters belong to; a model without adapters is its own base."""
     with errors_naming(name):
         if find_adapter_config_file(name) is None:
@@ -254,7 +254,9 @@ def weight_files(name: str) -> list[Path]:
 
     Raises ValueError if they are not safetensors: other formats can hold code, and loading may run it.
     """
-    for file in (ADAPTER_SAFE_WEIGHTS_NAME,) if base_of(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+    for file in (
+        (ADAPTER_SAFE_WEIGHTS_NAME,) if base_model_name(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+    ):
         found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
         if found is not None:
             shards = get_checkpoint_shard_files(name, found)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [found]
@@ -263,7 +265,7 @@ def weight_files(name: str) -> list[Path]:
 
 
 def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
-    return AutoConfig.from_pretrained(base_of(name), trust_remote_code=trust_remote_code)
+    return AutoConfig.from_pretrained(base_model_name(name), trust_remote_code=trust_remote_code)
 
 
 def has_tokenizer(name: str) -> bool:

@@ -44,7 +44,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
             f"{refused}its attention does not go through transformers' AttentionInterface, which keeps them apart"
         )
     try:
-        trial = trial_of(model)
+        trial = run_trial(model)
     except Exception as error:  # from anywhere in a model that does not pass the segments on
         raise UserError(f"{refused}a trial failed with: {error}") from error
     difference = (trial.packed - trial.alone).abs().mean().item()
@@ -87,7 +87,7 @@ class Trial(NamedTuple):
     windows: set[int]
 
 
-def trial_of(model: PackedModel) -> Trial:
+def run_trial(model: PackedModel) -> Trial:
     inner = model.model
     run_alone = score_alone if hasattr(inner, "score") else logprobs_alone
     with on_trial(model) as (run, row):
@@ -142,13 +142,13 @@ def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:
 
 
 def logprobs_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    logits = logits_of(model, prompt + response)[0, len(prompt) - 1 : -1]
+    logits = whole_logits(model, prompt + response)[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(response, device=logits.device)[:, None]).squeeze(1)
 
 
 def score_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    return logits_of(model, prompt + response).squeeze(1)
+    return whole_logits(model, prompt + response).squeeze(1)
 
 
-def logits_of(model: PreTrainedModel, ids: list[int]) -> Tensor:
+def whole_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
     return model(torch.tensor([ids], device=model.device), use_cache=False).logits.float()

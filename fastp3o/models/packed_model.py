@@ -159,17 +159,17 @@ def labelled_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
 
 def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
     """The same, from the hidden states [N, D] that predict the labels."""
-    return linear_logprobs(hidden, head, row.labels, **chunks_of(row))
+    return linear_logprobs(hidden, head, row.labels, **chunk_options(row))
 
 
 def label_entropies(hidden: Tensor, head: Head, row: PackedRow) -> tuple[Tensor, Tensor]:
     """The same, and the entropy of each prediction, in nats; differentiable."""
-    outputs = linear_logprobs(hidden, head, row.labels, outputs=("entropy",), **chunks_of(row))
+    outputs = linear_logprobs(hidden, head, row.labels, outputs=("entropy",), **chunk_options(row))
     assert outputs.entropy is not None
     return outputs.logprobs, outputs.entropy
 
 
-def chunks_of(row: PackedRow) -> dict[str, Any]:
+def chunk_options(row: PackedRow) -> dict[str, Any]:
     """Where to cut the chunks of logits: between prompts, as losses do, since the same chunks give the same bits."""
     K = row.responses_per_prompt or 1
     return {"cu_seqlens": row.cu_seqlens_on_host if K > 1 else None, "responses_per_prompt": K}

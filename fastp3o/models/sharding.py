@@ -216,10 +216,10 @@ class WholeCopy:
         """model: not sharded yet. dtype: of the passes."""
         self.by_layer = by_layer
         layers = [list(layer.parameters()) for layer in model.layers()]
-        of_layers = {id(parameter) for layer in layers for parameter in layer}
+        in_layers = {id(parameter) for layer in layers for parameter in layer}
         # Weights outside the layers come first.
-        groups = [[parameter for parameter in model.parameters() if id(parameter) not in of_layers], *layers]
-        sizes = [sum(map(room_of, group)) for group in groups]
+        groups = [[parameter for parameter in model.parameters() if id(parameter) not in in_layers], *layers]
+        sizes = [sum(map(aligned_size, group)) for group in groups]
         begins = [0, *(sizes[0] if by_layer else sum(sizes[:number]) for number in range(1, len(groups)))]
         # One piece of memory, which is more likely to come back at the same address than many.
         elements = max(begin + size for begin, size in zip(begins, sizes, strict=True))
@@ -230,7 +230,7 @@ class WholeCopy:
             for parameter in group:
                 place = self.memory[begin : begin + parameter.numel()].view(parameter.shape)
                 copies[id(parameter)] = nn.Parameter(place, requires_grad=False)
-                begin += room_of(parameter)
+                begin += aligned_size(parameter)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.groups = [{names[id(parameter)]: copies[id(parameter)] for parameter in group} for group in groups]
         self.model: PackedModel = copy.deepcopy(model, copies).eval()
@@ -279,6 +279,6 @@ class WholeCopy:
         return bool(passing)
 
 
-def room_of(parameter: nn.Parameter) -> int:
+def aligned_size(parameter: nn.Parameter) -> int:
     """Elements that it takes, with those left free after it."""
     return -(-parameter.numel() // ALIGNMENT) * ALIGNMENT

@@ -108,13 +108,13 @@ def whole_weights(
     for name, part in model.state_dict(keep_vars=True).items():
         if ".lora_" in name:
             continue
-        owner, adapted, of_base = name.partition(".base_layer.")
+        owner, adapted, base_name = name.partition(".base_layer.")
         key = id(part), owner if adapted else ""
         if key not in kept:
             weight = whole(part.detach())
             if isinstance(part, nn.Parameter):
                 weight = weight.to(dtype or weight.dtype)
-            if of_base == "weight":
+            if base_name == "weight":
                 delta = lora_delta(model.get_submodule(owner), model.active_adapters()[0], dtype)
                 # Together they would be a second model on the device.
                 weight = (weight.float() + delta).cpu()

@@ -17,7 +17,7 @@ from fastp3o.data import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
-from fastp3o.precision import Precision, precision_of
+from fastp3o.precision import Precision, choose_precision
 from fastp3o.training.run_folder import check_output_dir
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
@@ -34,7 +34,7 @@ def make_context(config: StageConfig, automatic: str, **divisible: int) -> Conte
 
     Raises ValueError if one is not, and as `make_accelerator`, `check_output_dir` and `load_tokenizer` do.
     """
-    precision = precision_of(config.precision, automatic)
+    precision = choose_precision(config.precision, automatic)
     trackers = tracker_names(config.report_to)
     accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
     for flag, total in divisible.items():

@@ -47,7 +47,7 @@ class Lengths(NamedTuple):
     labelled: int
 
     @classmethod
-    def of_full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
+    def full_row(cls, packing: Packing, *, prompt: int, response: int, responses_per_prompt: int = 2) -> "Lengths":
         """A row filled with whole groups of these mean lengths, at least one."""
         group = group_tokens(prompt, [response] * responses_per_prompt, share_prompts=packing.share_prompts)
         groups = max(1, packing.tokens_per_row // group)

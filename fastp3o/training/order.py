@@ -12,7 +12,7 @@ from accelerate import Accelerator
 Examples = dict[str, list]  # columns of a data set
 
 
-def seed_of(*parts: int) -> int:
+def derived_seed(*parts: int) -> int:
     """A well-mixed 63-bit seed from a few small integers."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
@@ -24,7 +24,7 @@ def examples_of_step(step: int, *, batch_size: int, total: int, seed: int) -> li
     """
     first, last = step * batch_size, (step + 1) * batch_size
     passes = range(first // total, (last - 1) // total + 1)
-    examples = torch.cat([shuffled(total, seed_of(seed, number)) for number in passes])
+    examples = torch.cat([shuffled(total, derived_seed(seed, number)) for number in passes])
     start = first - passes.start * total
     return examples[start : start + batch_size].tolist()
 

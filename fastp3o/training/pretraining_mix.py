@@ -11,7 +11,7 @@ from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.order import examples_of_step, own_part, seed_of
+from fastp3o.training.order import derived_seed, examples_of_step, own_part
 
 TEXTS = 2**32 - 2  # part of the seed, so that texts have another order than prompts
 
@@ -46,7 +46,7 @@ class PretrainingMix:
 
     def rows(self, step: int) -> list[PackedRow]:
         """This process's share of an optimizer step's texts."""
-        seed = seed_of(self.seed, TEXTS)
+        seed = derived_seed(self.seed, TEXTS)
         chosen = examples_of_step(step, batch_size=self.batch_size, total=len(self.texts), seed=seed)
         texts = own_part(self.optimizer.accelerator, self.texts[chosen])
         return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], self.packing, label_prompts=True)

@@ -51,7 +51,7 @@ class Reporter:
         for prompt, texts, scores in zip(prompts, responses, rewards, strict=True):
             table.add_section()
             for number, (response, score) in enumerate(zip(texts, scores, strict=True)):
-                table.add_row("" if number else end_of(prompt), response.strip(), f"{score:.2f}")
+                table.add_row("" if number else prompt_end(prompt), response.strip(), f"{score:.2f}")
         with tqdm.external_write_mode(file=sys.stdout):
             Console().print(table, markup=False)
 
@@ -76,7 +76,7 @@ def with_deviations(metrics: dict[str, float]) -> str:
     )
 
 
-def end_of(prompt: str, characters: int = 120) -> str:
+def prompt_end(prompt: str, characters: int = 120) -> str:
     """The last words of a prompt on one line."""
     line = " ".join(prompt.split())
     return line if len(line) <= characters else "…" + line[-characters:]

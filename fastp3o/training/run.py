@@ -30,7 +30,7 @@ from fastp3o.training.run_folder import (
     sync_logs,
     write_config,
 )
-from fastp3o.training.states.fingerprints import fingerprints_of
+from fastp3o.training.states.fingerprints import run_fingerprints
 from fastp3o.training.states.manifest import ResumeError, plain, require_same_run
 from fastp3o.training.states.store import Progress, States
 from fastp3o.training.stopping import StoppedError, Stops
@@ -78,7 +78,7 @@ class Run:
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
         self.folder = claim(self.accelerator, config)
         try:
-            self.fingerprints = on_main_process(self.accelerator, lambda: fingerprints_of(config, data))
+            self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config, data))
             self.states = States(self.folder / STATES, optimizer, dict(parts or {}), tensors)
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps

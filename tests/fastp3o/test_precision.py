@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastp3o.precision import PRECISIONS, precision_of
+from fastp3o.precision import PRECISIONS, choose_precision
 
 DTYPES = {
     "fp32": (torch.float32, None),
@@ -22,13 +22,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 def test_every_name_but_auto_has_its_dtypes(gpu: bool):
     assert set(DTYPES) == set(PRECISIONS) - {"auto"}
     for name, dtypes in DTYPES.items():
-        assert precision_of(name, automatic="fp16") == (name, *dtypes)
+        assert choose_precision(name, automatic="fp16") == (name, *dtypes)
 
 
 @pytest.mark.parametrize("automatic", ["fp16", "bf16-autocast"])
 def test_auto_is_the_stages_choice_on_a_gpu_and_fp32_without(gpu: bool, automatic: str):
-    assert precision_of("auto", automatic).name == (automatic if gpu else "fp32")
+    assert choose_precision("auto", automatic).name == (automatic if gpu else "fp32")
 
 
 def test_half_is_about_the_weights():
-    assert [name for name in DTYPES if precision_of(name, name).half] == ["bf16", "fp16"]
+    assert [name for name in DTYPES if choose_precision(name, name).half] == ["bf16", "fp16"]

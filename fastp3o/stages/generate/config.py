@@ -7,7 +7,7 @@ from fastp3o.errors import UserError
 from fastp3o.precision import PRECISIONS
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
-from fastp3o.stages.generate.selection import FLAGS_OF, PAIRS, SelectionConfig
+from fastp3o.stages.generate.selection import KEEP_FLAGS, PAIRS, SelectionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
         super().__post_init__()
         if self.keep in PAIRS and self.responses_per_prompt < 2:
             raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
-        if "accept" in FLAGS_OF[self.keep] and self.accept >= self.responses_per_prompt:
+        if "accept" in KEEP_FLAGS[self.keep] and self.accept >= self.responses_per_prompt:
             raise UserError(
                 f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt}): "
                 "all of them would be accepted"

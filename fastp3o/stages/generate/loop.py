@@ -13,7 +13,7 @@ from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.sharding import FrozenModel, loading_device, process_mesh
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, columns_of, rewarded
 from fastp3o.rollouts.groups import make_prompts
@@ -27,7 +27,7 @@ from fastp3o.stages.setup import make_accelerator
 from fastp3o.training.processes import on_main_process, require_finite
 from fastp3o.training.reporting import Phases
 from fastp3o.training.run_folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
-from fastp3o.training.states.fingerprints import fingerprints_of
+from fastp3o.training.states.fingerprints import run_fingerprints
 from fastp3o.training.states.manifest import CorruptStateError, Manifest, plain, read_manifest, require_same_run
 
 
@@ -45,7 +45,7 @@ def generate(config: GenerateConfig) -> Generated:
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
     fails, EndpointError if an endpoint refuses or fails after all retries.
     """
-    precision = precision_of(config.precision, automatic="fp16")
+    precision = choose_precision(config.precision, automatic="fp16")
     accelerator = make_accelerator(config.seed, precision)
     check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
@@ -110,20 +110,20 @@ def begun(context: Context, config: GenerateConfig, prompts: Dataset, samples: S
     Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
     accelerator = context.accelerator
-    fingerprints = fingerprints_of(config, {"prompts": prompts})
+    fingerprints = run_fingerprints(config, {"prompts": prompts})
     manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))
     if config.resume:
         lines = []
         if samples.path.exists():
-            before = manifest_of(samples)
+            before = read_samples_manifest(samples)
             lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
         for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
             accelerator.print(line)
     return manifest, done
 
 
-def manifest_of(samples: SamplesFile) -> Manifest:
+def read_samples_manifest(samples: SamplesFile) -> Manifest:
     folder = samples.path.parent
     try:
         return read_manifest(folder)

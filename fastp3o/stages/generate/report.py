@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fastp3o.errors import UserError
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.samples import SamplesFile
-from fastp3o.stages.generate.selection import PAIRS, records_of
+from fastp3o.stages.generate.selection import PAIRS, kept_records
 from fastp3o.training.durable import whole_file
 
 
@@ -16,7 +16,7 @@ class Generated(NamedTuple):
     """The summary of a run.
 
     prompts, responses, mean_reward, empty, unfinished: over all samples, also those before a run was resumed. records:
-    kept. records_of_prompts: to how many prompts. mean_kept: mean reward of what is kept, for pairs the mean margin.
+    kept. prompts_kept: to how many prompts. mean_kept: mean reward of what is kept, for pairs the mean margin.
     tokens_per_second: sampled since the start, without the time of rewards; 0 if nothing was left to sample.
     """
 
@@ -26,7 +26,7 @@ class Generated(NamedTuple):
     empty: int
     unfinished: int
     records: int
-    records_of_prompts: int
+    prompts_kept: int
     mean_kept: float
     tokens_per_second: float = 0.0
 
@@ -37,7 +37,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
     prompts = with_records = empty = unfinished = 0
     with whole_file(path) as file:
         for one in samples:
-            records = records_of(one, config, config.seed)
+            records = kept_records(one, config, config.seed)
             for record in records:
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
                 kept.append(record["margin" if config.keep in PAIRS else "reward"])
@@ -63,5 +63,5 @@ def told(generated: Generated, config: GenerateConfig, path: Path) -> str:
         f"{g.responses} responses to {g.prompts} prompts, mean reward {g.mean_reward:.4g}{speed}; {g.unfinished} "
         f"{unfinished}, {g.empty} without text and left out\n"
         f"{path} ({config.keep}): {g.records} {'pairs' if config.keep in PAIRS else 'responses'} of "
-        f"{g.records_of_prompts} prompts, mean {'margin' if config.keep in PAIRS else 'reward'} {g.mean_kept:.4g}"
+        f"{g.prompts_kept} prompts, mean {'margin' if config.keep in PAIRS else 'reward'} {g.mean_kept:.4g}"
     )

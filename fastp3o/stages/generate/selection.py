@@ -19,7 +19,7 @@ Record = dict[str, Any]
 Prompt = str | list[Message]
 
 # Choices of --keep, and the flags that each takes.
-FLAGS_OF: dict[str, tuple[str, ...]] = {
+KEEP_FLAGS: dict[str, tuple[str, ...]] = {
     "all": (),
     "best": (),
     "rest": ("threshold",),
@@ -40,7 +40,7 @@ class SelectionConfig(Flags):
         "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
         "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
         "(rs_dpo).",
-        choices=tuple(FLAGS_OF),
+        choices=tuple(KEEP_FLAGS),
         changeable=True,
     )
     threshold: float = option(0.0, "--keep rest keeps rewards above this (ReST's τ).", changeable=True)
@@ -75,7 +75,7 @@ class SelectionConfig(Flags):
         if self.keep == "rso" and self.accept < 2:
             raise UserError(f"--accept must be at least 2 for pairs, got {self.accept}")
         for flag in fields(SelectionConfig):
-            users = [keep for keep, names in FLAGS_OF.items() if flag.name in names]
+            users = [keep for keep, names in KEEP_FLAGS.items() if flag.name in names]
             if users and self.keep not in users and getattr(self, flag.name) != flag.default:
                 raise UserError(f"--{flag.name} does nothing without --keep {' or '.join(users)}")
 
@@ -87,7 +87,7 @@ class Candidates(NamedTuple):
     rewards: list[float]
 
 
-def candidates_of(samples: Samples, *, unfinished: bool) -> Candidates:
+def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
     """Without the empty ones, which no layout can hold, and, unless `unfinished`, without those that lack their
     end-of-sequence: as data they would have one, and teach to stop there.
     """
@@ -99,9 +99,9 @@ def candidates_of(samples: Samples, *, unfinished: bool) -> Candidates:
     return Candidates([text for text, _ in kept], [reward for _, reward in kept])
 
 
-def records_of(samples: Samples, config: SelectionConfig, seed: int) -> list[Record]:
+def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[Record]:
     """The records kept of a prompt. Random choices depend only on the seed and the prompt's number."""
-    candidates = candidates_of(samples, unfinished=config.keep_unfinished)
+    candidates = valid_candidates(samples, unfinished=config.keep_unfinished)
     rewards, random = candidates.rewards, np.random.default_rng([seed, samples.number])
     match config.keep:
         case "all":
@@ -172,7 +172,7 @@ def pairs_at_random(
 
 def demonstrations(prompt: Prompt, candidates: Candidates, chosen: Sequence[int]) -> list[Record]:
     texts, rewards = candidates
-    return [{"prompt": prompt, "completion": in_form_of(prompt, texts[i]), "reward": rewards[i]} for i in chosen]
+    return [{"prompt": prompt, "completion": in_prompt_form(prompt, texts[i]), "reward": rewards[i]} for i in chosen]
 
 
 def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> list[Record]:
@@ -183,8 +183,8 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
     return [
         {
             "prompt": prompt,
-            "chosen": in_form_of(prompt, texts[better]),
-            "rejected": in_form_of(prompt, texts[worse]),
+            "chosen": in_prompt_form(prompt, texts[better]),
+            "rejected": in_prompt_form(prompt, texts[worse]),
             "margin": rewards[better] - rewards[worse],
         }
         for better, worse in pairs
@@ -192,6 +192,6 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
     ]
 
 
-def in_form_of(prompt: Prompt, text: str) -> str | list[Message]:
+def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:
     """A response as text to a text, and as a message to messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

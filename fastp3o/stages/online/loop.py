@@ -13,7 +13,7 @@ from fastp3o.rollouts.groups import finished
 from fastp3o.stages.online.report import Update, report_update
 from fastp3o.stages.online.setup import set_up
 from fastp3o.training.minibatches import first_microbatch, gather_groups, make_microbatches, pack_minibatches
-from fastp3o.training.order import seed_of, shuffled
+from fastp3o.training.order import derived_seed, shuffled
 from fastp3o.training.processes import require_finite
 from fastp3o.training.ratio_noise import ratio_noise
 
@@ -32,7 +32,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
-                rollouts = sampler(prompts(update), config.responses_per_prompt, seed_of(config.seed, update))
+                rollouts = sampler(prompts(update), config.responses_per_prompt, derived_seed(config.seed, update))
             with run.phase("reward"), accelerator.autocast():
                 rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
                 rollouts, rewards, sampled_again = resample(update, rollouts, rewards)
@@ -47,7 +47,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
             with run.phase("update"):
                 step_metrics: list[dict[str, Tensor]] = []
                 for epoch in range(config.inner_epochs):
-                    for index in shuffled(len(minibatches), seed_of(config.seed, update, epoch)).tolist():
+                    for index in shuffled(len(minibatches), derived_seed(config.seed, update, epoch)).tolist():
                         loss = objective.loss if step_metrics else objective.first_loss
                         step_metrics.append(step(minibatches, index, loss))
                 reference.follow(policy, update)

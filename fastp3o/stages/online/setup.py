@@ -30,7 +30,7 @@ from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
 from fastp3o.training.minibatches import Rewards, optimizer_step
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.order import examples_of_step, process_share, seed_of
+from fastp3o.training.order import derived_seed, examples_of_step, process_share
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.processes import require_finite
 from fastp3o.training.run import Run, Steps
@@ -174,7 +174,7 @@ def make_resampling(
     score: Callable[[list[Group]], Rewards],
 ) -> DynamicSampling:
     def sample_again(update: int, numbers: list[int], attempt: int) -> list[Group]:
-        seed = seed_of(config.seed, update, AGAIN, attempt)
+        seed = derived_seed(config.seed, update, AGAIN, attempt)
         return sampler(prompts(update, numbers), config.responses_per_prompt, seed)
 
     return DynamicSampling(context.accelerator, sample_again, score, config.dynamic_sampling)

@@ -16,7 +16,7 @@ from datasets import Dataset
 from huggingface_hub import snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from fastp3o.models.loading import base_of, errors_naming, weight_files
+from fastp3o.models.loading import base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
@@ -30,7 +30,7 @@ SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME), "*.
 BLOCK_BYTES = 2**16
 
 
-def fingerprints_of(config: Any, data: Mapping[str, Dataset | None]) -> dict[str, str]:
+def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[str, str]:
     """The fingerprints of data sets, by the option that names them, and of a configuration's models and functions."""
     fingerprints = {name: examples._fingerprint for name, examples in data.items() if examples is not None}
     for option in MODELS:
@@ -68,7 +68,7 @@ def model_fingerprint(name: str) -> str:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             for part in header_and_blocks(path):
                 digest.update(part)
-    base = base_of(name)
+    base = base_model_name(name)
     if base != name:
         digest.update(model_fingerprint(base).encode())
     return digest.hexdigest()

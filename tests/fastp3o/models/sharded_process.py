@@ -21,7 +21,7 @@ from fastp3o.models.sharding import FrozenModel, WholeCopy, empty, is_main_proce
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.states.content import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
@@ -157,7 +157,7 @@ def gone_after_use() -> bool:
 def optimizer_for(precision: str) -> Optimizer:
     config = StageConfig(model="", output_dir="", learning_rate=1e-2)
     mesh = process_mesh(CPU)
-    return Optimizer(Accelerator(), given_by_main(tied()), precision_of(precision, "fp32"), config, 9, mesh=mesh)
+    return Optimizer(Accelerator(), given_by_main(tied()), choose_precision(precision, "fp32"), config, 9, mesh=mesh)
 
 
 def step(optimizer: Optimizer) -> None:

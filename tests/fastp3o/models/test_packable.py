@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.models import attention
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packable import TOLERANCE, require_packable, require_trainable, trial_of, within_vocabulary
+from fastp3o.models.packable import TOLERANCE, require_packable, require_trainable, run_trial, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import FAMILIES, GROUPED, PAIRS, UNGROUPED, VOCABULARY, enlarge, random_model
@@ -91,21 +91,21 @@ def test_models_that_keep_them_apart_are_accepted_and_left_as_they_were(family):
     assert model.model.training
     assert model.model.config._attn_implementation == attention.NAME
     assert all(parameter.grad is None for parameter in model.parameters())
-    trial = trial_of(model)
+    trial = run_trial(model)
     torch.testing.assert_close(trial.packed, trial.alone, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_reward_models_are_tried_by_their_scores(family):
     model = PackedModel(random_model(family, AutoModelForSequenceClassification, num_labels=1))
-    trial = trial_of(require_packable(model, family))
+    trial = run_trial(require_packable(model, family))
     assert trial.packed.shape == (4,)
     torch.testing.assert_close(trial.packed, trial.alone, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_no_leak(dtype):
-    trial = trial_of(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
+    trial = run_trial(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
     assert 0 < (trial.packed - trial.alone).abs().mean() < TOLERANCE[dtype]
 
 
@@ -235,7 +235,7 @@ def test_a_trial_leaves_the_generator_as_it_was():
 def test_a_window_that_is_longer_than_the_trial_is_seen():
     for family in ("mistral", "gemma2"):
         model = PackedModel(random_model(family, sliding_window=32))
-        assert trial_of(require_packable(model, family)).windows == {32}
+        assert run_trial(require_packable(model, family)).windows == {32}
 
 
 def test_a_window_that_no_sequence_leaves_need_not_be_seen(tmp_path):

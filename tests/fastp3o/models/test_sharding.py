@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fastp3o.config import StageConfig
 from fastp3o.models import sharding
 from fastp3o.models.sharding import process_mesh, whole
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, go_on, loss_of, optimizer_for, step, tied
 from tests.fastp3o.together import together
@@ -82,7 +82,7 @@ def test_a_mesh_of_one_has_the_bits_of_none(group_of_one, precision):
     moved = []
     for mesh in (None, init_device_mesh("cpu", (1,))):
         config = StageConfig(model="", output_dir="", learning_rate=1e-2)
-        optimizer = Optimizer(Accelerator(cpu=True), tied(), precision_of(precision, "fp32"), config, 9, mesh=mesh)
+        optimizer = Optimizer(Accelerator(cpu=True), tied(), choose_precision(precision, "fp32"), config, 9, mesh=mesh)
         for _ in range(3):
             losses = []
             for row in ROWS:

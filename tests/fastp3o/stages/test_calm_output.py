@@ -10,7 +10,7 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.stages import reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
-from fastp3o.training.reporting import end_of, with_deviations
+from fastp3o.training.reporting import prompt_end, with_deviations
 
 
 @pytest.fixture
@@ -51,5 +51,5 @@ def test_deviations_stand_beside_their_means():
 
 
 def test_the_end_of_a_prompt_is_one_line():
-    assert end_of("one\n\ntwo  three\n") == "one two three"
-    assert end_of("one\n\ntwo  three\n", characters=7) == "…o three"
+    assert prompt_end("one\n\ntwo  three\n") == "one two three"
+    assert prompt_end("one\n\ntwo  three\n", characters=7) == "…o three"

@@ -55,7 +55,7 @@ def contents(folder: str) -> list[bytes]:
 def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, capsys):
     limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
     done = generate(config(tiny_model, "best"))
-    assert (done.prompts, done.responses, done.records, done.records_of_prompts) == (8, 32, 8, 8)
+    assert (done.prompts, done.responses, done.records, done.prompts_kept) == (8, 32, 8, 8)
     assert [line["prompt"] for line in records("best")] == [line["prompt"] for line in records(".", "prompts.jsonl")]
     samples = records("best", "samples.jsonl")
     assert [line["reward"] for line in records("best")] == [max(line["rewards"]) for line in samples]

@@ -15,9 +15,9 @@ from fastp3o.stages.generate.selection import (
     above,
     accepted,
     best,
+    kept_records,
     pairs_apart,
     pairs_at_random,
-    records_of,
 )
 
 rewards_of = st.lists(st.floats(-4, 4, width=32), max_size=7)
@@ -130,7 +130,7 @@ def test_records_are_of_the_layouts_that_training_reads(settings, expected):
         # Without text, and without an end: neither is kept.
         one = samples([1.0, 3.0, 2.0, 9.0, 9.0], [" a", " b", " c", "\n", " d"], prompt=prompt)
         one.finished[4] = False
-        got = records_of(one, SelectionConfig(**settings), seed=0)
+        got = kept_records(one, SelectionConfig(**settings), seed=0)
         for record in got:
             assert record.pop("prompt") == prompt
             layout = find_layout({"prompt": prompt, **record}, 2 if "chosen" in record else 1)
@@ -143,19 +143,19 @@ def test_records_are_of_the_layouts_that_training_reads(settings, expected):
 
 def test_unfinished_responses_are_kept_where_that_is_asked_for():
     one = samples([1.0, 2.0], finished=[True, False])
-    assert [record["reward"] for record in records_of(one, SelectionConfig(keep="best"), seed=0)] == [1.0]
+    assert [record["reward"] for record in kept_records(one, SelectionConfig(keep="best"), seed=0)] == [1.0]
     unfinished = SelectionConfig(keep="best", keep_unfinished=True)
-    assert [record["reward"] for record in records_of(one, unfinished, seed=0)] == [2.0]
+    assert [record["reward"] for record in kept_records(one, unfinished, seed=0)] == [2.0]
 
 
 def test_equal_texts_are_no_preference():
     one = samples([1.0, 2.0, 3.0], [" a", " a", "a\n"])
-    assert records_of(one, SelectionConfig(keep="rs_dpo"), seed=0) == []
+    assert kept_records(one, SelectionConfig(keep="rs_dpo"), seed=0) == []
 
 
 def test_random_choices_depend_on_seed_and_prompt_alone():
     config = SelectionConfig(keep="rejection_sampling", beta=5.0, accept=3)
     one, other = samples([0.1 * i for i in range(8)]), samples([0.1 * i for i in range(8)], number=1)
-    assert records_of(one, config, seed=0) == records_of(one, config, seed=0)
-    assert records_of(one, config, seed=0) != records_of(one, config, seed=1)
-    assert records_of(one, config, seed=0) != records_of(other, config, seed=0)
+    assert kept_records(one, config, seed=0) == kept_records(one, config, seed=0)
+    assert kept_records(one, config, seed=0) != kept_records(one, config, seed=1)
+    assert kept_records(one, config, seed=0) != kept_records(other, config, seed=0)

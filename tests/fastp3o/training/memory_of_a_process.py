@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from fastp3o.config import StageConfig
 from fastp3o.models.sharding import process_mesh
 from fastp3o.objectives.base import Microbatch
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.training.memory import Lengths, Model, sharded, update_memory
 from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.training.test_memory import DEEP, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
@@ -42,7 +42,7 @@ def peak(update: Callable[[], None]) -> int:
 
 def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: bool) -> tuple[float, float]:
     (model_sizes, (P, prompt, response)), name = CASES[case]
-    precision, fp32 = precision_of(name, "fp32"), precision_of("fp32", "fp32")
+    precision, fp32 = choose_precision(name, "fp32"), choose_precision("fp32", "fp32")
     model, row = random_model(*model_sizes, fp32), random_row(P, prompt, response, True)
     if checkpointing:
         model.recompute_activations()

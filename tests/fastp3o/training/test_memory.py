@@ -14,7 +14,7 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.prefill import layer_shapes
@@ -75,7 +75,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
     precision, sizes, share_prompts, trained_layers, checkpointing
 ):
     model_sizes, (P, prompt, response) = sizes
-    precision = precision_of(precision, "fp32")
+    precision = choose_precision(precision, "fp32")
     model, row = random_model(*model_sizes, precision), random_row(P, prompt, response, share_prompts)
     choose_trainable(model, TrainableConfig(trainable_layers=trained_layers))
     if checkpointing:
@@ -114,7 +114,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
 
 
 def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
-    precision = precision_of("fp32", "fp32")
+    precision = choose_precision("fp32", "fp32")
     model, row = random_model(*LARGE_HEAD[0], precision), random_row(*LARGE_HEAD[1], True)
     with torch.no_grad(), PeakMemory() as measured:
         labelled_logprobs(model, row)
@@ -127,7 +127,7 @@ def test_the_peak_of_the_reference_is_predicted_within_a_tenth():
 @pytest.mark.parametrize("sizes", [DEEP, LARGE_HEAD])
 def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
     model_sizes, (P, prompt, response) = sizes
-    precision = precision_of("fp32", "fp32")
+    precision = choose_precision("fp32", "fp32")
     model = random_model(*model_sizes, precision).eval()
     room = Room(8 * P, prompt - 1, 2, 16 * P, response)
     prompts, keys = [[5] * prompt] * 8 * P, response_keys(0, torch.arange(8 * P), 2)
@@ -142,11 +142,11 @@ def test_the_peak_of_rollouts_is_predicted_within_a_tenth(sizes):
 
 
 def test_lengths_of_a_full_row():
-    shared = Lengths.of_full_row(Packing(1000), prompt=100, response=50)
+    shared = Lengths.full_row(Packing(1000), prompt=100, response=50)
     assert shared == Lengths(tokens=1000, keys=1500, labelled=500)
-    plain = Lengths.of_full_row(Packing(1000, share_prompts=False), prompt=100, response=50)
+    plain = Lengths.full_row(Packing(1000, share_prompts=False), prompt=100, response=50)
     assert plain == Lengths(tokens=900, keys=900, labelled=300)
-    assert Lengths.of_full_row(Packing(10), prompt=100, response=50).tokens == 200
+    assert Lengths.full_row(Packing(10), prompt=100, response=50).tokens == 200
 
 
 LLAMAS = {
@@ -196,7 +196,7 @@ LARGE_LLAMAS = {
         vocab_size=128256,
     ),
 }
-FP16 = precision_of("fp16", "fp16")
+FP16 = choose_precision("fp16", "fp16")
 
 
 def readme() -> str:
@@ -222,7 +222,7 @@ def test_readmes_table_is_what_the_formula_gives():
         sizes = sizes_of(LLAMAS[size], trainable)
         cells = []
         for tokens, prompt, response in ((1, 350, 40), (1, 1024, 256), (8192, 350, 40)):
-            lengths = Lengths.of_full_row(Packing(tokens), prompt=prompt, response=response)
+            lengths = Lengths.full_row(Packing(tokens), prompt=prompt, response=response)
             reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, FP16).weights
             update = update_memory(sizes, lengths, FP16, checkpointing=checkpointing)
             cells.append(f"{(update.peak + reference) / 1e9:.1f}")
@@ -232,7 +232,7 @@ def test_readmes_table_is_what_the_formula_gives():
 def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
     for (size, config), gpus in product(LARGE_LLAMAS.items(), (8, 64)):
         sizes = sizes_of(config, TrainableConfig())
-        lengths = Lengths.of_full_row(Packing(8192), prompt=350, response=40)
+        lengths = Lengths.full_row(Packing(8192), prompt=350, response=40)
         alone = update_memory(sizes, lengths, FP16, checkpointing=True)
         update = sharded(alone, sizes, FP16, gpus)
         frozen = 2 * sizes.parameters // gpus

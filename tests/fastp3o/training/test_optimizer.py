@@ -9,7 +9,7 @@ from fastp3o.config import StageConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.trainable import freeze_below
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Masters, Optimizer
 from fastp3o.training.processes import NotFiniteError
 from tests.fastp3o.models.model_families import PAIRS
@@ -39,7 +39,7 @@ def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer
     config = StageConfig(
         model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
     )
-    return Optimizer(Accelerator(cpu=True), model, precision_of(NAMES[dtype], "fp32"), config, steps=100)
+    return Optimizer(Accelerator(cpu=True), model, choose_precision(NAMES[dtype], "fp32"), config, steps=100)
 
 
 def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
@@ -302,7 +302,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     model.critic = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.critic.weight)
     config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
-    precision = precision_of(NAMES[dtype], "fp32")
+    precision = choose_precision(NAMES[dtype], "fp32")
     rates = {"critic": 2**-1}
     optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
     loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
@@ -320,7 +320,7 @@ def test_a_submodule_that_explodes_stops_the_step():
     model.critic = nn.Linear(1, 1, bias=False)
     config = StageConfig(model="", output_dir="")
     optimizer = Optimizer(
-        Accelerator(cpu=True), model, precision_of("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
+        Accelerator(cpu=True), model, choose_precision("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
     )
     optimizer.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
     with pytest.raises(NotFiniteError):

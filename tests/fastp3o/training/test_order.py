@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.training.order import deal, examples_of_step, seed_of
+from fastp3o.training.order import deal, derived_seed, examples_of_step
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
@@ -14,7 +14,7 @@ def test_every_pass_takes_every_example_once(batch_size, total, seed):
 
 
 def test_seeds_differ_by_every_part():
-    assert len({seed_of(a, b) for a in range(20) for b in range(20)}) == 400
+    assert len({derived_seed(a, b) for a in range(20) for b in range(20)}) == 400
 
 
 @given(st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=12), min_size=1, max_size=6), st.integers(1, 6))

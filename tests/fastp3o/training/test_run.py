@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.training import stopping
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import NotFiniteError
@@ -43,7 +43,7 @@ def start(tiny_model, tokenizer, evaluate=None, steps=STEPS, **changes) -> Run:
     config = StageConfig(**({"model": tiny_model, "output_dir": "run", "report_to": "none"} | changes))
     trackers = None if config.report_to == "none" else config.report_to
     accelerator = Accelerator(cpu=True, log_with=trackers, project_dir=config.output_dir)
-    precision = precision_of("fp32", "fp32")
+    precision = choose_precision("fp32", "fp32")
     optimizer = Optimizer(accelerator, load_policy(tiny_model), precision, config, STEPS)
     context = Context(accelerator, precision, tokenizer, None)
     return Run(context, config, optimizer, Steps("test", "step", steps), evaluate=evaluate, data={})

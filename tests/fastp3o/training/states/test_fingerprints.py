@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from fastp3o.models.loading import load_policy
 from fastp3o.models.trainable import add_lora
-from fastp3o.training.states.fingerprints import fingerprints_of, model_fingerprint
+from fastp3o.training.states.fingerprints import model_fingerprint, run_fingerprints
 
 WEIGHTS, ADAPTERS = "model.safetensors", "adapter_model.safetensors"
 
 
 def of(**names: str) -> dict[str, str]:
-    return fingerprints_of(SimpleNamespace(**names), {})
+    return run_fingerprints(SimpleNamespace(**names), {})
 
 
 def test_one_reward_has_the_name_of_its_option_and_several_have_their_own(workplace, tiny_model):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from fastp3o.config import StageConfig
-from fastp3o.precision import precision_of
+from fastp3o.precision import choose_precision
 from fastp3o.rewards.scaling import DifferenceScaler
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import NotFiniteError
@@ -39,7 +39,7 @@ class Trainer:
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(0)
         config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule="cosine", warmup_steps=2)
-        self.optimizer = Optimizer(Accelerator(cpu=True), Two(), precision_of(precision, "fp32"), config, steps=20)
+        self.optimizer = Optimizer(Accelerator(cpu=True), Two(), choose_precision(precision, "fp32"), config, steps=20)
         self.scaler = DifferenceScaler(10.0)
         self.states = States(folder, self.optimizer, {"scaler": self.scaler})
 
