@@ -114,8 +114,8 @@ def at_response_tokens(
     """function(hidden, head, tokens) within the model's forward call: hidden states [N, D] that predict the tokens."""
     tokens = batch.tokens()
 
-    def of_hidden(hidden: Tensor, head: Head) -> Any:
+    def head_loss(hidden: Tensor, head: Head) -> Any:
         head = replace(head, temperature=head.temperature * temperature)
         return function(hidden.flatten(0, 1)[tokens.predicted_at], head, tokens)
 
-    return model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, of_hidden=of_hidden)
+    return model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, head_loss=head_loss)

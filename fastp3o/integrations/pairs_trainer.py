@@ -16,8 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from fastp3o.integrations.padded_pairs import PaddedBatch, padded_logprobs, padded_p3o_loss
 from fastp3o_kernels import P3OSettings
 
-LOGPROBS = ("old_logprobs", "ref_logprobs")
-COLUMNS = ("prompt_ids", "response_ids", "rewards", *LOGPROBS)
+COLUMNS = ("prompt_ids", "response_ids", "rewards", "old_logprobs", "ref_logprobs")
 
 
 @dataclass(frozen=True)
@@ -134,9 +133,14 @@ class PairsTrainer(Trainer):
     ) -> Any:
         # Processes' gradients are averaged.
         divisor = None if num_items_in_batch is None else num_items_in_batch / self.accelerator.num_processes
-        logprobs = {name: inputs[name] for name in LOGPROBS if name in inputs}
         loss, metrics = padded_p3o_loss(
-            model, padded_batch(inputs), inputs["rewards"], self.settings, divisor=divisor, **logprobs
+            model,
+            padded_batch(inputs),
+            inputs["rewards"],
+            self.settings,
+            old_logprobs=inputs.get("old_logprobs"),
+            ref_logprobs=inputs.get("ref_logprobs"),
+            divisor=divisor,
         )
         return (loss, metrics) if return_outputs else loss
 

@@ -24,8 +24,8 @@ from fastp3o_kernels.rows.rows import LogitsTransform, transformed
 Model = TypeVar("Model", bound=nn.Module)
 
 NOT_REDUCED = (
-    "model(..., of_hidden=...) is called with several processes and outside of DDP and FSDP: nobody adds up their "
-    "gradients. Call the wrapper, ddp(..., of_hidden=...), not ddp.module. Ignore this if you reduce them elsewhere"
+    "model(..., head_loss=...) is called with several processes and outside of DDP and FSDP: nobody adds up their "
+    "gradients. Call the wrapper, ddp(..., head_loss=...), not ddp.module. Ignore this if you reduce them elsewhere"
 )
 
 # Configurations have names of their own for what divides logits, multiplies them, and caps them after that.
@@ -42,12 +42,12 @@ TOLERANCE = 0.02
 
 
 def expose_head(model: Model) -> Model:
-    """Afterwards model(..., of_hidden=function) returns function(hidden, head): the body's last hidden states, and the
+    """Afterwards model(..., head_loss=function) returns function(hidden, head): the body's last hidden states, and the
     `Head` that would make logits of them. Everything else stays.
 
         expose_head(model)
         model = DDP(model)  # or fully_shard(model), accelerator.prepare(model), peft's get_peft_model(model, ...)
-        loss = model(input_ids=ids, attention_mask=mask, of_hidden=lambda hidden, head: linear_p3o_loss(
+        loss = model(input_ids=ids, attention_mask=mask, head_loss=lambda hidden, head: linear_p3o_loss(
             hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens, ...).loss)
 
     The function must not keep hidden states or head: outside of the call their weights may be gone. With FSDP2
@@ -75,22 +75,22 @@ def expose_head(model: Model) -> Model:
     inner._forward_to_logits = inner.forward
     # A reward model makes no logits of all tokens that could be compared.
     inner._head_was_tried = hasattr(inner, "score")
-    inner.forward = MethodType(with_of_hidden(inner.forward), inner)
+    inner.forward = MethodType(with_head_loss(inner.forward), inner)
     return model
 
 
-def with_of_hidden(whole: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward method that takes `of_hidden`. It keeps the signature of the whole one, which `generate` reads."""
+def with_head_loss(whole: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward method that takes `head_loss`. It keeps the signature of the whole one, which `generate` reads."""
 
     @wraps(getattr(whole, "__func__", whole))
     def forward(
-        model: Any, *arguments: Any, of_hidden: Callable[[Tensor, Head], Any] | None = None, **options: Any
+        model: Any, *arguments: Any, head_loss: Callable[[Tensor, Head], Any] | None = None, **options: Any
     ) -> Any:
-        if of_hidden is None:
+        if head_loss is None:
             return model._forward_to_logits(*arguments, **options)
         if torch.is_grad_enabled() and nobody_reduces(model):
             warnings.warn(NOT_REDUCED, stacklevel=2)
-        return called(of_hidden, model.base_model(*arguments, **options).last_hidden_state, model)
+        return called(head_loss, model.base_model(*arguments, **options).last_hidden_state, model)
 
     return forward
 
@@ -106,7 +106,7 @@ def nobody_reduces(model: nn.Module) -> bool:
 
 
 @uncompiled
-def called(of_hidden: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any) -> Any:
+def called(head_loss: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any) -> Any:
     if not model._head_was_tried:
         # Not when it was exposed: many models cannot run before they are on their device.
         check_trial(model, replace(head_of(model), bias=None), hidden.device)
@@ -114,7 +114,7 @@ def called(of_hidden: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any)
     gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
     if gather is not None:
         gather()
-    return of_hidden(hidden, head_of(model))
+    return head_loss(hidden, head_of(model))
 
 
 def head_of(model: Any) -> Head:

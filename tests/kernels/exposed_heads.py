@@ -99,7 +99,7 @@ def p3o_of(groups: slice):
         given = hidden.flatten(0, 1)[tokens.predicted_at], head, tokens.labels, tokens.cu_seqlens
         return linear_p3o_loss(*given, old, old, REWARDS[groups]).loss
 
-    return {"input_ids": IDS[rows], "attention_mask": torch.ones_like(IDS[rows]), "of_hidden": loss}
+    return {"input_ids": IDS[rows], "attention_mask": torch.ones_like(IDS[rows]), "head_loss": loss}
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -81,11 +81,11 @@ def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
     for P, T in ((4, 9), (3, 7), (5, 12)):
         ids = torch.randint(3, SIZES["vocab_size"], (P, T))
 
-        def of_hidden(hidden, head, ids=ids):
+        def head_loss(hidden, head, ids=ids):
             return linear_logprobs(hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten()).sum()
 
         with torch.compiler.set_stance("default" if P == 4 else "fail_on_recompile"):
-            loss = compiled(ids, use_cache=False, of_hidden=of_hidden)
-        torch.testing.assert_close(loss, model(ids, use_cache=False, of_hidden=of_hidden))
+            loss = compiled(ids, use_cache=False, head_loss=head_loss)
+        torch.testing.assert_close(loss, model(ids, use_cache=False, head_loss=head_loss))
         loss.backward()
     assert sum(counters["graph_break"].values()) == 1

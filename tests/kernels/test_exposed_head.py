@@ -41,10 +41,10 @@ def test_it_is_the_models_own_head(name):
     logits = model(IDS).logits
     expected = logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None]).squeeze(2)
 
-    def of_hidden(hidden, head):
+    def head_loss(hidden, head):
         return linear_logprobs(hidden[:, :-1].flatten(0, 1), head, IDS[:, 1:].flatten())
 
-    torch.testing.assert_close(model(IDS, of_hidden=of_hidden).view(expected.shape), expected)
+    torch.testing.assert_close(model(IDS, head_loss=head_loss).view(expected.shape), expected)
 
 
 class Doubled(LlamaForCausalLM):
@@ -181,7 +181,7 @@ def test_autocast_holds():
     model = expose_head(model_of("llama"))
     seen = []
     with torch.autocast("cpu", torch.bfloat16):
-        model(IDS, of_hidden=lambda hidden, head: seen.append(torch.is_autocast_enabled("cpu")))
+        model(IDS, head_loss=lambda hidden, head: seen.append(torch.is_autocast_enabled("cpu")))
     assert seen == [True]
 
 
@@ -241,9 +241,9 @@ def test_hidden_states_that_the_model_returns_are_those_that_it_exposes():
         if exposed:
             loss = model(**batch)
         else:
-            of_hidden = batch.pop("of_hidden")
+            head_loss = batch.pop("head_loss")
             output = model(**batch, output_hidden_states=True, logits_to_keep=1)
-            loss = of_hidden(output.hidden_states[-1], head_of(model))
+            loss = head_loss(output.hidden_states[-1], head_of(model))
         loss.backward()
         found.append(gradients(model))
     torch.testing.assert_close(found[0], found[1])
@@ -271,7 +271,7 @@ def test_a_head_of_a_reward_model_is_its_score():
 
 def test_a_call_past_the_wrapper_of_several_processes_warns(monkeypatch):
     model = expose_head(model_of("llama"))
-    given = {"input_ids": torch.tensor([[1, 2, 3]]), "of_hidden": lambda hidden, head: hidden.sum()}
+    given = {"input_ids": torch.tensor([[1, 2, 3]]), "head_loss": lambda hidden, head: hidden.sum()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(**given)

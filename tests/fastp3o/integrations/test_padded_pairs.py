@@ -36,7 +36,7 @@ def test_it_is_linear_p3o_loss(clipping, K):
         return linear_p3o_loss(at_tokens, head, tokens.labels, tokens.cu_seqlens, *log_probs, settings)
 
     model.zero_grad()
-    output = model(ids, attention_mask=batch.attention_mask, of_hidden=expected)
+    output = model(ids, attention_mask=batch.attention_mask, head_loss=expected)
     output.loss.backward()
     torch.testing.assert_close(loss, output.loss)
     torch.testing.assert_close(found, gradients(model), rtol=1e-5, atol=2e-5)

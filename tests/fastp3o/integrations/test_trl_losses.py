@@ -255,7 +255,7 @@ def test_loss_and_gradient_are_trls(tmp_path, tiny_model, record_property, name)
     theirs, batch, options = kind[-1](trainer)
     tokens = batch.tokens()
 
-    def of_hidden(hidden, head):
+    def head_loss(hidden, head):
         return linear_loss(
             hidden.flatten(0, 1)[tokens.predicted_at],
             replace(head, temperature=getattr(trainer, "temperature", 1.0)),
@@ -266,7 +266,7 @@ def test_loss_and_gradient_are_trls(tmp_path, tiny_model, record_property, name)
             **options,
         ).loss
 
-    ours = trainer.model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, of_hidden=of_hidden)
+    ours = trainer.model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, head_loss=head_loss)
     expected, found = (gradients(trainer.model, loss) for loss in (theirs, ours))
     apart = max((found[weight] - gradient).norm() / gradient.norm() for weight, gradient in expected.items())
     loss_apart = (ours - theirs).abs()
