@@ -36,7 +36,7 @@ from benchmarks.measure import CLOCK
 from benchmarks.peers import AbsentError
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages.online import loop, setup
-from fastp3o.training import log_files, reporting
+from fastp3o.training import reporting, run_folder
 
 PHASES = ("rollout", "reward", "logprobs", "update")
 EPOCHS = 4
@@ -155,7 +155,7 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
         patch.object(setup, "load_tokenizer", AutoTokenizer.from_pretrained),
     ):
         loop.train(config)
-    updates = map(json.loads, (folder / "run" / log_files.METRICS).read_text().splitlines())
+    updates = map(json.loads, (folder / "run" / run_folder.METRICS).read_text().splitlines())
     return [
         with_phases(sum(seconds.values()), {phase: update[f"seconds_{phase}"] for phase in PHASES})
         for seconds, update in zip(stopwatch.iterations, updates, strict=True)
