@@ -35,7 +35,8 @@ from transformers import (
 from benchmarks.measure import CLOCK
 from benchmarks.peers import AbsentError
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.stages.online import loop, setup
+from fastp3o.stages import setup
+from fastp3o.stages.online import loop
 from fastp3o.training import reporting, run_folder
 
 PHASES = ("rollout", "reward", "logprobs", "update")

@@ -157,7 +157,7 @@ def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, token
     finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, eval_every=2, resume=True))
     assert f"resuming after step {after}, from run/state/step-{after:06}" in capfd.readouterr().out
     assert_equal(weights("run"), expected)
-    # The evaluation that was due behind the step has been made up for.
+    # The evaluation that was due after the step is made when the run is resumed.
     assert [line["step"] for line in lines("eval.jsonl")] == [0, 2, 4]
     assert [line["step"] for line in lines("metrics.jsonl")] == [1, 2, 3, 4]
 

@@ -72,7 +72,7 @@ def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[i
 
 
 def halfway(scene: Scene) -> Path:
-    """A run with a state, which was stopped behind it; to copy."""
+    """A run with a state, stopped after it; to be copied."""
     scene.clear()
     calls = calls_of(scene, scene.train)
     scene.clear()
@@ -156,7 +156,7 @@ def test_asked_to_stop_at_random(
         os.kill(pid, number)
         status = wait(pid)
         said = "--resume goes on from there" in scene.log.read_text()
-        # Before the loop there is nothing to save, and behind it nothing to stop.
+        # Before the loop there is nothing to save, and after it nothing to stop.
         assert (status == 128 + number) == said, scene.log.read_text()
         assert not list(scratch.iterdir())
         told = "stopped with a line, " if said else "outside of the loop, "

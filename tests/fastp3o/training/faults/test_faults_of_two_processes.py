@@ -74,7 +74,7 @@ def require_end(scene: SharedScene, statuses: list[int], process: int) -> None:
 
 
 def halfway(scene: SharedScene) -> Path:
-    """A run with a state, of which the main process was killed behind it; to copy."""
+    """A run with a state whose main process was killed after it; to be copied."""
     calls = calls_of(scene, MAIN, scene.train)
     kill(scene, MAIN, calls // 2)
     stopped = scene.folder / "stopped"
