@@ -1,4 +1,4 @@
-"""What the parts of a run are built with, made once."""
+"""The processes, precision and tokenizer of a run, made once."""
 
 from typing import NamedTuple
 

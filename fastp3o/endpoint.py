@@ -49,11 +49,11 @@ class Endpoint:
 
     Args:
         url: http or https, without a user.
-        key_variable: environment variable of the key, if there is one. The key is sent in the Authorization header and
-            nowhere else: no redirect is followed, only https goes through a proxy of the environment, which cannot read
-            it then, and where an answer repeats it, stars replace it.
+        key_variable: environment variable of the key, if there is one. The key is only sent in the Authorization
+            header. No redirect is followed. Only https goes through the environment's proxy, which cannot read the key
+            then. Stars replace a key that an answer repeats.
         timeout: seconds that one attempt may take, from its connection to its last byte.
-        retries: attempts after the first, where the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
+        retries: attempts after the first, if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
             read), too slow or unreachable. Any other status except 200 stops at once.
         backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
         longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
@@ -82,10 +82,10 @@ class Endpoint:
         self.certificates = httpx2.create_ssl_context()
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
-        """Posts a body of JSON and returns what `read_answer` makes of the answer. It raises AnswerError, or ValueError
-        where another attempt may help, with what is wrong.
+        """Posts a JSON body and returns `read_answer` of the answer's bytes. On a wrong answer `read_answer` raises
+        AnswerError, or ValueError if another attempt may help.
 
-        Raises EndpointError where the endpoint refuses or all attempts fail; StoppedError in place of a retry once
+        Raises EndpointError if the endpoint refuses or all attempts fail, and StoppedError in place of a retry once
         `stopped` is set.
         """
         attempt = 0
@@ -151,10 +151,10 @@ class Endpoint:
 def at_once(
     ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
 ) -> Iterator[Answer]:
-    """Yields the answers as they come, with this many requests at a time. `ask` gets an event that is set once no more
-    are wanted.
+    """Yields answers as they come, with this many requests at a time. `ask` gets an event that is set once no more
+    answers are wanted.
 
-    After an error or an interrupt too, pending answers are waited for, and no more requests are sent.
+    After an error or an interrupt no more requests are sent, and pending answers are waited for.
     """
     stopped = threading.Event()
     pool = ThreadPoolExecutor(requests)
@@ -167,7 +167,7 @@ def at_once(
 
 
 def check_url(url: str) -> str:
-    """Returns the URL. Raises ValueError where it cannot be an endpoint's."""
+    """Returns the URL. Raises ValueError if it cannot be an endpoint's."""
     if not names_server(url) or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
         shown = url.rpartition("@")[2]  # without a password
         raise UserError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
@@ -175,7 +175,7 @@ def check_url(url: str) -> str:
 
 
 def environment_proxy(url: str) -> str | None:
-    """The environment's proxy for https. Raises ValueError where it cannot be one."""
+    """The environment's proxy for https. Raises ValueError if it cannot be one."""
     parts, proxy = httpx2.URL(url), getproxies().get("https")
     if parts.scheme == "http" or not proxy or proxy_bypass(parts.host):
         return None
@@ -205,7 +205,7 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def retry_after_seconds(header: str | None) -> float:
-    """Seconds to wait by a Retry-After header of seconds or a date (RFC 9110, 10.2.3); 0 where it cannot be read."""
+    """Seconds to wait by a Retry-After header of seconds or a date (RFC 9110, 10.2.3); 0 if it cannot be read."""
     if header is None:
         return 0.0
     if header.strip().isdecimal():

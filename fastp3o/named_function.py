@@ -24,7 +24,7 @@ EVENT_LOOP = asyncio.Runner()
 
 
 def import_function(name: str, role: str) -> Callable:
-    """The function that `name` gives as `module:function`; modules of the current directory are found, too.
+    """Imports the function that `name` gives as `module:function`; modules of the current directory are found, too.
 
     Args:
         name: module, as Python imports it, and function.
@@ -51,10 +51,8 @@ def import_function(name: str, role: str) -> Callable:
 
 
 def call_for_list(function: Callable, name: str, *arguments: list[str], **columns: list) -> list:
-    """The function's result as a list, with one entry for each of the last argument's. It may be a list, a tuple, an
-    array or a tensor; an `async def` is awaited.
-
-    columns: arguments that it takes by name.
+    """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
+    may be a list, a tuple, an array or a tensor; an `async def` is awaited. columns: keyword arguments.
 
     Raises FunctionError, with the function's name, if it returns another type or another number of entries, if it
     raises (with the place), and if it ends the program, which would look like the end of a run.

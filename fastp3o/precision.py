@@ -21,7 +21,7 @@ class Precision(NamedTuple):
 
     name: one of PRECISIONS, except auto.
     weights: dtype of the parameters.
-    autocast: dtype of matrix products; None where it is that of the weights.
+    autocast: dtype of matrix products; None if it is the weights'.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Precision(NamedTuple):
 
 
 def choose_precision(name: str, automatic: str) -> Precision:
-    """The precision of a name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32."""
+    """Returns the precision with this name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32."""
     if name == "auto":
         name = automatic if torch.cuda.is_available() else "fp32"
     weights, autocast = {

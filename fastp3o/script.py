@@ -12,7 +12,7 @@ DEBUG_HELP = f"{DEBUG} shows the traceback of an error that is otherwise shown i
 def run_script(main: Callable[[], None]) -> None:
     """Runs a script's main function. Exits with status 1 and one line after a UserError or an OSError.
 
-    `--debug` among the arguments, which main does not see, leaves the traceback.
+    `--debug` among the arguments, which main does not see, keeps the traceback.
     """
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]

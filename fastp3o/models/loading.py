@@ -49,7 +49,7 @@ logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD 
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model.
+    """Loads the tokenizer of a model.
 
     Raises ValueError if there is none, if it has no end-of-sequence token, as responses could not end, and if it has
     tokens that the model does not have.
@@ -106,11 +106,11 @@ def load_policy(
     trust_remote_code: bool = False,
     trains: bool = False,
 ) -> PackedModel:
-    """A causal LM, without dropout or noise of its routers: a policy's log-probabilities must not be random. LoRA
-    adapters are merged into it.
+    """Loads a causal LM without dropout or router noise: a policy's log-probabilities must not be random. LoRA adapters
+    are merged into it.
 
     Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows, and if a model that
-    trains gives other log-probabilities in training mode all the same.
+    trains still gives other log-probabilities in training mode.
     """
     base = base_model_name(name)
     if not is_main_process():
@@ -134,7 +134,7 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PackedModel:
-    """A sequence classifier with one output.
+    """Loads a sequence classifier with one output.
 
     new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero.
 
@@ -170,8 +170,8 @@ def load_reward_model(
 
 
 def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """A model without dropout or noise of routers, and transformers' lists of missing, unexpected and mismatched
-    weights.
+    """Loads a model without dropout or router noise. Also returns transformers' lists of missing, unexpected and
+    mismatched weights.
     """
     with errors_naming(name):
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
@@ -187,7 +187,7 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
 def without_weights(
     model_class: Any, name: str, *, dtype: torch.dtype, trust_remote_code: bool, **settings: int
 ) -> Any:
-    """The same model on the meta device."""
+    """Builds the model of `from_checkpoint` on the meta device."""
     with errors_naming(name):
         off = noise_off(load_config(name, trust_remote_code).to_dict())
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
@@ -196,8 +196,8 @@ def without_weights(
 
 
 def noise_off(config: dict[str, Any]) -> dict[str, Any]:
-    """Zero for every probability of dropout and every noise of routing in a model's configuration. Nested
-    configurations that have any are given whole.
+    """Settings that turn off all dropout and router noise of a configuration. Nested configurations that have any are
+    given whole.
     """
     off: dict[str, Any] = {}
     for key, value in config.items():
@@ -269,7 +269,7 @@ def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def has_tokenizer(name: str) -> bool:
-    """Whether there is one: for some models without, transformers makes up an empty tokenizer."""
+    """Whether there are tokenizer files. Without them transformers makes up an empty tokenizer for some models."""
     return any(has_file(name, file) for file in TOKENIZER_FILES)
 
 

@@ -47,7 +47,7 @@ def require_packable(model: PackedModel, name: str) -> PackedModel:
         trial = run_trial(model)
     except Exception as error:  # from anywhere in a model that does not pass the segments on
         raise UserError(f"{refused}a trial failed with: {error}") from error
-    difference = (trial.packed - trial.alone).abs().mean().item()
+    difference = (trial.packed - trial.single).abs().mean().item()
     if not isfinite(difference):
         raise UserError(f"{name} gives values that are not finite in {inner.dtype}: use another --precision")
     if difference > TOLERANCE[inner.dtype]:
@@ -78,31 +78,31 @@ def require_trainable(model: PackedModel, name: str) -> PackedModel:
 
 
 class Trial(NamedTuple):
-    """Log-probabilities, or a reward model's scores, of a few responses. packed: in one row. alone: one by one, from
+    """Log-probabilities, or a reward model's scores, of a few responses. packed: in one row. single: one by one, from
     transformers. windows: the sliding windows that attention was called with.
     """
 
     packed: Tensor
-    alone: Tensor
+    single: Tensor
     windows: set[int]
 
 
 def run_trial(model: PackedModel) -> Trial:
     inner = model.model
-    run_alone = score_alone if hasattr(inner, "score") else logprobs_alone
+    run_single = single_score if hasattr(inner, "score") else single_logprobs
     with on_trial(model) as (run, row):
         with noting_windows(inner) as windows:
             packed = run(model, row)
         prompts, responses = trial_texts(inner)
         with model.with_own_attention():
-            alone = [run_alone(inner, prompts[g], response) for g in row.groups for response in responses[g]]
-    return Trial(packed, torch.cat(alone), windows)
+            single = [run_single(inner, prompts[g], response) for g in row.groups for response in responses[g]]
+    return Trial(packed, torch.cat(single), windows)
 
 
 @contextmanager
 def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, PackedRow], Tensor], PackedRow]]:
-    """A function of model and row, and a row for it. No gradients are kept within the block, and it leaves the model's
-    mode and the random generators unchanged.
+    """Yields a function of model and row, and a row for it. The block keeps no gradients, and leaves the model's mode
+    and the random generators unchanged.
     """
     inner = model.model
     (row,) = pack(*trial_texts(inner), Packing(tokens_per_row=100))
@@ -141,12 +141,12 @@ def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:
     return [min(token + (token == model.config.pad_token_id), largest) for token in ids]
 
 
-def logprobs_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+def single_logprobs(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
     logits = whole_logits(model, prompt + response)[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(response, device=logits.device)[:, None]).squeeze(1)
 
 
-def score_alone(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+def single_score(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
     return whole_logits(model, prompt + response).squeeze(1)
 
 

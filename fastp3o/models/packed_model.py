@@ -94,7 +94,7 @@ class PackedModel(nn.Module):
         raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
-        """Raises ValueError if the head is not a plain linear layer; one with a LoRA adapter is not."""
+        """The head. Raises ValueError if it is not a plain linear layer; one with a LoRA adapter is not."""
         try:
             return head_of(self.model)
         except ValueError as error:
@@ -113,7 +113,7 @@ def evaluation_mode(model: PackedModel) -> Iterator[None]:
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
-    """Where positions end: those that the model can compute, or else those that its configuration declares.
+    """Tokens of the longest sequence: as the model computes positions, or else as its configuration declares.
 
     Rotary positions go on after those that the model was trained for, but its predictions there are worth nothing.
     """
@@ -158,19 +158,19 @@ def labelled_logprobs(model: nn.Module, row: PackedRow) -> Tensor:
 
 
 def label_logprobs(hidden: Tensor, head: Head, row: PackedRow) -> Tensor:
-    """The same, from the hidden states [N, D] that predict the labels."""
+    """`labelled_logprobs` from the hidden states [N, D] that predict the labels."""
     return linear_logprobs(hidden, head, row.labels, **chunk_options(row))
 
 
 def label_entropies(hidden: Tensor, head: Head, row: PackedRow) -> tuple[Tensor, Tensor]:
-    """The same, and the entropy of each prediction, in nats; differentiable."""
+    """`label_logprobs`, and the entropy of each prediction, in nats; differentiable."""
     outputs = linear_logprobs(hidden, head, row.labels, outputs=("entropy",), **chunk_options(row))
     assert outputs.entropy is not None
     return outputs.logprobs, outputs.entropy
 
 
 def chunk_options(row: PackedRow) -> dict[str, Any]:
-    """Where to cut the chunks of logits: between prompts, as losses do, since the same chunks give the same bits."""
+    """Options that cut the chunks of logits between prompts, as losses do: the same chunks give the same bits."""
     K = row.responses_per_prompt or 1
     return {"cu_seqlens": row.cu_seqlens_on_host if K > 1 else None, "responses_per_prompt": K}
 

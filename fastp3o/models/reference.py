@@ -9,10 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
+from fastp3o.models.sharding import FrozenModel, local_part, map_rows_in_lockstep
 from fastp3o.packing.packed_row import PackedRow
 
 
@@ -76,8 +75,8 @@ class LoadedForEachUse(Reference):
 class MovingReference(Reference):
     """A second model whose weights are set after updates of the policy.
 
-    every: to the policy's after each this many updates; 0 never. decay: to the mean w_ref <- decay w_ref +
-    (1 - decay) w after each update; 0 for none.
+    every: updates between copies of the policy's weights; 0 for none. decay: after each update the weights become the
+    mean decay w_ref + (1 - decay) w; 0 for none.
     """
 
     def __init__(self, reference: SecondModel, *, every: int, decay: float):
@@ -102,13 +101,8 @@ class MovingReference(Reference):
             return
         own = dict(policy.named_parameters())
         for name, weight in self.weights.items():
-            now = part(own[name])
+            now = local_part(own[name])
             if self.decay:
-                mean = part(self.means.get(name, weight))
+                mean = local_part(self.means.get(name, weight))
                 now = mean.lerp_(now.to(mean.device, mean.dtype), 1 - self.decay)
-            part(weight).copy_(now)
-
-
-def part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(weight).copy_(now)

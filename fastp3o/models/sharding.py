@@ -26,7 +26,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import PackedRow
 
-# Elements; products of matrices that begin there are the fastest.
+# Elements; products of matrices that begin at a multiple of it are the fastest.
 ALIGNMENT = 128
 
 Row = TypeVar("Row")
@@ -84,7 +84,7 @@ def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) 
 
 
 def loading_device(device: torch.device, mesh: DeviceMesh | None) -> torch.device:
-    """Where the main process loads a model: on the CPU, if the device need not hold the whole of it."""
+    """The device that the main process loads a model to: the CPU if the device need not hold all of it."""
     return device if mesh is None else torch.device("cpu")
 
 
@@ -175,6 +175,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class FrozenModel:
     """A model that does not train, whole or spread over a mesh. With `offload`, its weights are on the CPU between
     uses.
@@ -200,13 +205,14 @@ class FrozenModel:
                 self.model.to("cpu")
 
 
-# --- a whole copy on each process, to sample from ---------------------------------------------------------------------
+# --- the copy that each process samples from --------------------------------------------------------------------------
 
 
 class WholeCopy:
-    """Plain tensors, which processes read without waiting for one another, and a CUDA graph at their addresses.
+    """A whole copy of a sharded model. Processes read it without waiting for one another, and a CUDA graph finds it at
+    the same addresses.
 
-    If they do not fit the memory, one layer is whole at a time: each pass gathers all layers again, and a process that
+    If it does not fit the memory, one layer is whole at a time: each pass gathers all layers again, and a process that
     has made all of its passes goes on gathering for the others.
 
     model: has weights only within `gathered`; outside, its memory is given back.
@@ -280,5 +286,5 @@ class WholeCopy:
 
 
 def aligned_size(parameter: nn.Parameter) -> int:
-    """Elements that it takes, with those left free after it."""
+    """Elements that a parameter takes, with those left free after it."""
     return -(-parameter.numel() // ALIGNMENT) * ALIGNMENT

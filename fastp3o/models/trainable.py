@@ -1,4 +1,4 @@
-"""Which parameters of a policy train: all, the top layers, or LoRA adapters."""
+"""Chooses the parameters that train (all, the top layers, or LoRA adapters), and merges adapters for saving."""
 
 import copy
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, plain_layout,
 
 
 class Packing(NamedTuple):
-    """How groups are packed.
+    """Settings of packing.
 
     tokens_per_row: tokens of one packed row, that is of one forward pass. share_prompts: the prompt of several
     responses is in the row once.

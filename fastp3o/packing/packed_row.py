@@ -39,7 +39,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class SharedKeys(OnDevice):
-    """Where keys come from when several segments see the same prompt."""
+    """The index that gathers keys when several segments see the same prompt."""
 
     tokens: Tensor  # [U] int64, the token of the row that each key belongs to
     own: Tensor  # [T] int64, the key of each token in its own segment
@@ -83,7 +83,7 @@ class PackedRow(OnDevice):
 
     @property
     def cu_seqlens_on_host(self) -> Tensor:
-        """The same offsets, always on the CPU: losses cut their chunks without waiting for a device."""
+        """`cu_seqlens`, always on the CPU: losses cut their chunks without waiting for a device."""
         return offsets(self.labelled_lengths)
 
 
@@ -97,7 +97,7 @@ def offsets(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens that attend as one sequence: `context`, tokens of the row before `start`, then their own."""
+    """Tokens that attend as one sequence: `context`, earlier tokens of the row, then their own."""
 
     ids: Ids
     first_position: int

@@ -1,1 +1,1 @@
-"""What a script runs, from a configuration to a finished model: SFT, reward model, preferences, online, generate."""
+"""The scripts' stages, from a configuration to a finished model: SFT, reward model, preferences, online, generate."""

@@ -1,4 +1,4 @@
-"""Policy, reference and rewards, as a stage's configuration names them."""
+"""Loads the policy, reference and rewards that a stage's configuration names."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ WHILE_TRAINING = 16
 
 
 def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
-    """The policy, which is not spread over the processes yet, and what is sampled in its place once it is.
+    """The policy, which is not spread over the processes yet, and the copy that is sampled once it is.
 
     The copy is whole if every process has the memory for it. bytes_per_parameter: of everything that is spread.
     """
@@ -58,7 +58,7 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
 def load_named_reward(
     context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
 ) -> Reward:
-    """The reward of this name. An endpoint is asked about the first example, before anything begins."""
+    """Loads the reward of this name. An endpoint is asked about the first example, before anything begins."""
     reward = load_reward(
         name,
         context.tokenizer,
@@ -72,7 +72,7 @@ def load_named_reward(
     )
     if isinstance(reward, RemoteReward):
         on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
-    # In another vocabulary, lengths are known with the texts.
+    # In another vocabulary, lengths are unknown until there are texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:
         reward.model.model.check_reach(config.longest_sequence)
     return reward
@@ -81,7 +81,7 @@ def load_named_reward(
 def load_reference(
     context: Context, config: OnlineConfig, policy: PackedModel
 ) -> tuple[Reference, SampledModel | None]:
-    """The loop's reference, which may move; and the same model to sample from, if a mixture with it is sampled."""
+    """Loads the loop's reference, which may move; and the same model to sample from, if a mixture is sampled."""
     if not config.from_mixture and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
     frozen = load_frozen_policy(context, config)

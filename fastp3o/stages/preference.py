@@ -45,9 +45,9 @@ def train(config: PreferenceConfig) -> None:
 
 @dataclass(frozen=True)
 class PreferenceRow(PackedRow):
-    """A packed row of P groups of K responses, and what its loss takes of them besides the policy."""
+    """A packed row of P groups of K responses, and the other inputs of its loss."""
 
-    of_responses: dict[str, Tensor]  # [P, K] each
+    response_tensors: dict[str, Tensor]  # [P, K] each
 
 
 class Preferences(SupervisedTask[PreferenceRow]):
@@ -55,7 +55,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
 
     Before the first step the reference's log-probs are computed, or found in their file; then the reference is dropped.
 
-    columns: of the responses whose log-probs they are; those of one tuple share their prompt in a row.
+    columns: the responses whose log-probs they are; those of one tuple share their prompt in a row.
     """
 
     config: PreferenceConfig
@@ -105,12 +105,12 @@ class Preferences(SupervisedTask[PreferenceRow]):
         return self.ref_logprobs.added_to_data()
 
     def rows(
-        self, examples: Examples, responses: Sequence[Sequence[list[int]]], of_responses: dict[str, Tensor]
+        self, examples: Examples, responses: Sequence[Sequence[list[int]]], response_tensors: dict[str, Tensor]
     ) -> list[PreferenceRow]:
-        """Packed rows. of_responses: [P, K] each, of the whole batch."""
+        """Packed rows. response_tensors: [P, K] each, of the whole batch."""
         rows = pack(examples["prompt_ids"], responses, self.config.packing)
-        own = ({name: values[list(row.groups)] for name, values in of_responses.items()} for row in rows)
-        return [PreferenceRow(**vars(row), of_responses=tensors) for row, tensors in zip(rows, own, strict=True)]
+        own = ({name: values[list(row.groups)] for name, values in response_tensors.items()} for row in rows)
+        return [PreferenceRow(**vars(row), response_tensors=tensors) for row, tensors in zip(rows, own, strict=True)]
 
     def losses(self, model: nn.Module, row: PreferenceRow) -> dict[str, Tensor]:
         def sums(groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
@@ -124,7 +124,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
                 row.cu_seqlens_on_host,
                 sums,
                 responses_per_group=row.responses_per_prompt or 1,
-                response_tensors=row.of_responses,
+                response_tensors=row.response_tensors,
                 divisor=1,
             )
 
@@ -160,11 +160,11 @@ class UnpairedPreferences(Preferences):
         super().set_up(context, model, {name: with_mismatched(examples, name) for name, examples in data.items()})
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
-        of_responses = {
+        response_tensors = {
             "reference": torch.tensor(examples["reference"])[:, :1],
             "desirable": torch.tensor(examples["desirable"])[:, None],
         }
-        return self.rows(examples, [[ids] for ids in examples["response_ids"]], of_responses)
+        return self.rows(examples, [[ids] for ids in examples["response_ids"]], response_tensors)
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, rows: list[PreferenceRow], examples: Examples) -> list[PreferenceRow]:
@@ -187,12 +187,12 @@ class UnpairedPreferences(Preferences):
 
 def with_batch_values(row: PreferenceRow, reference_point: Tensor, share: Tensor) -> PreferenceRow:
     """share: of desirable responses."""
-    desirable = row.of_responses["desirable"]
+    desirable = row.response_tensors["desirable"]
     values = {
         "reference_point": reference_point.expand(desirable.shape),
         "share": torch.where(desirable, share, 1 - share),
     }
-    return replace(row, of_responses=row.of_responses | values)
+    return replace(row, response_tensors=row.response_tensors | values)
 
 
 def with_mismatched(examples: Dataset, flag: str) -> Dataset:
@@ -221,7 +221,7 @@ def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
 def sampled_evaluation(
     context: Context, config: PreferenceConfig, prompts: str, model: PackedModel, reference: Reference
 ) -> Evaluation:
-    """Rewards and KL of responses sampled to prompts, as in the online loop. model: not spread over processes yet."""
+    """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     gold = [config.gold_reward] if config.gold_reward else []
     load_with_columns = partial(load_prompts, columns=columns_of([*config.rewards, *gold], config))
     examples = load_examples(context, config, load_with_columns, prompts, config.eval_split, config.eval_limit)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a run imports its own stage only
 
 
 class SampledModel(NamedTuple):
-    """copy: what is sampled instead of a model that is spread over processes; None for one process."""
+    """A model to sample from. copy: sampled in its place if it is spread over processes; None for one process."""
 
     model: PackedModel
     copy: WholeCopy | None
@@ -50,7 +50,7 @@ def policy_sampler(
     batch_size: int,
     settings: SamplingSettings = POLICY_ITSELF,
 ) -> Sampler:
-    """batch_size: prompts sampled at once."""
+    """Builds the policy's sampler. batch_size: prompts sampled at once."""
     sampler = named_sampler(
         config,
         policy.whole,

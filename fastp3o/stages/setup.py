@@ -1,4 +1,4 @@
-"""What every stage does before its loop: processes, seed, data."""
+"""Prepares every stage: processes, seed, data."""
 
 import logging
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
 def load_examples(
     context: Context, config: StageConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
-    """A data set, the same on every process. Raises ValueError if it has fewer examples than there are processes."""
+    """Loads a data set, the same on all processes. Raises ValueError if it has fewer examples than processes."""
     examples, report = loader(
         source,
         context.tokenizer,
@@ -118,5 +118,5 @@ def load_examples(
 
 
 def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
-    """Evaluation data, None without a source."""
+    """Loads evaluation data, None without a source."""
     return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None

@@ -27,7 +27,7 @@ Row = TypeVar("Row", bound=PackedRow)
 
 
 class SupervisedTask(ABC, Generic[Row]):
-    """What is learned from a data set.
+    """A task that a model learns from a data set.
 
     name: of the stage. load_examples: a loader of `fastp3o.data`. samples: an evaluation next to that of held-out data,
     if the task has one. Losses are sums over what `count` counts (tokens, prompts, pairs), so that a batch's mean does
@@ -48,14 +48,12 @@ class SupervisedTask(ABC, Generic[Row]):
         """The model that learns."""
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
-        """Checks and loads what else the task needs. data: by the flag that names them. The model is not spread over
-        processes yet.
-        """
+        """Checks and loads the task's other needs. data: by flag. model: not spread over processes yet."""
         self.context, self.data = context, data
 
     def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
-        """The data with columns that are computed once, before the first step. While it computes, it calls
-        `stop_or_save` now and then, where a run that is asked to stop does so.
+        """The data with columns that are computed once, before the first step. A long computation calls `stop_or_save`
+        now and then: a run that is asked to stop ends there.
         """
         return self.data
 

@@ -20,7 +20,7 @@ from fastp3o.training.durable import move_into_place, temporary_sibling
 from fastp3o.training.processes import on_main_process
 
 FINISHED_MODEL = "model"
-LARGEST_FILE = "5GB"  # of weights, as much as is in memory at a time
+LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
 
 
 def save_model(
@@ -58,7 +58,7 @@ def save_model(
 
 
 class KeptOnDisk:
-    """Keeps weights in files, since together they may not fit into memory; or drops them."""
+    """Keeps weights in files, since together they may not fit into memory. With `drop`, keeps nothing."""
 
     def __init__(self, folder: Path, *, drop: bool):
         self.folder, self.drop, self.count = folder, drop, 0
@@ -74,7 +74,7 @@ class KeptOnDisk:
         return weight.new_empty(0)
 
     def written(self, weight: Tensor) -> Tensor:
-        """The weight, in its own file. It is written, not mapped: on a full disk writing to a mapped page kills."""
+        """Writes a weight to its own file and maps that. On a full disk writing to a mapped page would kill."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.count += 1
         file = self.folder / str(self.count)

@@ -1,6 +1,6 @@
 """Rollouts -> packed minibatches with old and reference log-probs -> an optimizer step.
 
-P prompts with K responses each and N labelled tokens of a packed row.
+P prompts, K responses each, N labelled tokens in a packed row.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` i
 
 
 def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
-    """Groups and rewards of all processes, ordered by the numbers of their prompts. Columns are not sent: only rewards
-    take them.
+    """Gathers the groups and rewards of all processes, ordered by the numbers of their prompts. Columns are not sent:
+    only rewards read them.
     """
     if accelerator.num_processes == 1:
         return groups, rewards
@@ -44,10 +44,10 @@ def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Reward
 def pack_minibatches(
     accelerator: Accelerator, groups: list[Group], minibatches: int, packing: Packing
 ) -> list[list[PackedRow]]:
-    """This process's packed rows of each minibatch. Minibatches have equally many prompts, and minibatches and
-    processes about as many tokens. With fewer prompts than processes, some have no row.
+    """Packs this process's share of each minibatch, for all inner epochs.
 
-    Rows stay the same for all inner epochs.
+    Minibatches have equally many prompts. Tokens are balanced between minibatches, and between processes. With fewer
+    prompts than processes, some processes have no row.
     """
     prompts, responses = token_ids(groups)
     sizes = group_sizes(prompts, responses, packing)
@@ -70,13 +70,13 @@ def make_microbatches(
     counted: Tensor | None,
     objective: Objective,
 ) -> list[list[Microbatch]]:
-    """Minibatches as the loss takes them.
+    """Adds the loss's inputs to the rows: rewards, old and reference log-probs, weights.
 
     The old log-probs come from the policy on the very rows that it is trained on: before the first step every ratio is
     exactly 1, which neither the sampler's log-probs nor another packing would give.
 
-    rewards: [P, K] of all prompts, in the order they were sampled. counted: [P, K] bool, which of the responses take
-    part in the loss, None for all. objective: says what rows are weighed by.
+    rewards: [P, K] of all prompts, in the order they were sampled. counted: [P, K] bool, the responses that take
+    part in the loss, None for all. objective: decides how rows are weighted.
     """
     rows = [row.to(accelerator.device) for row in chain.from_iterable(minibatches)]
     every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
@@ -94,7 +94,7 @@ class RowWeights(NamedTuple):
 
     loss: float
     metrics: float
-    responses: float  # of what `Objective.metric_count` counts
+    responses: float  # share of `Objective.metric_count`
 
 
 def row_weights(
@@ -174,5 +174,5 @@ def optimizer_step(
 
 
 def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:
-    """A process has a microbatch in every update, but not in every minibatch."""
+    """This process's first microbatch. It has one in every update, but not in every minibatch."""
     return next(chain.from_iterable(minibatches))

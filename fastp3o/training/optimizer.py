@@ -129,7 +129,7 @@ class Optimizer:
         return {"steps": self.schedule.last_epoch, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores it. Learning rates and AdamW's other settings stay as they are configured now."""
+        """Restores that state. Learning rates and AdamW's other settings stay as they are configured now."""
         if state["steps"]:
             before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
             self.schedule.load_state_dict(self.schedule.state_dict() | before)
@@ -155,11 +155,11 @@ def parameter_groups(
 
 class Masters:
     """fp32 copies of the trained weights of a model in half precision, made before these are rounded. Everything else
-    is rounded for good. For a model that one process has whole; a sharded model's parts are fp32.
+    is rounded for good. A sharded model needs none: its parts are fp32.
 
-    Each gradient is added in fp32 to its copy's as soon as it is there, and freed.
+    Each gradient is added in fp32 to its copy's as soon as it is computed, and freed.
 
-    device: where the copies are, and the model goes afterwards. parameters: the copies, by their names in the model.
+    device: the copies', to which the model goes afterwards. parameters: the copies, by their names in the model.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):

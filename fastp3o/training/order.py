@@ -1,6 +1,6 @@
-"""Which examples a step takes, which process takes which of them, and how a step is seeded.
+"""Chooses the examples of each step, shares them among the processes, and derives seeds.
 
-All depend on seed, step and sizes only, so a resumed run makes the same choices.
+Choices depend on seed, step and sizes only, so a resumed run makes the same.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def process_share(examples: list[int], accelerator: Accelerator) -> list[int]:
 def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]]:
     """Deals out the work of some steps, given its sizes in tokens. Returns indices into them for each step and process.
 
-    In every step each process gets about as many tokens. If there is not enough work for all, the processes with the
-    least in the steps before get it.
+    In every step each process gets about as many tokens. If there is too little work for all, those with the least
+    tokens in earlier steps get it.
     """
     dealt = []
     before = [0] * processes

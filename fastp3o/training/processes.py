@@ -1,4 +1,4 @@
-"""What all processes decide together: results of one for all, errors of one on all, and values that are not finite."""
+"""Shares results and errors among the processes, and refuses values that are not finite on any of them."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -7,9 +7,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fastp3o.errors import UserError
+from fastp3o.models.sharding import local_part
 
 Result = TypeVar("Result")
 
@@ -59,8 +59,7 @@ def require_finite(accelerator: Accelerator, what: str, values: Tensor) -> None:
 
 @torch.no_grad()
 def require_all_finite(accelerator: Accelerator, what: str, tensors: Iterable[Tensor]) -> None:
-    """The same for many tensors, in one pass that takes no memory. Each process reads its part of a sharded tensor."""
-    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    parts = [part.to(accelerator.device) for part in parts if part.numel()]
+    """`require_finite` for many tensors, in one pass that takes no memory. Each process reads its own shards."""
+    parts = [part.to(accelerator.device) for part in map(local_part, tensors) if part.numel()]
     norms = torch.stack(torch._foreach_norm(parts, float("inf"))) if parts else torch.zeros(1)
     require_finite(accelerator, what, norms)

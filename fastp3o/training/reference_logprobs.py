@@ -37,10 +37,10 @@ class DamagedFileError(UserError):
 
 
 class ReferenceLogprobs:
-    """The reference's log-probs of the responses in some columns of data sets, which go by names.
+    """The reference's log-probs of the responses in some columns of named data sets.
 
-    folder: of the files. columns: those of one tuple share their prompt in a row, as they do in training. packing: how
-    rows are packed. depends_on: what the log-probs depend on as well as the examples, such as the model's fingerprint.
+    folder: of the files. columns: those of one tuple share their prompt in a row, as they do in training. depends_on:
+    what else than the examples the log-probs depend on, such as the model's fingerprint.
     """
 
     def __init__(

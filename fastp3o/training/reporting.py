@@ -41,7 +41,7 @@ class Reporter:
             append_line(self.folder / name, step, metrics)
 
     def samples(self, step: int, prompts: list[str], responses: list[list[str]], rewards: list[list[float]]) -> None:
-        """A table of prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
+        """Prints prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
         if not self.accelerator.is_main_process:
             return
         table = Table(title=f"samples at step {step}")
@@ -77,7 +77,7 @@ def with_deviations(metrics: dict[str, float]) -> str:
 
 
 def prompt_end(prompt: str, characters: int = 120) -> str:
-    """The last words of a prompt on one line."""
+    """The end of a prompt, on one line."""
     line = " ".join(prompt.split())
     return line if len(line) <= characters else "…" + line[-characters:]
 

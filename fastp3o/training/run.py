@@ -39,7 +39,7 @@ STATES = "state"
 
 
 class Steps(NamedTuple):
-    """The steps of a loop. stage: what trains, for the progress bar. name: of a step, in messages. last: its number."""
+    """The steps of a loop. stage: the progress bar's label. name: of a step, in messages. last: number of the last."""
 
     stage: str
     name: str
@@ -54,7 +54,7 @@ class Run:
     Args:
         evaluate: gives the metrics of an evaluation; None without evaluation data.
         data: the examples, by the option that names them.
-        parts: what has a state of its own next to the optimizer's.
+        parts: objects with a state of their own, as the optimizer has.
         tensors: gives the tensors that change next to the optimizer's; they are filled in place.
 
     Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError if the folder is not
@@ -96,7 +96,7 @@ class Run:
         self.warned: set[str] = set()
 
     def resumed(self) -> Progress | None:
-        """Loads the newest state if there is one, and prints which it is and which options have changed."""
+        """Loads the newest state if there is one, and prints its name and the options that have changed."""
         if not self.config.resume:
             return None
         manifest, lines = self.states.find()
@@ -203,7 +203,7 @@ class Run:
                     if "/" not in name and not math.isfinite(value):
                         raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
             self.reporter.evaluation(step, metrics)
-            # Only here: a step without one may be the last of a run that is resumed, and then one is due.
+            # Only noted here: a step without one may be the last of a resumed run, and then one is due.
             self.note_progress(step, evaluated=True)
 
     def require_finite_weights(self, step: int) -> None:

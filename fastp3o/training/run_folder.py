@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its configuration, its logs, and what is removed before a resumed run goes on.
+"""The folder of a run: its lock, its configuration, its logs, and their clean-up before a resumed run goes on.
 
 output_dir/fastp3o.lock                marks the folder as a run's; locked while a process trains in it
 output_dir/config.yaml                 the configuration of the last start that passed its checks

@@ -5,6 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm import tqdm
@@ -19,7 +20,7 @@ from fastp3o.rewards.reward import Reward, columns_of, rewarded
 from fastp3o.rollouts.groups import make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate.config import GenerateConfig
-from fastp3o.stages.generate.report import Generated, told, write_kept
+from fastp3o.stages.generate.report import Generated, summary, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, make_samples
 from fastp3o.stages.models import load_named_reward, with_copy
 from fastp3o.stages.samplers import policy_sampler
@@ -63,7 +64,7 @@ def generate(config: GenerateConfig) -> Generated:
     )
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
-    manifest, done = on_main_process(accelerator, lambda: begun(context, config, prompts, samples))
+    manifest, done = on_main_process(accelerator, lambda: find_progress(accelerator, config, prompts, samples))
     models = None
     if done < len(prompts):
         models = load_models(context, config, prompts)
@@ -78,7 +79,7 @@ def generate(config: GenerateConfig) -> Generated:
         generated = generated._replace(tokens_per_second=speed)
     finally:
         release(folder)
-    accelerator.print(told(generated, config, folder / KEPT))
+    accelerator.print(summary(generated, config, folder / KEPT))
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return generated
@@ -104,12 +105,13 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, config.sampling_settings()), reward
 
 
-def begun(context: Context, config: GenerateConfig, prompts: Dataset, samples: SamplesFile) -> tuple[Manifest, int]:
-    """The manifest of this run's samples, and how many prompts have theirs already. Changes nothing.
+def find_progress(
+    accelerator: Accelerator, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
+) -> tuple[Manifest, int]:
+    """Returns the manifest of this run's samples, and the number of prompts that have theirs. Changes nothing.
 
     Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
-    accelerator = context.accelerator
     fingerprints = run_fingerprints(config, {"prompts": prompts})
     manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))

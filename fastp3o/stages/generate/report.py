@@ -16,7 +16,7 @@ class Generated(NamedTuple):
     """The summary of a run.
 
     prompts, responses, mean_reward, empty, unfinished: over all samples, also those before a run was resumed. records:
-    kept. prompts_kept: to how many prompts. mean_kept: mean reward of what is kept, for pairs the mean margin.
+    number kept. prompts_kept: prompts that have one. mean_kept: their mean reward, for pairs the mean margin.
     tokens_per_second: sampled since the start, without the time of rewards; 0 if nothing was left to sample.
     """
 
@@ -55,7 +55,7 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
     return Generated(prompts, len(rewards), fmean(rewards), empty, unfinished, len(kept), with_records, fmean(kept))
 
 
-def told(generated: Generated, config: GenerateConfig, path: Path) -> str:
+def summary(generated: Generated, config: GenerateConfig, path: Path) -> str:
     g = generated
     speed = f", {g.tokens_per_second:.0f} tokens per second" if g.tokens_per_second else ""
     unfinished = "cut at --max_response_tokens" + ("" if config.keep_unfinished else " and left out")

@@ -64,18 +64,18 @@ class SamplesFile:
 
     def whole_batches(self, batch_size: int, total: int) -> int:
         """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
-        done = min(sum(1 for _ in self.ends_of_lines()), total)
+        done = min(sum(1 for _ in self.line_ends()), total)
         return done if done == total else done // batch_size * batch_size
 
     def cut_after(self, prompts: int) -> None:
         """Leaves the lines of this many prompts."""
-        ends = [0, *islice(self.ends_of_lines(), prompts)]
+        ends = [0, *islice(self.line_ends(), prompts)]
         with self.path.open("ab") as file:
             file.truncate(ends[prompts])
             os.fsync(file.fileno())
         sync(self.path.parent)
 
-    def ends_of_lines(self) -> Iterator[int]:
+    def line_ends(self) -> Iterator[int]:
         """Where each prompt's line ends in the file, up to the first damaged line."""
         if not self.path.exists():
             return

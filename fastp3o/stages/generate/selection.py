@@ -1,4 +1,4 @@
-"""Choice of the responses to a prompt by their rewards, and the records that they become.
+"""Chooses responses to a prompt by their rewards, and makes records of them.
 
 A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
 """
@@ -88,8 +88,8 @@ class Candidates(NamedTuple):
 
 
 def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
-    """Without the empty ones, which no layout can hold, and, unless `unfinished`, without those that lack their
-    end-of-sequence: as data they would have one, and teach to stop there.
+    """Leaves out empty responses, which no layout can hold, and, unless `unfinished`, those without end-of-sequence: as
+    data they would have one, and teach to stop there.
     """
     kept = [
         (text, reward)
@@ -124,20 +124,20 @@ def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[R
 
 
 def best(rewards: Sequence[float]) -> list[int]:
-    """The first of those with the highest reward; none of none."""
+    """The first response with the highest reward; none if there are no responses."""
     return [max(range(len(rewards)), key=lambda i: rewards[i])] if rewards else []
 
 
 def above(rewards: Sequence[float], threshold: float) -> list[int]:
-    """Those with a reward above the threshold: 1[r > τ] of ReST (arXiv 2308.08998, section 3)."""
+    """Responses with a reward above the threshold: 1[r > τ] of ReST (arXiv 2308.08998, section 3)."""
     return [i for i, reward in enumerate(rewards) if reward > threshold]
 
 
 def accepted(candidates: Candidates, beta: float, count: int, random: np.random.Generator) -> list[int]:
     """Statistical rejection sampling: samples of the policy that is optimal for reward / β, from samples of this one.
 
-    As in RSO (arXiv 2309.06657, algorithm 1): of what is left of the different texts, one after the other is accepted
-    with probability exp((r − r_max) / β), until there are `count` of them; or all, if there are fewer.
+    As in RSO (arXiv 2309.06657, algorithm 1), different texts are accepted one after the other with probability
+    exp((r − r_max) / β), r_max over those left, until there are `count` of them or none is left.
     """
     left = [i for i, text in enumerate(candidates.texts) if candidates.texts.index(text) == i]
     chosen: list[int] = []
@@ -193,5 +193,5 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
 
 
 def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:
-    """A response as text to a text, and as a message to messages."""
+    """The response in the prompt's form: a text, or a list of messages."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

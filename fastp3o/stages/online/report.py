@@ -20,7 +20,7 @@ SAMPLED_PROMPTS = 3
 
 
 class Update(NamedTuple):
-    """An update that was made. Groups and rewards are those of all processes, the rest is of this one."""
+    """A finished update. Groups and rewards are those of all processes, the rest is of this one."""
 
     number: int
     groups: list[Group]
@@ -58,7 +58,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
 def update_metrics(accelerator: Accelerator, update: Update, own: int) -> dict[str, float]:
     """Means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
 
-    own: how many of a prompt's responses are the policy's; the others are from elsewhere.
+    own: number of a prompt's responses that are the policy's; the others are the mixture's.
 
     reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
     rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of

@@ -50,7 +50,7 @@ class Data(NamedTuple):
 class Online(NamedTuple):
     """The parts of the loop, in the order in which an update uses them."""
 
-    prompts: "PromptsOfUpdate"
+    prompts: "UpdatePrompts"
     sampler: Sampler
     score: Callable[[list[Group]], Rewards]
     resample: DynamicSampling
@@ -92,7 +92,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
-    prompts = PromptsOfUpdate(context, config, data.prompts)
+    prompts = UpdatePrompts(context, config, data.prompts)
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
     mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
@@ -112,7 +112,7 @@ def note_idle_processes(context: Context, config: OnlineConfig) -> None:
 
 
 def load_data(context: Context, config: OnlineConfig, *, own_reward: bool, own_gold: bool) -> Data:
-    """own_reward, own_gold: whether the caller has given them, so that no name asks for columns."""
+    """Loads all data. own_reward, own_gold: whether the caller has given them; then no name asks for columns."""
     columns = columns_of([] if own_reward else config.rewards, config)
     gold = [config.gold_reward] if config.gold_reward and not own_gold else []
     load = partial(load_prompts, columns=columns)
@@ -129,7 +129,7 @@ def load_data(context: Context, config: OnlineConfig, *, own_reward: bool, own_g
 def load_rewards(
     context: Context, config: OnlineConfig, data: Data, reward: Reward | None, gold: Reward | None
 ) -> dict[str, Reward]:
-    """`reward`, and `gold` if there is one: those given, or else those that the configuration names."""
+    """`reward`, and `gold` if there is one: the given ones, or else those of the configuration."""
     if reward is None:
         named = {name: load_named_reward(context, config, name, data.prompts) for name in config.rewards}
         reward = weighted(named, config.weights)
@@ -147,7 +147,7 @@ def make_evaluation(
     rewards: dict[str, Reward],
     eval_prompts: Dataset | None,
 ) -> Evaluation | None:
-    """Measures how far the policy has come from where the reference began."""
+    """Builds the evaluation, which measures how far the policy is from where the reference began."""
     if eval_prompts is None:
         return None
     if config.reference_moves:
@@ -169,7 +169,7 @@ def make_evaluation(
 def make_resampling(
     context: Context,
     config: OnlineConfig,
-    prompts: "PromptsOfUpdate",
+    prompts: "UpdatePrompts",
     sampler: Sampler,
     score: Callable[[list[Group]], Rewards],
 ) -> DynamicSampling:
@@ -186,7 +186,7 @@ def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, group
     return rewards
 
 
-class PromptsOfUpdate:
+class UpdatePrompts:
     """The prompts of an update that fall to this process, numbered within the update."""
 
     def __init__(self, context: Context, config: OnlineConfig, examples: Dataset):

@@ -21,12 +21,11 @@ from fastp3o.rewards.config import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
-BEHIND_A_URL = "endpoint"  # all that is known of its content: a service may move to another host
+ENDPOINT = "endpoint"  # of every endpoint: a service may move to another host
 
 SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME), "*.py"
 
-# Read of each tensor, because reading all weights would take as long as loading them. An optimizer step moves most of a
-# tensor.
+# This much of each tensor is read: reading all would take as long as loading, and a step moves most of a tensor.
 BLOCK_BYTES = 2**16
 
 
@@ -40,7 +39,7 @@ def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[st
             if is_function(name):
                 fingerprints[key + FUNCTION] = function_fingerprint(name)
             else:
-                fingerprints[key] = BEHIND_A_URL if is_endpoint(name) else model_fingerprint(name)
+                fingerprints[key] = ENDPOINT if is_endpoint(name) else model_fingerprint(name)
     return fingerprints
 
 

@@ -1,4 +1,4 @@
-"""What a state belongs to, whether it is whole, and which runs may go on from it.
+"""A state's manifest. It tells whether the state is whole, and which runs may go on from it.
 
 manifest.json is written last, and has a checksum of every file and of itself.
 """
@@ -48,7 +48,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CorruptStateError if there is no whole manifest."""
+    """Reads a folder's manifest. Raises CorruptStateError if there is no whole one."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         expected = content.pop("sha256")
@@ -79,7 +79,7 @@ def require_files(folder: Path, manifest: Manifest) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Raises OSError with the file's name if it cannot be read."""
+    """A file's SHA-256. Raises OSError with the file's name if it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -52,8 +52,8 @@ CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 class Progress:
     """How far a run is: its state without the tensors.
 
-    evaluated: whether the evaluation that is due after `step` was made. counters: of the optimizer and of other parts,
-    by name. generators: this process's random ones.
+    evaluated: whether the evaluation that is due after `step` was made. counters: states of the optimizer and other
+    parts, by name. generators: states of this process's random generators.
     """
 
     step: int
@@ -146,7 +146,7 @@ class States:
                 remove(path)
 
     def find(self) -> tuple[Manifest | None, list[str]]:
-        """The newest whole state, under any name, and lines on newer ones that are damaged. Changes nothing.
+        """Finds the newest whole state, under any name, and says which newer ones are damaged. Changes nothing.
 
         Raises CorruptStateError if there are states and none is whole.
         """
@@ -174,7 +174,7 @@ class States:
         return [self.folder / name for number, name in steps if number < step]
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
-        """Folders that are or should be states, newest first, with their manifests or what is wrong."""
+        """Folders that are or should be states, newest first, with their manifests or the problem."""
         found: list[tuple[int, bool, Path, Manifest | None, str | None]] = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             named = NAME.fullmatch(path.name)
@@ -193,7 +193,7 @@ class States:
         return [(path, manifest, problem) for _, _, path, manifest, problem in found]
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
-        """What is wrong with the files of a state."""
+        """The problem with the files of a state, None if there is none."""
         try:
             checksums = self.checksums(path)
         except OSError as error:

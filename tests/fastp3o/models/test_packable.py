@@ -92,7 +92,7 @@ def test_models_that_keep_them_apart_are_accepted_and_left_as_they_were(family):
     assert model.model.config._attn_implementation == attention.NAME
     assert all(parameter.grad is None for parameter in model.parameters())
     trial = run_trial(model)
-    torch.testing.assert_close(trial.packed, trial.alone, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(trial.packed, trial.single, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -100,13 +100,13 @@ def test_reward_models_are_tried_by_their_scores(family):
     model = PackedModel(random_model(family, AutoModelForSequenceClassification, num_labels=1))
     trial = run_trial(require_packable(model, family))
     assert trial.packed.shape == (4,)
-    torch.testing.assert_close(trial.packed, trial.alone, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(trial.packed, trial.single, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_no_leak(dtype):
     trial = run_trial(require_packable(PackedModel(random_model("llama").to(dtype)), "llama"))
-    assert 0 < (trial.packed - trial.alone).abs().mean() < TOLERANCE[dtype]
+    assert 0 < (trial.packed - trial.single).abs().mean() < TOLERANCE[dtype]
 
 
 def one_segment(query, key, value, segments, *options):
