@@ -1,4 +1,4 @@
-"""What the configurations of all stages share. Every field is a flag of a script and a key of its YAML file."""
+"""The configurations that stages share. Every field is a flag of a script and a key of its YAML file."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from fastp3o.script import DEBUG_HELP
 
 Config = TypeVar("Config")
 
-# transformers' schedules that need nothing but the learning rate, the warm-up and the number of steps.
+# transformers' schedules that need only the learning rate, the warm-up and the number of steps.
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
 TOKENS_PER_ROW = 8192
@@ -29,7 +29,7 @@ EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation da
 
 
 class Rules(TypedDict, total=False):
-    """What a flag's value must be. None always passes: it stands for a flag that is not given.
+    """Rules for a flag's value. None always passes: it stands for a flag that is not given.
 
     needs: the flag without which this one does nothing, or several, one of which is enough; those that a configuration
     does not have are ignored.
@@ -86,7 +86,7 @@ class Flags:
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
-    """What the value must be and is not, in words; "" if it keeps the rules."""
+    """The rule that the value breaks, in words; "" if it keeps all."""
     if value is None:
         return ""
     if isinstance(value, float) and not isfinite(value):
@@ -134,7 +134,7 @@ class RunConfig(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class StageConfig(RunConfig):
-    """What all stages that train share."""
+    """Options of all stages that train."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     trust_remote_code: bool = option(
@@ -226,7 +226,7 @@ class StageConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(StageConfig):
-    """What stages share that pass over a fixed data set."""
+    """Options of stages that pass over a fixed data set."""
 
     train_data: str = required(
         "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
@@ -241,7 +241,7 @@ class SupervisedConfig(StageConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainableConfig(Flags):
-    """Which parameters of a policy train."""
+    """Options that choose the parameters of a policy that train."""
 
     trainable_layers: int = option(
         0, "Train only this many top layers of the body (first author: 2); 0 trains everything.", at_least=0
@@ -264,7 +264,7 @@ class TrainableConfig(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerConfig(Flags):
-    """How responses are sampled."""
+    """Options of sampling responses."""
 
     sampler: str = option(
         "engine",
@@ -293,7 +293,7 @@ class SamplerConfig(Flags):
 
 
 class Parser(HfArgumentParser):
-    """Makes flags of fields; the help says their bounds, too."""
+    """A parser whose help says the bounds of flags, too."""
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         if said := bounds(options):
@@ -327,15 +327,15 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
 
 
 def is_name(value: str) -> bool:
-    """Not empty, without C's end of a string and without surrogates, which stand for bytes that are no characters."""
+    """Whether it is not blank and has no null character and no surrogates, which stand for undecodable bytes."""
     return bool(value.strip()) and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
     """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file.
 
-    classes: by objective; each has its name in a field `objective` (`objective_name`). `--help` explains the options
-    of the objective, or lists the objectives if none is named.
+    classes: keys are the objectives; each class has its own in a field `objective` (`objective_name`). `--help`
+    explains the options of the objective, or lists the objectives if none is named.
     """
     summaries = [f"  {name:<15}{str(chosen.__doc__).splitlines()[0]}" for name, chosen in classes.items()]
     parser = argparse.ArgumentParser(
@@ -367,7 +367,7 @@ def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]
 
 
 def yaml_as_flags(parser: argparse.ArgumentParser, config_class: type, path: Path) -> list[str]:
-    """The values as they are written, so that they are checked as flags are."""
+    """The file's values as flags, which are checked like any others."""
     values = yaml_values(parser, path)
     if unknown := values.keys() - {f.name for f in fields(config_class)}:
         parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")

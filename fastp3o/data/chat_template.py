@@ -1,6 +1,6 @@
 """Writes messages as text with a tokenizer's chat template; only the template's own special tokens count as such.
 
-An outline tells what the template wrote itself from contents: the same messages, with a mark in place of each content.
+An outline is the text of the same messages with a mark in place of each content. It tells what the template wrote.
 """
 
 import json
@@ -39,13 +39,13 @@ def written(pieces: Pieces) -> str:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """The tokens that are no text, by id."""
+    """The tokens that are no text, by their ids."""
     named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
     return named | {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of the names, the longest at a place."""
+def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds each of the names, the longest one if several begin at a place."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
@@ -58,34 +58,34 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
-        self.special = any_of(special_tokens(tokenizer).values())
+        self.special = name_pattern(special_tokens(tokenizer).values())
         # Most conversations have the same roles as an earlier one, and so the same outline.
         self.outline = lru_cache(maxsize=1024)(self.new_outline)
 
     def holds_special_text(self, pieces: Pieces) -> bool:
-        """Whether the text of a special token is there as text."""
+        """Whether a piece that is only text holds the text of a special token."""
         return any(not piece.control and self.special.search(piece.text) for piece in pieces)
 
     def prompt(self, prompt: Part) -> Pieces:
         """The text of the messages and of the beginning of the reply."""
         conversation, field = cast(list[Message], prompt.value), prompt.field
         text = self.apply(conversation, field, add_generation_prompt=True)
-        outline = self.outline_of(conversation, add_generation_prompt=True)
+        outline = self.conversation_outline(conversation, add_generation_prompt=True)
         for number, message in enumerate(conversation):
             self.check_message(message, number, f"{field}[{number}]", text, outline)
         return self.pieces(text, outline, conversation, field)
 
     def reply(self, prompt: Part, before: Pieces, reply: Part) -> Pieces:
-        """What the template writes for the last message: the difference of the texts with and without it."""
+        """The text of the last message, which is the difference of the texts with and without it."""
         asked = cast(list[Message], prompt.value)
         conversation = [*asked, *cast(list[Message], reply.value)]
         text, start = self.apply(conversation, reply.field, add_generation_prompt=False), written(before)
         if not text.startswith(start):
             expected = "a chat template that writes the messages before a reply the same with and without the reply"
             raise RecordError(reply.field, expected, Found("one that changes them"))
-        outline = self.outline_of(conversation, add_generation_prompt=False)
+        outline = self.conversation_outline(conversation, add_generation_prompt=False)
         self.check_message(conversation[-1], len(asked), reply.field, text, outline)
-        outline_before = self.outline_of(asked, add_generation_prompt=True)
+        outline_before = self.conversation_outline(asked, add_generation_prompt=True)
         if outline is not None and outline_before is not None and outline.startswith(outline_before):
             outline = outline[len(outline_before) :]
         else:
@@ -93,7 +93,7 @@ class ChatTemplate:
         return self.pieces(text[len(start) :], outline, conversation, reply.field)
 
     def check_message(self, message: Message, number: int, field: str, text: str, outline: str | None) -> None:
-        """The template must write the content, and nothing else of the message may hold a special token."""
+        """Raises RecordError if the template drops the content, or another field of the message has a special token."""
         content = message["content"].strip()
         if content not in text if outline is None else content and mark(number) not in outline:
             role = message["role"][:40]
@@ -122,8 +122,8 @@ class ChatTemplate:
             raise RecordError(field, expected, Found("some"))
         return tuple(Piece(part, number % 2 == 0) for number, part in enumerate(found.groups()) if part)
 
-    def outline_of(self, conversation: list[Message], *, add_generation_prompt: bool) -> str | None:
-        """What the template writes around the contents; None if it refuses marks in their place."""
+    def conversation_outline(self, conversation: list[Message], *, add_generation_prompt: bool) -> str | None:
+        """The template's text around the contents; None if it refuses marks in their place."""
         marked = [
             {**message, "content": mark(number) if message["content"] else ""}
             for number, message in enumerate(conversation)
@@ -157,14 +157,14 @@ def mark(number: int) -> str:
 
 
 class TookTooLongError(BaseException):
-    """Code is at its time limit. Not an Exception, so that the code does not catch it."""
+    """Code reached its time limit. This is not an Exception, so that the code does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TookTooLongError after this many seconds inside, such as in a template's endless loops.
+    """Raises TookTooLongError after this many seconds in the context. Templates may loop endlessly.
 
-    The clock is a signal, so only Python code in the main thread is stopped: other threads have no limit.
+    The clock is a signal, so it stops only Python code in the main thread; other threads have no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

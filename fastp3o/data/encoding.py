@@ -56,7 +56,7 @@ class Encoder:
         tokenizer: the model's, with a chat template if the data are messages.
         max_prompt_tokens: tokens kept of a prompt.
         max_response_tokens: tokens kept of a response; None if only prompts are encoded.
-        max_characters: of a prompt or a response; longer ones cannot be used.
+        max_characters: longest prompt or response; longer ones cannot be used.
 
     Raises:
         ValueError: a limit leaves no room, or responses need an end-of-sequence token that the tokenizer lacks.
@@ -100,7 +100,7 @@ class Encoder:
         return Texts(before, replies, fields, templated, prompt.value)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
-        """One result for each of the batch, in order; a RecordError if the tokens cannot be used."""
+        """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""
         prompts = tokenise(self.tokenizer, [texts.prompt for texts in batch])
         responses = iter(tokenise(self.tokenizer, [response for texts in batch for response in texts.responses]))
         return [
@@ -122,7 +122,7 @@ class Encoder:
         return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts)
 
     def encode_prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
-        """(text as the model sees it, ids, whether the beginning was cut off)."""
+        """The text as the model sees it, its ids, and whether the beginning was cut off."""
         if not ids:
             raise RecordError(texts.fields[0], "text that the tokenizer knows", Found("no token"))
         if texts.templated:
@@ -137,7 +137,7 @@ class Encoder:
         return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True
 
     def end_with_eos(self, ids: list[int], field: str) -> list[int]:
-        """The ids with one end-of-sequence token, at the end; white space that a template adds after it is cut."""
+        """The ids with one end-of-sequence token, at the end. White space that a template adds after it is cut off."""
         eos = self.tokenizer.eos_token_id
         content = ids[: ids.index(eos)] if eos in ids else ids
         after = ids[len(content) + 1 :]
@@ -160,7 +160,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[Pieces]) -> list[li
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], control: bool) -> list[list[int]]:
-    # Padding and truncation are spelt out, because a tokenizer file may switch them on.
+    # A tokenizer file may switch padding and truncation on.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
     return tokenizer(texts, add_special_tokens=False, split_special_tokens=not control, **options).input_ids
 
@@ -182,5 +182,5 @@ def probe_texts(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
 
 
 def split_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:
-    """(the beginning-of-sequence token, or nothing if `ids` does not start with it; the other ids)."""
+    """The beginning-of-sequence token, or nothing if `ids` does not start with it; and the other ids."""
     return (ids[:1], ids[1:]) if bos is not None and ids[:1] == [bos] else ([], ids)

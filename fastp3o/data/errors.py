@@ -1,4 +1,4 @@
-"""Errors about data that cannot be used: where it is, what was expected, what was found."""
+"""Errors about data that cannot be used. They name the place, what was expected and what was found."""
 
 from fastp3o.errors import UserError
 
@@ -8,7 +8,7 @@ class DataError(UserError):
 
 
 class RecordError(Exception):
-    """Why one record cannot be used; the loader turns it into a DataError, or counts it."""
+    """One record cannot be used. The loader turns this error into a DataError, or counts it."""
 
     def __init__(self, field: str | None, expected: str, got: object) -> None:
         super().__init__(field, expected, got)
@@ -26,11 +26,11 @@ class RecordError(Exception):
 
 
 class UnskippableError(RecordError):
-    """Stops the run even if bad records are skipped: the next ones would take as long to fail."""
+    """An error that stops the run even if bad records are skipped: the next ones would take as long to fail."""
 
 
 class Found(str):
-    """What was found, in words that replace those of `describe`."""
+    """Words for a value that was found, in place of those of `describe`."""
 
 
 MISSING = Found("nothing: the field is missing")

@@ -85,7 +85,7 @@ def messages(record: Fields, field: str) -> list[Message]:
 
 
 def ends_with(conversation: list[Message], roles: tuple[str, ...], field: str) -> list[Message]:
-    """The conversation, checked: its last message has one of the roles."""
+    """Returns the conversation. Raises RecordError if its last message has none of the roles."""
     role = conversation[-1]["role"]
     if role not in roles:
         raise RecordError(field, f"a last message of {' or '.join(roles)}", Found(f"one of role '{role[:40]}'"))
@@ -189,7 +189,7 @@ def holds_dialogues(record: Fields) -> bool:
 
 
 def dialogues(record: Fields) -> tuple[Part, Part, Part]:
-    """(shared messages, chosen reply, rejected reply) of two conversations that differ in their last message."""
+    """Shared messages, chosen reply and rejected reply of two conversations that differ in their last message."""
     chosen, rejected = (ends_with(messages(record, field), ("assistant",), field) for field in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise RecordError("rejected", "the messages of 'chosen' except the last", Found("others"))
@@ -197,7 +197,7 @@ def dialogues(record: Fields) -> tuple[Part, Part, Part]:
 
 
 def hh_dialogues(record: Fields) -> tuple[Part, Part, Part]:
-    """(shared text, chosen reply, rejected reply) of two dialogue texts that differ after the last "Assistant:"."""
+    """Shared text, chosen reply and rejected reply of two dialogue texts that differ after the last "Assistant:"."""
     chosen, rejected = text(record, "chosen"), text(record, "rejected")
     before = chosen.rpartition(HH_REPLY)[0]
     if not before.strip():
@@ -216,7 +216,7 @@ def hh_reply(dialogue: str, shared: str, field: str) -> Part:
 
 
 def implicit_pair(record: Fields) -> tuple[Part, Part, Part]:
-    """(prompt, chosen reply, rejected reply) of a record that has its prompt only inside its two dialogues."""
+    """Prompt, chosen reply and rejected reply of a record that has its prompt only inside its two dialogues."""
     return dialogues(record) if isinstance(record.get("chosen"), list) else hh_dialogues(record)
 
 
@@ -247,7 +247,7 @@ def ranked_responses(record: Fields) -> tuple[Part, ...]:
 
 
 def margin(record: Fields) -> float:
-    """By how much the chosen response is better; 0 if the record does not say."""
+    """The margin by which the chosen response is better; 0 if the record has none."""
     value = record.get("margin")
     if value is None:
         return 0.0
@@ -286,7 +286,7 @@ def summary(value: object, name: str) -> Part:
     return Part(f"{name}.text", " " + text(value, "text", f"{name}.text").strip())
 
 
-# A record may fit several (many preference sets repeat their dialogues in `messages`): the first counts.
+# The first one that a record fits counts: many preference sets repeat their dialogues in `messages`.
 LAYOUTS = (
     Layout(("prompt", "chosen", "rejected"), 2, pair_prompt, pair_responses),
     Layout(("chosen", "rejected"), 2, implicit_prompt, implicit_responses),
@@ -296,13 +296,13 @@ LAYOUTS = (
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
 
-# For the reward model, which takes all responses of a record.
+# The reward model takes all responses of a record.
 RANKINGS = (
     Layout(("prompt", "ranked_responses"), 2, prompt_field, ranked_responses),
     *(layout for layout in LAYOUTS if layout.response_count == 2),
 )
 
-# Not in LAYOUTS: demonstrations have these fields, too, so a stage takes one or the other.
+# These are not in LAYOUTS: demonstrations have these fields too, so a stage takes one or the other.
 UNPAIRED_PREFERENCES = (Layout(("prompt", "completion", "label"), 1, prompt_field, unpaired_response),)
 
 
@@ -312,8 +312,8 @@ def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYO
     for layout in accepted:
         if all(field in record for field in layout.fields):
             return layout
-    raise RecordError(None, f"the fields of {one_of(accepted)}", record)
+    raise RecordError(None, f"the fields of {layout_names(accepted)}", record)
 
 
-def one_of(layouts: list[Layout]) -> str:
+def layout_names(layouts: list[Layout]) -> str:
     return f"{'one of the layouts' if len(layouts) > 1 else 'the layout'} {', '.join(map(str, layouts))}"

@@ -1,4 +1,4 @@
-"""Records -> examples in a memory-mapped Dataset, and a report of what was truncated or skipped."""
+"""Loads records as examples of a memory-mapped Dataset, and reports what was truncated or skipped."""
 
 import hashlib
 import json
@@ -34,13 +34,13 @@ BATCH = 1000  # records tokenised at once
 IDS = List(Value("int32"))
 PROMPT_COLUMNS = ("prompt", "prompt_ids", "given")
 
-# Further fields to keep of each record: what asks for each, in the words of a message, by the field's name.
+# Further fields to keep of each record, by name; the values say, in a message's words, what asks for the field.
 Asked = Mapping[str, str]
 
 
 @dataclass
 class DataReport:
-    """What loading did.
+    """Counts of one pass over a source.
 
     examples: usable records, which are the entries of the data set.
     truncated_prompts, truncated_responses: texts cut at a limit; both responses of a pair may count.
@@ -69,11 +69,11 @@ class DataReport:
 
 
 class Options(TypedDict, total=False):
-    """What all loaders take.
+    """Options of all loaders.
 
     split: the split of a hub data set or a folder; files have only "train", the default.
     max_prompt_tokens: longer prompts lose their beginning and are counted.
-    max_characters: of a prompt or a response, LONGEST_TEXT by default; a record with more cannot be used.
+    max_characters: longest prompt or response, LONGEST_TEXT by default; a record with a longer one cannot be used.
     skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
     limit: stop reading after this many usable records.
     """
@@ -125,8 +125,8 @@ def load_prompts(
 def load_demonstrations(
     source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
-    """Prompts with one response each, for SFT; the chosen one of a preference pair. Arguments as in `load_prompts`;
-    longer responses than `max_response_tokens` lose their end and are counted.
+    """Prompts with one response each, for SFT; a preference pair gives its chosen one. Arguments as in `load_prompts`.
+    Responses longer than `max_response_tokens` lose their end and are counted.
 
     Returns:
         Dataset with the columns `prompt`, `prompt_ids` and `response_ids` (list of int32); and the report.
@@ -158,8 +158,8 @@ def load_rankings(
     Arguments and errors as in `load_demonstrations`.
 
     Returns:
-        Dataset with the columns `prompt`, `prompt_ids`, `ranked_ids` (list of lists of int32) and `margin` (float64),
-        by how much the chosen response of a preference is better, 0 if the record does not say; and the report.
+        Dataset with the columns `prompt`, `prompt_ids`, `ranked_ids` (list of lists of int32) and `margin` (float64,
+        the margin by which the chosen response of a preference is better, 0 if the record has none); and the report.
         Responses end as in `load_demonstrations`. Records with equal responses (also once truncated) cannot be used.
     """
     return RankingLoader(tokenizer, (), max_response_tokens, **options).load(source)
@@ -227,7 +227,7 @@ class Loader:
             yield [example for example in examples if example is not None]
 
     def batch_size(self) -> int:
-        """Records to encode next: never so many that a bad record past the limit could stop the run."""
+        """Number of records to encode next. It stays within the limit, so that no bad record past it stops the run."""
         return BATCH if self.limit is None else min(BATCH, self.limit - self.report.examples)
 
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, str]]]:
@@ -244,7 +244,7 @@ class Loader:
                 yield record, texts, kept
 
     def read(self, record: Record, layouts: dict[str, Layout]) -> Texts:
-        """Reads a record by its file's layout. The first record that has one decides it for the whole file."""
+        """Reads a record by its file's layout, which the first record that has one decides for the whole file."""
         if isinstance(record.content, RecordError):
             raise record.content
         if not isinstance(record.content, Mapping):
@@ -260,7 +260,7 @@ class Loader:
         return self.encoder.render(prompt, self.responses(record.content, layout))
 
     def example(self, record: Record, texts: Texts, kept: dict[str, str], result: Encoded | RecordError) -> dict | None:
-        """The record's example, counted; None if the record was skipped."""
+        """Counts the record and returns its example, None if it was skipped."""
         problem = result if isinstance(result, RecordError) else equal_responses(texts, result)
         if isinstance(result, RecordError) or problem is not None:
             self.reject(record, cast(RecordError, problem))
@@ -279,7 +279,7 @@ class Loader:
         self.report.skipped += 1
         self.report.reasons[problem.reason] += 1
 
-    # Loaders differ in these.
+    # Subclasses override the methods below.
 
     def features(self) -> dict[str, Any]:
         """The types of the columns after `prompt` and `prompt_ids`."""
@@ -298,7 +298,7 @@ class Loader:
 
 
 class RankingLoader(Loader):
-    """Takes all responses of a record, into one column."""
+    """Loader of all responses of a record, in one column."""
 
     def features(self) -> dict[str, Any]:
         return {"ranked_ids": List(IDS), "margin": Value("float64")}
@@ -316,7 +316,7 @@ class RankingLoader(Loader):
 
 
 class UnpairedLoader(Loader):
-    """Takes the label of a response, too."""
+    """Loader of responses with their labels."""
 
     def features(self) -> dict[str, Any]:
         return super().features() | {"desirable": Value("bool")}
@@ -342,7 +342,7 @@ def equal_responses(texts: Texts, encoded: Encoded) -> RecordError | None:
 
 
 def fields_json(record: Fields, asked: Asked) -> dict[str, str]:
-    """The fields as JSON text. Raises RecordError for one that is missing, null, or that JSON cannot hold."""
+    """The fields as JSON text. Raises RecordError for a field that is missing, null, or no JSON value."""
     texts = {}
     for name, asker in asked.items():
         value = record.get(name)
@@ -357,7 +357,7 @@ def fields_json(record: Fields, asked: Asked) -> dict[str, str]:
 
 
 def prompt_json(prompt: str | list[Message], field: str) -> str:
-    """A prompt as JSON text. Raises RecordError if a message holds a value that no line of a file can."""
+    """A prompt as JSON text. Raises RecordError if a message holds a value that JSON in UTF-8 cannot."""
     for number, message in enumerate([] if isinstance(prompt, str) else prompt):
         for name, value in message.items():
             try:

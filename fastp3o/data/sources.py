@@ -25,7 +25,7 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
 PARQUET = (".parquet",)
 READABLE = JSON_LINES + JSON + PARQUET
-# No hub name ends like this: a mistyped path must not be looked up on the hub.
+# No hub name ends with these, so that a mistyped path is not looked up on the hub.
 FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".zip")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError)
@@ -37,7 +37,7 @@ SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 class Record(NamedTuple):
-    """One record as read. `content` is any JSON value, usable only as a dict; a RecordError if decoding failed."""
+    """One record as read. `content` is any JSON value, of which only a dict is usable, or a RecordError."""
 
     file: str
     number: int
@@ -54,8 +54,8 @@ def read_records(source: str, split: str) -> Iterator[Record]:
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(f"{source}: {twice[0]} comes more than once")
     # All files are found before the first record is read.
-    files_of = {name: local_files(name, split) for name in names}
-    for name, files in files_of.items():
+    files_by_name = {name: local_files(name, split) for name in names}
+    for name, files in files_by_name.items():
         if files is None:
             yield from hub_records(name, split)
             continue
@@ -128,7 +128,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def longer_name(file: str, split: str) -> str:
-    """What makes a file's split another than `split`, such as _sft: words after the name, without numbers of parts."""
+    """The words after the split's name in a file's name, such as _sft, without numbers of parts; "" if it has none."""
     after = file.lower().partition(".")[0].partition(split.lower())[2]
     words = re.split(r"[^a-z0-9]+|(?<=\d)of(?=\d)", re.sub(rf"{HASH}$", "", after))
     return "".join(f"_{word}" for word in words if word not in ("", "of") and not word.isdecimal())
@@ -191,8 +191,8 @@ def first_character(file: Path) -> bytes:
         return content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
 
 
-def object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. ValueError if a name comes twice: a plain dict would silently keep only the last value."""
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError if a name comes twice: a plain dict would silently keep only the last value."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise UserError("a field's name comes twice in one object")
@@ -201,7 +201,7 @@ def object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def decode_json(text: bytes) -> object:
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=object_of_unique_names)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique_fields)
     except UnicodeDecodeError as error:
         return RecordError(None, "text in UTF-8", Found(f"bytes that are not ({error.reason} at byte {error.start})"))
     except RecursionError:

@@ -1,7 +1,7 @@
-"""How often a reward model is right, and whether it is as sure of it: σ(r_w − r_l) next to the observed share.
+"""Accuracy and calibration of a reward model: predicted probabilities σ(|r_w − r_l|) next to observed shares.
 
-Which response of a pair comes first says nothing, so a pair counts from the side of the response with the higher score:
-the predicted probability σ(|r_w − r_l|) that it is the better one, and whether it is.
+The order of a pair says nothing. The prediction is the probability that the response with the higher score is the
+better one, and the observation is whether it is.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,18 @@ WIDTH = 0.5 / BINS
 
 
 def judged(differences: Sequence[tuple[int, float]], path: Path, seed: int) -> dict[str, float]:
-    """The 95% interval of the accuracy, and the calibration error, which is plotted to `path`; nothing of differences
-    that are not all finite.
+    """The 95% interval of the accuracy, and the calibration error, which is plotted to `path`. Empty if a difference is
+    not finite.
 
-    differences: of each pair the number of its prompt and r_w − r_l. Accuracy is the share of pairs with the better
-    response ahead, equal scores counting a half, in the mean of the prompts; prompts are what the interval resamples.
+    differences: each pair's prompt number and r_w − r_l. Accuracy is the share of pairs with the better response ahead,
+    equal scores counting a half, averaged over prompts. The interval resamples prompts.
     """
     if not np.isfinite([difference for _, difference in differences]).all():
         return {}
-    of_prompts: dict[int, list[float]] = {}
+    right_by_prompt: dict[int, list[float]] = {}
     for number, difference in sorted(differences):
-        of_prompts.setdefault(number, []).append((np.sign(difference) + 1) / 2)
-    shares = np.array([np.mean(right) for right in of_prompts.values()])
+        right_by_prompt.setdefault(number, []).append((np.sign(difference) + 1) / 2)
+    shares = np.array([np.mean(right) for right in right_by_prompt.values()])
     low, high = percentile_interval(shares, np.ones(len(shares)), seed=seed)
     bins = calibration([difference for _, difference in differences])
     accuracy = f"accuracy {shares.mean():.3f}, 95% {low:.3f} to {high:.3f}"
@@ -62,10 +62,10 @@ def calibration(differences: Sequence[float]) -> list[Bin]:
     values = np.asarray(differences, dtype=float)
     predicted = 1 / (1 + np.exp(-np.abs(values)))
     right = (np.sign(values) + 1) / 2
-    bin_of_pair = np.minimum(((predicted - 0.5) / WIDTH).astype(int), BINS - 1)
+    bin_numbers = np.minimum(((predicted - 0.5) / WIDTH).astype(int), BINS - 1)
     bins = []
-    for number in np.unique(bin_of_pair):
-        inside = bin_of_pair == number
+    for number in np.unique(bin_numbers):
+        inside = bin_numbers == number
         observed, pairs = float(right[inside].mean()), int(inside.sum())
         mean = float(predicted[inside].mean())
         bins.append(Bin(0.5 + WIDTH * int(number), mean, observed, *wilson_interval(observed, pairs), pairs))
@@ -73,7 +73,7 @@ def calibration(differences: Sequence[float]) -> list[Bin]:
 
 
 def calibration_error(bins: Sequence[Bin]) -> float:
-    """The expected calibration error: mean distance of what was predicted and observed, each bin with its pairs."""
+    """The expected calibration error: the mean distance of prediction and observation, bins weighted by their pairs."""
     return sum(b.pairs * abs(b.predicted - b.observed) for b in bins) / sum(b.pairs for b in bins)
 
 
@@ -85,7 +85,7 @@ def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[floa
 
 
 def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
-    """Writes a PNG, complete or not at all: observed over predicted, and below how many pairs a bin has."""
+    """Writes a PNG, complete or not at all: observed over predicted shares, and below them the pairs of each bin."""
     figure, (axes, counts) = plt.subplots(2, figsize=(5.5, 6), sharex=True, height_ratios=[4, 1], layout="constrained")
     predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
     # An interval can end at the share itself, and by rounding just before it.

@@ -27,7 +27,7 @@ EVALUATION = 2**32 - 1
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them.
 
-    rewards: by the names that their means get. prompts: with the columns that rewards ask for.
+    rewards: keys are the names of their means. prompts: with the columns that rewards ask for.
     """
 
     accelerator: Accelerator

@@ -40,7 +40,7 @@ def read_run(folder: Path) -> Evaluations:
 
 
 def linear_fit(evaluations: Evaluations) -> tuple[float, float] | None:
-    """Slope and intercept of reward over KL by least squares; None where all KLs are equal."""
+    """Slope and intercept of reward over KL by least squares; None if all KLs are equal."""
     kl = np.array([e["kl"] for e in evaluations])
     reward = np.array([e["reward"] for e in evaluations])
     if len(np.unique(kl)) < 2:

@@ -79,7 +79,7 @@ class ChatEndpoint(Endpoint):
     Args:
         url: without /chat/completions, as for OpenAI's clients: http://localhost:8000/v1.
         model: its name at the endpoint.
-        patience: as of an Endpoint.
+        patience: further arguments of an Endpoint.
 
     The environment variable OPENAI_API_KEY holds the key.
     """
@@ -103,7 +103,7 @@ class ChatEndpoint(Endpoint):
 
 
 class EndpointJudge:
-    """A language model, asked twice a comparison, with the responses in either order.
+    """A language model that is asked twice for each comparison, with the responses in either order.
 
     If both answers agree, theirs is the verdict. If they do not, the judge is biased by position, and the verdict is a
     tie (as in MT-Bench, arXiv 2306.05685, section 3.4). It is NONE if one of the answers has no verdict or was cut off.

@@ -1,4 +1,4 @@
-"""Runs compared at equal KL: gains over the start, and confidence intervals for a handful of paired seeds.
+"""Comparison of runs at equal KL: gains over the start, and confidence intervals for a handful of paired seeds.
 
 Percentile bootstrap intervals of eight seeds are too narrow. Expanded percentiles, chosen to match the width of a
 Student t interval, correct that (Hesterberg, "What teachers should know about the bootstrap", arXiv 1411.5279).
@@ -39,11 +39,11 @@ class Line(NamedTuple):
 
 
 def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> float | None:
-    """Gain in `metric` over the evaluation at step 0 where the run first reaches `kl` (nats per response).
+    """Gain in `metric` over the evaluation at step 0 when the run first reaches `kl` (nats per response).
 
-    Interpolated linearly between the two evaluations around the crossing. None where the run never reaches `kl`, or
-    reaches it by its first evaluation after step 0: a gain interpolated from the start would not be measured.
-    ValueError without an evaluation at step 0.
+    The gain is interpolated linearly between the two evaluations around the crossing. It is None if the run never
+    reaches `kl`, or reaches it by its first evaluation after step 0: a gain interpolated from the start would not be
+    measured. Raises ValueError without an evaluation at step 0.
     """
     start = _start(evaluations)
     crossing = next((i for i, evaluation in enumerate(evaluations) if evaluation["kl"] >= kl), 0)
@@ -63,7 +63,7 @@ def gains(evaluations: Evaluations, metric: str = "reward") -> Evaluations:
 def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimate:
     """Mean of all values, with a 95% interval that resamples within each stratum (here a task with its seeds).
 
-    `comparisons` is the number of intervals that hold simultaneously (Bonferroni). ValueError without values.
+    `comparisons` is the number of intervals that hold simultaneously (Bonferroni). Raises ValueError without values.
     """
     samples = [np.asarray(stratum, dtype=float) for stratum in strata if len(stratum)]
     if not samples:
@@ -77,7 +77,7 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
 def paired_difference(
     first: Mapping[Seed, float | None], second: Mapping[Seed, float | None], comparisons: int = 1
 ) -> Estimate | None:
-    """Mean of first − second over the seeds where both have a value, resampled by task; None where no seed has both."""
+    """Mean of first − second over the seeds where both have a value, resampled by task; None if no seed has both."""
     strata: dict[str, list[float]] = {}
     for (task, seed), value in sorted(first.items()):
         other = second.get((task, seed))
@@ -89,7 +89,7 @@ def paired_difference(
 def line(runs: Sequence[Evaluations]) -> Line | None:
     """Least-squares line of reward over KL through all evaluations of all runs; the interval resamples runs.
 
-    None where all KLs are equal.
+    None if all KLs are equal.
     """
     fit = linear_fit([evaluation for run in runs for evaluation in run])
     if fit is None:

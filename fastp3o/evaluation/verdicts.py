@@ -61,7 +61,7 @@ class VerdictFile:
         os.truncate(path, path.stat().st_size - len(unfinished))
 
     def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
-        """Keeps a verdict. answers: the judge's own words, for readers of the file."""
+        """Keeps a verdict. answers: the judge's own words, which the file shows to its readers."""
         line = json.dumps({"key": key, "verdict": verdict, "answers": answers}) + "\n"
         with self.lock:
             if self.path is not None:
@@ -122,7 +122,7 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
     )
 
 
-def verdicts_of_rewards(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:
+def reward_verdicts(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:
     """The higher reward wins; equal rewards are a tie. Raises ValueError if a reward is not finite."""
     for name, rewards in (("first", firsts), ("second", seconds)):
         broken = np.flatnonzero(~np.isfinite(rewards))

@@ -14,12 +14,12 @@ from fastp3o.config import LARGEST_INT, option, required
 from fastp3o.data import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
-from fastp3o.evaluation.verdicts import Verdict, WinRate, verdicts_of_rewards, win_rate
+from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import columns_of, load_reward
+from fastp3o.rewards.reward import asked_columns, load_reward
 from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
@@ -114,7 +114,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> li
         max_prompt_tokens=config.max_prompt_tokens,
         max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
-        columns=columns_of([config.reward], config) if config.reward else None,
+        columns=asked_columns([config.reward], config) if config.reward else None,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return make_prompts(prompts[:])
@@ -171,7 +171,7 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     same = [one == other for one, other in zip(*responses, strict=True)]
     if first.rewards is None or second.rewards is None:
         raise UserError("responses without rewards cannot be compared by them")
-    verdicts = verdicts_of_rewards(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
+    verdicts = reward_verdicts(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""P3O in other trainers, one module for each; it needs the trainer, and nothing else of fastp3o does."""
+"""P3O in other trainers: one module for each, which needs that trainer installed. No other module of fastp3o does."""

@@ -1,4 +1,4 @@
-"""P3O on a padded batch of responses, from a model with an exposed head, whichever trainer made the batch.
+"""P3O on any trainer's padded batch of responses, with a model whose head is exposed.
 
 B = P K rows, K responses to each of P prompts; T positions; N response tokens, D hidden size.
 """
@@ -25,7 +25,7 @@ METRICS = ("ratio_mean", "clip_fraction", "advantage_mean_abs", "zero_gradient_f
 
 
 class PaddedBatch(NamedTuple):
-    """Responses as trainers hold them.
+    """Padded responses, as trainers hold them.
 
     input_ids, attention_mask: [B, T]. response_mask: [B, T], 1 at the responses' own tokens. responses_per_prompt: K.
     order: [B], the row that comes first, second, ..., so that siblings are neighbours; None if they already are.
@@ -53,7 +53,7 @@ def padded_p3o_loss(
     temperature: float = 1.0,
     divisor: float | Tensor | None = None,
 ) -> P3OLossOutput:
-    """The mean over the pairs of a batch, and METRICS.
+    """The mean loss over the pairs of a batch, and METRICS.
 
     A pair with an empty response (a truncated completion that is masked) has no gradient and stays in the mean, as
     masked completions stay in TRL's: batches of equally many prompts weigh the same. `metrics["pairs"]` is the share of
@@ -63,10 +63,10 @@ def padded_p3o_loss(
         model: after `expose_head`, in any wrapper.
         rewards: [P, K].
         settings: clipping is "joint", "separate" or "none".
-        old_logprobs: [P, K] of the policy that sampled the batch; None if it is this policy.
-        ref_logprobs: [P, K] of the reference; None if it is the policy that sampled.
+        old_logprobs: [P, K], the log-probs by the policy that sampled; None if it is this policy.
+        ref_logprobs: [P, K], those by the reference; None if it is the policy that sampled.
         temperature: the sampler's, which divides logits.
-        divisor: of the sum over prompts, P by default. For uneven batches: the number of prompts in the whole
+        divisor: divides the sum over prompts; P by default. For uneven batches it is the number of prompts in the whole
             minibatch, divided by the number of processes whose gradients are averaged.
 
     Raises ValueError for torch's DataParallel, which would cut the batch anywhere; and as `linear_p3o_loss` does.
@@ -111,7 +111,7 @@ def padded_logprobs(model: Callable[..., Tensor], batch: PaddedBatch, *, tempera
 def at_response_tokens(
     model: Callable[..., Any], batch: PaddedBatch, temperature: float, function: Callable[..., Any]
 ) -> Any:
-    """function(hidden, head, tokens) within the model's forward call: hidden states [N, D] that predict the tokens."""
+    """Calls function(hidden, head, tokens) in the model's forward; hidden: states [N, D] that predict the tokens."""
     tokens = batch.tokens()
 
     def head_loss(hidden: Tensor, head: Head) -> Any:

@@ -80,7 +80,7 @@ def with_logprobs(
 
     model: after `expose_head`, before it is in a trainer. Dropout is off during the call.
     name: "old_logprobs" if the model is the policy that sampled, "ref_logprobs" if it is the reference.
-    args: the trainer's. Their bf16 and fp16 set the precision here: in another one than the policy's, rounding alone
+    args: the trainer's, whose bf16 and fp16 set the precision here: with another one than the policy's, mere rounding
         would give ratios other than 1.
     """
     dtype = torch.float16 if args.fp16 else torch.bfloat16
@@ -100,8 +100,8 @@ def with_logprobs(
 
 
 class PairsTrainer(Trainer):
-    """Trainer on P3O's loss: a mean over the prompts of all microbatches and processes of an optimizer step, however
-    uneven.
+    """Trainer with P3O's loss. The loss is a mean over an optimizer step's prompts, over all of its microbatches and
+    processes, which may be uneven.
 
         trainer = PairsTrainer(expose_head(model), args, settings=P3OSettings(), data_collator=PairsCollator(pad),
                                train_dataset=with_logprobs(dataset, model, collator, "ref_logprobs", args))

@@ -21,14 +21,14 @@ def p3o_policy_loss(
     *,
     divisor: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean over pairs, and METRICS over the pairs whose two responses are not empty.
+    """The mean loss over pairs, and METRICS over the pairs whose two responses are not empty.
 
     Args:
         logprobs, old_logprobs, mask: [B, C].
         advantages: [B, C]. A response's advantage is that at its first token: its reward less the cost of the KL, and
             less anything that its siblings share.
         settings: clipping is "joint", "separate" or "none"; kl_coef is 0, for the KL is in the advantages.
-        divisor: of the sum over prompts, P by default.
+        divisor: divides the sum over prompts; P by default.
 
     Raises ValueError for a KL that would count twice, and if B is not a multiple of K.
     """
@@ -37,7 +37,7 @@ def p3o_policy_loss(
     K, mask = responses_per_prompt, mask.bool()
     check_whole_groups(len(mask), K)
     cu_seqlens = pad(mask.sum(dim=1).cumsum(0), (1, 0))
-    # The sum of the loss itself, so that equal log-probs of any dtype have a ratio of 1.
+    # The loss sums in the same way, so that equal log-probs of any dtype have a ratio of 1.
     old = sequence_logprobs(old_logprobs.detach()[mask], cu_seqlens).view(-1, K)
     rewards = first_values(advantages, mask).view(-1, K)
     # Without a KL the reference is free.

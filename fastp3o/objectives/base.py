@@ -1,4 +1,4 @@
-"""What every objective is: packed rows with rewards and log-probs in, loss and metrics out.
+"""The interface of objectives: packed rows with rewards and log-probs in, loss and metrics out.
 
 Shapes: P prompts with K responses each, N labelled tokens of a packed row, n tokens of some of its prompts.
 """
@@ -29,10 +29,10 @@ class Microbatch:
     ref_token_logprobs: Tensor  # [N] fp32, by the reference
     old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
     ref_logprobs: Tensor  # [P, K] fp32
-    weight: float  # of its loss, so that a minibatch's losses add up to the mean over all processes
-    metrics_weight: float = field(default=1.0, kw_only=True)  # of its metrics, see LossAndMetrics
+    weight: float  # the loss's, so that a minibatch's losses add up to the mean over all processes
+    metrics_weight: float = field(default=1.0, kw_only=True)  # the metrics', see LossAndMetrics
     response_share: float = field(default=1.0, kw_only=True)  # its share of the minibatch's `Objective.metric_count`
-    counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, who takes part in the loss; None: all
+    counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
     prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
 
     def counted_tokens(self) -> int:
@@ -45,7 +45,7 @@ class Microbatch:
 
 
 def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
-    """Labelled tokens of the row's responses that take part in a loss; counted: [P, K] bool, None for all."""
+    """Number of labelled tokens in responses that take part in a loss. counted: [P, K] bool, None for all."""
     if counted is None:
         return len(row.labels)
     takes_part = zip(row.labelled_lengths, counted.flatten().tolist(), strict=True)
@@ -62,7 +62,7 @@ class Objective(ABC):
     """Updates the policy from rollouts with rewards, old and reference log-probs.
 
     averages_tokens: the loss is a mean over response tokens; otherwise it is a mean over prompts.
-    scaler: rewards go through it. kl: the weight of the KL to the reference, if it is a part of the state.
+    scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state.
     """
 
     averages_tokens: bool = False
@@ -81,7 +81,7 @@ class Objective(ABC):
 
     @property
     def adaptive_metrics(self) -> dict[str, float]:
-        """Metrics: the settings that an update changes, by name."""
+        """The settings that an update changes, as metrics by name."""
         return {} if self.kl is None or self.kl.target is None else {"kl_coef": self.kl.value}
 
     def clip_range(self, length: float) -> float | None:
@@ -111,12 +111,12 @@ class Objective(ABC):
         """The loss of one microbatch."""
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        """The loss at the first optimizer step of an update, when the policy still is the one that sampled."""
+        """The loss at an update's first optimizer step, when the policy still is the one that sampled."""
         return self.loss(policy, microbatch)
 
 
 class GroupwiseObjective(Objective):
-    """The loss is a plain function of the log-probs of each prompt's responses: one pass of the fused head for all.
+    """An objective whose loss is a plain function of the log-probs of each prompt's responses, in one pass of the head.
 
     outputs: further outputs of that pass for each token (`TokenOutputs`).
     """

@@ -61,7 +61,7 @@ class P3O(Objective):
         return self.pair_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
-        """The old log-probs are the policy's own: every ratio is exactly 1."""
+        """Old log-probs are the policy's own, so that every ratio is exactly 1."""
         return self.pair_loss(policy, microbatch, None, None)
 
     def pair_loss(
@@ -131,4 +131,4 @@ class PPGConfig(P3OConfig):
 
 
 class PPG(P3O):
-    """P3O's loss with all ratios at 1: an update has no step but the first."""
+    """P3O's loss with all ratios at 1: an update has only its first step."""

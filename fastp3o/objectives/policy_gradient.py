@@ -1,6 +1,6 @@
 """Policy gradients with an advantage for each response: REINFORCE, RLOO, GRPO and its kin, GSPO and REBEL.
 
-They differ in the advantages, in what clips the ratios, and in the number that the sum over tokens is divided by.
+They differ in the advantages, the clipping of the ratios, and the divisor of the sum over tokens.
 
 Shapes: P prompts with K responses each, n tokens of some of these prompts.
 """
@@ -65,7 +65,7 @@ class PolicyGradientConfig(RewardScalingConfig, KLConfig):
 
 
 class PolicyGradient(GroupwiseObjective):
-    """Subclasses say what the advantages are and which losses they weigh.
+    """Subclasses define the advantages and the losses that these weigh.
 
     loss_mean: how the losses of tokens are averaged, see `total`. `prepare` adds `advantages`, [P, K] fp32.
     """
@@ -115,11 +115,11 @@ class PolicyGradient(GroupwiseObjective):
         return loss, metrics
 
     def takes_part(self, groups: Groups) -> Tensor:
-        """[P, M] bool: the losses that count; those of responses if the losses are of tokens."""
+        """[P, M] bool: the losses that count. Losses of tokens count with their response, [P, K]."""
         return groups["counted"]
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        """Each a `metric_sum`."""
+        """Further metrics, each a `metric_sum`."""
         return {}
 
     def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class REINFORCE(RLOO):
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
     def advantages(self, rewards: Tensor) -> Tensor:
-        """Without the baseline, which `prepare` subtracts."""
+        """The rewards; `prepare` subtracts the baseline."""
         return rewards
 
     def prepare(

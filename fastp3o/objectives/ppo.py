@@ -108,7 +108,7 @@ class PPO(Objective):
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
     def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
-        """[N] fp32, not whitened yet."""
+        """Advantages of the tokens, [N] fp32, not whitened yet."""
         rewards = token_rewards(
             microbatch.rewards.flatten(),
             microbatch.old_token_logprobs,
@@ -131,7 +131,7 @@ class PPO(Objective):
 
 
 class Critic(nn.Module):
-    """A model of its own, so that learning values does not move the policy.
+    """A separate model of values, so that learning them does not move the policy.
 
     It is a copy of the starting policy, with the same trainable parameters, and a value head in place of the language
     head. The value head starts at zero: the first advantages are those without a critic.

@@ -1,7 +1,7 @@
-"""Preferences between responses, given once (offline) or labelled by rewards of fresh responses (online).
+"""Preferences between responses, given once (offline) or by the rewards of fresh responses (online).
 
-DPO, IPO, SimPO, ORPO, CPO, SLiC, APO, DiscoPOP and KTO learn from given ones. Online DPO, BPO and online IPO have the
-same formulas, which are functions of `fastp3o_kernels.losses`; Nash-MD learns from probabilities of preference.
+DPO, IPO, SimPO, ORPO, CPO, SLiC, APO, DiscoPOP and KTO learn from given preferences. Online DPO, BPO and online IPO
+have the same formulas, which are functions of `fastp3o_kernels.losses`. Nash-MD learns from preference probabilities.
 
 Shapes: P prompts with K responses each. In a pair, column 0 is the chosen response and column 1 the rejected one.
 """
@@ -357,7 +357,7 @@ class LabelledPairs(GroupwiseObjective):
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         """accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. tied: share
-        with equal rewards. margin: by how much the log-ratio of the chosen response is higher.
+        with equal rewards. margin: the difference of log-ratios, chosen less rejected.
         """
         logprobs, anchor = groups.logprobs, groups[self.anchor]
         if self.per_token:

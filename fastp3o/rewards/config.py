@@ -108,7 +108,7 @@ class RewardConfig(RemoteConfig):
 
     @property
     def weights(self) -> list[float]:
-        """One for each reward. Raises ValueError for text that is no number."""
+        """The weight of each reward. Raises ValueError for text that is no number."""
         return (
             [float(part) for part in self.reward_weights.split(",")]
             if self.reward_weights
@@ -158,7 +158,7 @@ class PenaltyConfig(Flags):
     )
 
     def check_penalties(self, longest: int) -> None:
-        """longest: tokens that a response may have, --max_response_tokens."""
+        """Raises UserError if a penalty does not fit `longest`, the tokens that a response may have."""
         if self.length_penalty_after >= longest:
             raise UserError(
                 f"--length_penalty_after must be below --max_response_tokens ({longest}), "

@@ -46,7 +46,7 @@ class FunctionReward:
         return torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
 
     def number(self, reward: object, index: int) -> float:
-        """Text is not a number, even if it reads like one."""
+        """The reward as a float. Raises FunctionError for anything but a number, also for text that reads like one."""
         if isinstance(reward, Tensor) and reward.numel() == 1:
             reward = reward.item()
         if not isinstance(reward, Real):

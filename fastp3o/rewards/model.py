@@ -1,4 +1,4 @@
-"""The score of a reward model as a reward, also of one with another vocabulary than the policy's."""
+"""Scores of a reward model as rewards. The model may have another vocabulary than the policy."""
 
 from itertools import groupby
 from typing import cast
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.chat_template import Piece, Pieces, any_of, special_tokens
+from fastp3o.data.chat_template import Piece, Pieces, name_pattern, special_tokens
 from fastp3o.data.encoding import ids_added_first, split_bos, tokenise
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel
@@ -53,7 +53,7 @@ class Translation:
         self.policy, self.own = policy, own
         self.first_ids = ids_added_first(own)
         self.controls = control_tokens(policy)
-        self.names = any_of([*self.controls.values(), *control_tokens(own).values()])
+        self.names = name_pattern([*self.controls.values(), *control_tokens(own).values()])
 
     def __call__(self, groups: list[Group]) -> tuple[list[Ids], list[list[Ids]]]:
         """The ids of prompts and responses; a response keeps its end if it had one."""
@@ -69,13 +69,12 @@ class Translation:
         return response_ids
 
     def pieces(self, prompt: Prompt) -> Pieces:
-        """A prompt, in which names of special tokens are text if they are to the policy, as its ids tell."""
+        """The prompt's pieces. A special token's name is only text if the prompt's ids say that it is to the policy."""
         text = prompt.text
         found = list(self.names.finditer(text))
-        controls = self.controls_of(prompt.ids)
-        controls = controls[
-            len(controls) - len(found) :
-        ]  # tokens that the tokenizer itself puts first are not in the text
+        controls = self.control_flags(prompt.ids)
+        # Tokens that the tokenizer itself puts first are not in the text.
+        controls = controls[len(controls) - len(found) :]
         if not any(controls):
             return (Piece(text, control=False),)
         pieces, start = [], 0
@@ -86,7 +85,7 @@ class Translation:
         pieces.append(Piece(text[start:], control=True))
         return tuple(piece for piece in pieces if piece.text)
 
-    def controls_of(self, ids: Ids) -> list[bool]:
+    def control_flags(self, ids: Ids) -> list[bool]:
         """Whether each name of a special token in the text of these ids is that token."""
         controls: list[bool] = []
         for control, run in groupby(ids, self.controls.__contains__):
@@ -99,11 +98,11 @@ class Translation:
         return controls
 
     def with_first_ids(self, ids: Ids) -> Ids:
-        """Tokens that a chat template has put first are not put there twice."""
+        """The ids after the tokens that the tokenizer puts first, unless a chat template has put one there."""
         first, rest = split_bos(ids, self.own.bos_token_id)
         return (first or self.first_ids) + rest
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Special tokens without that for an unknown character, which is text."""
+    """The special tokens by id, without the one for an unknown character, which is text."""
     return {number: name for number, name in special_tokens(tokenizer).items() if number != tokenizer.unk_token_id}

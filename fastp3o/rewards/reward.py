@@ -30,10 +30,10 @@ Reward = Callable[[list[Group]], Tensor]
 def load_reward(
     name: str, policy_tokenizer: PreTrainedTokenizerBase, *, remote: RemoteConfig | None = None, **loading: Any
 ) -> Reward:
-    """`module:function` is a Python function, http(s)://... an endpoint; anything else a reward model's folder or hub
-    name.
+    """Loads a reward: `module:function` is a Python function, http(s)://... an endpoint, and anything else a reward
+    model's folder or hub name.
 
-    remote: how an endpoint is asked. loading: how a model is loaded, as in `load_model_reward`.
+    remote: settings of endpoints. loading: further arguments of `load_model_reward`.
     """
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
@@ -53,7 +53,7 @@ def load_model_reward(
     offload: bool = False,
     trust_remote_code: bool = False,
 ) -> ModelReward:
-    """name: a reward model's folder or hub name. Further arguments as of a ModelReward."""
+    """name: a reward model's folder or hub name. Further arguments are a ModelReward's."""
     model = load_reward_model(
         name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code
     )
@@ -61,10 +61,8 @@ def load_model_reward(
     return ModelReward(model, tokenizer, policy_tokenizer, device=device, packing=packing, mesh=mesh, offload=offload)
 
 
-def columns_of(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
-    """The columns of the prompts' data that rewards of these names ask for, each with the name of the asker, for
-    messages.
-    """
+def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
+    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words."""
     return dict.fromkeys(config.columns, "--reward_columns") | {
         column: f"the reward function {name}"
         for name in names
@@ -86,7 +84,7 @@ class WeightedSum:
         return self.sum([reward(groups) for reward in self.rewards.values()])
 
     def sum(self, values: Sequence[Tensor]) -> Tensor:
-        """values: of each reward, [P, K]."""
+        """The weighted sum of the rewards' values, [P, K] each."""
         weighted = [weight * value.float() for weight, value in zip(self.weights, values, strict=True) if weight]
         return torch.stack(weighted).sum(0)
 
@@ -97,7 +95,7 @@ def weighted(rewards: Mapping[str, Reward], weights: Sequence[float]) -> Reward:
 
 
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
-    """Values of rewards by their names, and each part of a sum without its weight, as `name/part`.
+    """Values of rewards by their names, and the parts of sums without their weights, as `name/part`.
 
     All processes must call it. Raises EndpointError or FunctionError on each of them if a reward fails on any, once all
     others are computed: a model that is spread over processes needs all of them.
@@ -126,9 +124,9 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
 
 
 def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
-    """`reward` less all penalties; and by name the penalties, and the parts of a reward that is a sum.
+    """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
 
-    longest: tokens that a response may have. Raises what `rewarded` does.
+    longest: tokens that a response may have. Raises as `rewarded` does.
     """
     subtracted = penalties(groups, config, longest)
     values = rewarded({"reward": reward}, groups) | subtracted

@@ -19,7 +19,7 @@ def differences(values: Tensor) -> Tensor:
 
 
 def tied(rewards: Tensor) -> Tensor:
-    """[P] bool: which prompts have only responses of equal rewards [P, K], whose differences teach nothing."""
+    """[P] bool: whether all rewards [P, K] of a prompt are equal, so that their differences teach nothing."""
     return (rewards == rewards[:, :1]).all(dim=1)
 
 
@@ -38,7 +38,7 @@ class Scaler(ABC):
 
     @abstractmethod
     def __call__(self, rewards: Tensor) -> Tensor:
-        """Scales rewards [P, K] fp32 of all processes, after taking them into the running statistics."""
+        """Adds rewards [P, K] fp32 of all processes to the running statistics, and scales them."""
 
     def update(self, values: Tensor) -> None:
         """Adds values to the running statistics."""
@@ -71,7 +71,7 @@ class DifferenceScaler(Scaler):
 
     def __call__(self, rewards: Tensor) -> Tensor:
         self.update(differences(rewards))
-        # Differences first: they are exact where a shift is not.
+        # Differences come first: they are exact, a shift is not.
         first_minus_rewards = rewards[:, :1] - rewards
         centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
         return (centred / self.std()).clamp(-self.clip / 2, self.clip / 2)

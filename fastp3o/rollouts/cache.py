@@ -1,4 +1,4 @@
-"""Keys and values of all layers: how much of them the memory holds, and attention to them."""
+"""The cache: keys and values of all layers, the memory that they take, and attention to them."""
 
 import os
 from math import prod
@@ -12,7 +12,7 @@ from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
 
 # The cache may take this share of free memory; the rest is for activations of a step and of prompts, and for logits.
 SHARE = 0.7
-# With more slots the weights are no longer most of what a step reads, and steps become longer.
+# With more slots, weights are no longer most of what a step reads, and steps become longer.
 MOST_SLOTS = 256
 
 
@@ -30,7 +30,7 @@ class LayerShape(NamedTuple):
 
 
 class Room(NamedTuple):
-    """How much the cache, and all tensors of slots and responses, have room for."""
+    """Sizes of the cache and of all tensors of slots and responses."""
 
     prompts: int
     prompt_tokens: int
@@ -68,13 +68,13 @@ def fitting_room(
     """
     prompt_tokens = max(1, longest_prompt)
     tokens = memory // bytes_per_token
-    slots_of_prompt = min(responses_per_prompt, MOST_SLOTS)
-    fits = tokens // (prompt_tokens + slots_of_prompt * response_tokens)
+    slots_per_prompt = min(responses_per_prompt, MOST_SLOTS)
+    fits = tokens // (prompt_tokens + slots_per_prompt * response_tokens)
     if fits:
         prompts = min(prompts, fits)
         slots = min(prompts * responses_per_prompt, MOST_SLOTS)
     else:
-        prompts, slots = 1, max(1, min(slots_of_prompt, (tokens - prompt_tokens) // response_tokens))
+        prompts, slots = 1, max(1, min(slots_per_prompt, (tokens - prompt_tokens) // response_tokens))
     return Room(prompts, prompt_tokens, responses_per_prompt, slots, response_tokens)
 
 
@@ -92,8 +92,8 @@ def available_memory(device: torch.device) -> int:
 class Cache:
     """A KeyValueCache of prompts and of slots, whose memory can be given back.
 
-    slots: what the slots of the current step work on. prompt_of_token, position_of_token: [n] int64, where the keys of
-    the row of prompts that comes next belong; further tokens of the row are padding.
+    slots: the responses that the slots of the current step work on. prompt_of_token, position_of_token: [n] int64, the
+    places of the keys of the next row of prompts; further tokens of the row are padding.
     """
 
     def __init__(self, shapes: dict[int, LayerShape], room: Room, device: torch.device):
@@ -117,7 +117,7 @@ class Cache:
             stored[place] = tensor[: len(self.prompt_of_token)].to(stored.dtype)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # Rotary embeddings may leave queries and keys in fp32 where values are not.
+        # Rotary embeddings may leave queries and keys in fp32 when values are not.
         query, key = query.to(value.dtype), key.to(value.dtype)
         return decode_attention(query, key, value, self.layers[layer], self.slots, **options)
 

@@ -32,7 +32,7 @@ IDLE = 0.15
 class Engine:
     """Samples one batch of prompts after the other in the same memory, as long as it has room for them.
 
-    static: whether shapes stay for the whole of a batch, as a CUDA graph needs it; by default except on CPUs. graph:
+    static: whether shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs. graph:
     whether steps are captured; by default on GPUs. compiles: whether torch compiles the body, for static shapes.
     """
 
@@ -81,7 +81,7 @@ class Engine:
         prefill(self.policy, self.cache, prompts, pad=self.static, tokens_per_row=self.tokens_per_row)
 
     def step(self) -> None:
-        """Samples one token for every slot. With static shapes nothing in it waits for the device."""
+        """Samples one token for every slot. With static shapes the host never waits for the device."""
         queue = self.queue
         logits = self.logits(queue.slots(bounds=not self.static))
         tokens, logprobs = sample_tokens(logits, queue.keys[queue.response], queue.steps, **self.settings)

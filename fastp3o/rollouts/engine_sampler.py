@@ -55,7 +55,7 @@ class EngineSampler:
         self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
         self.compiles, self.graph = compiles, graph
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
-        self.shapes: dict[int, LayerShape] = {}  # empty before the policy was tried
+        self.shapes: dict[int, LayerShape] = {}  # empty until the policy is tried
         self.engine: Engine | None = None
         self.fallback_sampler: TransformersSampler | None = None
 
@@ -147,8 +147,8 @@ class EngineSampler:
 
 @torch.no_grad()
 def reason_against(policy: PackedModel, shapes: dict[int, LayerShape]) -> str | None:
-    """Why the engine must not sample from this policy, None if it may: a few short responses must have the
-    log-probabilities of the policy's own distribution.
+    """The reason why the engine must not sample from this policy, None if it may. The log-probabilities of a few short
+    responses must be those of the policy's own distribution.
     """
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]
     try:
@@ -175,7 +175,7 @@ def named_sampler(
     settings: SamplingSettings = POLICY_ITSELF,
     graph: bool | None = None,
 ) -> Sampler:
-    """The sampler that the configuration names. Further arguments as of an EngineSampler."""
+    """The sampler that the configuration names. Further arguments are an EngineSampler's."""
     if config.sampler == "transformers":
         return TransformersSampler(
             policy, tokenizer, max_response_tokens=max_response_tokens, batch_size=batch_size, settings=settings

@@ -26,7 +26,7 @@ class Response(NamedTuple):
     ids: list[int]  # with the end-of-sequence if it was sampled
     text: str  # without special tokens
     finished: bool  # whether it ended with an end-of-sequence
-    logprob: float | None = None  # log π(y|x) in nats as the sampler computed it; None where the sampler does not say
+    logprob: float | None = None  # log π(y|x) in nats by the sampler; None if it computes none
 
 
 class Group(NamedTuple):
@@ -37,7 +37,7 @@ class Group(NamedTuple):
 
 
 def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = None) -> list[Prompt]:
-    """The prompts of a batch of `load_prompts`. numbers: of each prompt; by default they are counted from 0."""
+    """The prompts of a batch of `load_prompts`. numbers: one for each prompt, by default from 0."""
     columns = column_values(examples)
     texts, ids = examples["prompt"], examples["prompt_ids"]
     numbers = range(len(texts)) if numbers is None else numbers

@@ -24,9 +24,9 @@ MIXTURE = 0x6D697874757265
 
 
 class MixtureEngine(Engine):
-    """An engine of two policies with the same vocabulary: each has keys and values of its own of the same tokens.
+    """An engine of two policies with the same vocabulary. Each has its own keys and values of the same tokens.
 
-    weight: β. Further arguments as of an Engine.
+    weight: β. Further arguments are an Engine's.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MixtureEngine(Engine):
 
 
 class MixtureSampler(EngineSampler):
-    """A Sampler from the mixture, whose log-probabilities are the mixture's. options: as of an EngineSampler."""
+    """A Sampler from the mixture, whose log-probabilities are the mixture's. options: an EngineSampler's."""
 
     def __init__(
         self,

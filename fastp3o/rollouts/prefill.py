@@ -17,7 +17,7 @@ TOKENS_PER_ROW = 2048
 
 
 class PromptRow(NamedTuple):
-    """A packed row of T tokens: the first n are of prompts, the others padding."""
+    """A packed row of T tokens. The first n belong to prompts, the others are padding."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -31,7 +31,7 @@ def prefill(
 ) -> None:
     """Puts keys and values of the prompts into the cache.
 
-    pad: makes rows of equal length, since libraries on a GPU round otherwise at other shapes.
+    pad: makes rows of equal length, since libraries on a GPU round differently at other shapes.
     """
     for row in prompt_rows(prompts, tokens_per_row, pad, policy.model.device):
         cache.prompt_of_token, cache.position_of_token = row.prompt_of_token, row.position_of_token
@@ -46,7 +46,7 @@ def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: 
         lengths = [len(cached[p]) for p in members]
         positions = torch.cat([torch.arange(length) for length in lengths])
         padding = -sum(lengths) % tokens_per_row if pad else 0
-        # A segment of its own, all at position 0, which every model has.
+        # Padding is a segment of its own, all at position 0, which every model has.
         lengths += [padding] if padding else []
         input_ids = torch.tensor([token for p in members for token in cached[p]] + [0] * padding)
         prompt_of_token = torch.tensor(members).repeat_interleave(torch.tensor(lengths[: len(members)]))
@@ -76,7 +76,7 @@ class LayerShapes:
 
 
 def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
-    """Shapes of the policy's keys by the layer's index. token: any one of the vocabulary.
+    """Shapes of the policy's keys by layer index. token: any token of the vocabulary.
 
     Raises UserError if heads of values have another size than those of keys.
     """

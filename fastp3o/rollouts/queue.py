@@ -1,6 +1,6 @@
-"""The queue of responses: which one each slot works on, its tokens so far, and which is next.
+"""The queue of responses: the one that each slot works on, its tokens so far, and the one that is next.
 
-All of it is in tensors that stay in place.
+Its tensors stay in place.
 
 Response k of prompt p has the number p K + k, out of N = P K. R slots take responses in the order of their numbers. A
 slot for which none is left is idle: it works on number N, of prompt P.
@@ -96,7 +96,7 @@ class Queue:
         torch.where(begins, self.last_tokens[self.response // self.room.responses_per_prompt], tokens, out=self.tokens)
 
     def working(self) -> Tensor:
-        """[R] bool: which slots are not idle."""
+        """[R] bool: the slots that are not idle."""
         return self.response < self.room.responses
 
     def keep_slots(self, kept: Tensor) -> None:

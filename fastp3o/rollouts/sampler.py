@@ -16,7 +16,7 @@ Sampler = Callable[[list[Prompt], int, int], list[Group]]
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How tokens are chosen from the policy's distribution; by default they are samples of it.
+    """The choice of tokens from the policy's distribution; by default they are samples of it.
 
     temperature: divides the logits. top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens
     that together have this probability. min_p: only tokens with this share of the most likely one's probability.
@@ -45,7 +45,7 @@ def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 def decoded(
     tokenizer: PreTrainedTokenizerBase, end_ids: set[int], ids: list[Ids], logprobs: list[list[float]] | None = None
 ) -> Iterator[Response]:
-    """Responses to one prompt. logprobs: of each token, in nats."""
+    """Responses to one prompt. logprobs: one for each token, in nats."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     sums = [None] * len(ids) if logprobs is None else map(sum, logprobs)
     for response_ids, text, logprob in zip(ids, texts, sums, strict=True):

@@ -29,7 +29,7 @@ class StepGraph:
     def ready(self, step: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
         """A function that does one step, valid until a tensor moves. Capturing does two steps first.
 
-        step: on the current stream, without a look at the device. tensors: those that it uses and that outlive it.
+        step: runs on the current stream, and never reads the device. tensors: all that it uses and that outlive it.
         """
         if self.fails:
             return step
@@ -40,7 +40,7 @@ class StepGraph:
         return step if self.graph is None else self.graph.replay
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """None, and a warning, if the step cannot be captured."""
+        """Captures the step. Returns None, after a warning, if that fails."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

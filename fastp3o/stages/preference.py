@@ -23,7 +23,7 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rewards.reward import Reward, columns_of, weighted
+from fastp3o.rewards.reward import Reward, asked_columns, weighted
 from fastp3o.stages.models import load_fixed_reference, load_named_reward, with_copy
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import load_examples
@@ -223,7 +223,7 @@ def sampled_evaluation(
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     gold = [config.gold_reward] if config.gold_reward else []
-    load_with_columns = partial(load_prompts, columns=columns_of([*config.rewards, *gold], config))
+    load_with_columns = partial(load_prompts, columns=asked_columns([*config.rewards, *gold], config))
     examples = load_examples(context, config, load_with_columns, prompts, config.eval_split, config.eval_limit)
     rewards: dict[str, Reward] = {}
     if config.rewards:

@@ -18,7 +18,7 @@ from fastp3o_kernels import P3OSettings, expose_head
 
 
 class OnlineP3OTrainer(OnlineDPOTrainer):
-    """OnlineDPOTrainer with P3O's loss, for which it counts how much better a response is, not only which one is.
+    """OnlineDPOTrainer with P3O's loss, which depends on the difference of rewards and not only on its sign.
 
         OnlineP3OTrainer(model, reward_funcs=reward, args=OnlineDPOConfig(...), settings=P3OSettings(), ...)
 
@@ -53,7 +53,7 @@ class OnlineP3OTrainer(OnlineDPOTrainer):
             prompt_ids, prompt_mask, completion_ids, completion_mask = self._generate_vllm(prompts)
         else:
             prompt_ids, prompt_mask, completion_ids, completion_mask, _ = self._generate(model, prompts)
-        rewards = self.rewards_of(inputs, completion_ids)
+        rewards = self.penalised_rewards(inputs, completion_ids)
         # First responses to all prompts come before all second ones.
         order = torch.arange(2 * len(prompts), device=rewards.device).view(2, -1).T.flatten()
         batch = PaddedBatch(
@@ -83,8 +83,8 @@ class OnlineP3OTrainer(OnlineDPOTrainer):
         self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if lomo else {}))
         return loss.detach()
 
-    def rewards_of(self, inputs: dict, completion_ids: Tensor) -> Tensor:
-        """[2 P], all first responses' before all second ones'; less the penalty for a missing end-of-sequence."""
+    def penalised_rewards(self, inputs: dict, completion_ids: Tensor) -> Tensor:
+        """[2 P], first responses before second ones: rewards less the penalty for a missing end-of-sequence."""
         prompts = inputs["prompt"]
         completions = self.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         if is_conversational({"prompt": prompts[0]}):

@@ -16,7 +16,7 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.sharding import FrozenModel, loading_device, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.model import ModelReward
-from fastp3o.rewards.reward import Reward, columns_of, rewarded
+from fastp3o.rewards.reward import Reward, asked_columns, rewarded
 from fastp3o.rollouts.groups import make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate.config import GenerateConfig
@@ -59,7 +59,7 @@ def generate(config: GenerateConfig) -> Generated:
         max_prompt_tokens=config.max_prompt_tokens,
         max_characters=config.max_characters,
         skip_bad_records=config.skip_bad_records,
-        columns=columns_of([config.reward], config),
+        columns=asked_columns([config.reward], config),
         as_given=True,
     )
     accelerator.print(f"{config.prompts}: {report}")

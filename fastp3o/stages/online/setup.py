@@ -15,7 +15,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
-from fastp3o.rewards.reward import Reward, columns_of, less_penalties, weighted
+from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.models import (
@@ -113,11 +113,11 @@ def note_idle_processes(context: Context, config: OnlineConfig) -> None:
 
 def load_data(context: Context, config: OnlineConfig, *, own_reward: bool, own_gold: bool) -> Data:
     """Loads all data. own_reward, own_gold: whether the caller has given them; then no name asks for columns."""
-    columns = columns_of([] if own_reward else config.rewards, config)
+    columns = asked_columns([] if own_reward else config.rewards, config)
     gold = [config.gold_reward] if config.gold_reward and not own_gold else []
     load = partial(load_prompts, columns=columns)
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    load = partial(load_prompts, columns=columns | columns_of(gold, config))
+    load = partial(load_prompts, columns=columns | asked_columns(gold, config))
     eval_prompts = load_eval_examples(context, config, load, config.eval_prompts)
     if not config.ptx_data:
         return Data(prompts, eval_prompts, None)

@@ -17,7 +17,7 @@ from fastp3o.config import parse
 from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.bootstrap import percentile_interval
 from fastp3o.evaluation.judge import ChatEndpoint
-from fastp3o.evaluation.verdicts import Verdict, verdicts_of_rewards, win_rate
+from fastp3o.evaluation.verdicts import Verdict, reward_verdicts, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
@@ -75,13 +75,13 @@ def test_the_second_wins_what_the_first_does_not(verdicts):
 
 
 def test_the_higher_reward_wins():
-    assert verdicts_of_rewards([1.0, -1.0, 0.5], [0.0, 2.0, 0.5]) == [FIRST, SECOND, TIE]
+    assert reward_verdicts([1.0, -1.0, 0.5], [0.0, 2.0, 0.5]) == [FIRST, SECOND, TIE]
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_named(broken):
     with pytest.raises(ValueError, match=r"2 of 3 rewards of the second .* not finite, the first that of response 1"):
-        verdicts_of_rewards([0.0, 0.0, 0.0], [0.0, broken, broken])
+        reward_verdicts([0.0, 0.0, 0.0], [0.0, broken, broken])
 
 
 def test_rounding_does_not_part_equal_responses():
