@@ -10,7 +10,7 @@ BareOperation = Callable[[], object]
 
 
 def products(inputs: Inputs, *, logits: int, dhidden: int, dweight: int) -> BareOperation:
-    """So many products of the head's shapes, in the inputs' dtype with results in theirs."""
+    """This many products of the head's shapes, in the inputs' dtype with results in theirs."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     out = hidden.new_empty(len(hidden), len(weight))
     dhidden_out, dweight_out = torch.empty_like(hidden), torch.empty_like(weight)

@@ -52,7 +52,7 @@ KERNELS = {
 
 ARCHITECTURES = (80, 90, 100)
 VOCABULARIES = (128256, 152064, 256000, 262144)
-# To a prompt: the smallest of each size of tile, and the largest that is foreseen.
+# Responses to a prompt: the smallest of each size of tile, and the largest that is foreseen.
 RESPONSES = (2, 3, 5, 9, 32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
 # Responses to a prompt and heads of a group: of each size of tile one, the smallest tile also at its fullest.
@@ -85,7 +85,7 @@ class Configuration:
 
 
 def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
-    """What the launching functions can ask for."""
+    """The settings that the launching functions can ask for."""
     for V in vocabularies:
         yield from logits_configurations(V)
         B = sampling.block_size(V)
@@ -131,7 +131,7 @@ def logits_configuration(
 
 
 def decoding_configurations(D: int) -> Iterator[Configuration]:
-    # Windows and soft caps take the most registers; bf16 and fp16 differ in nothing but the type of instructions.
+    # Windows and soft caps take the most registers; bf16 and fp16 differ only in the type of instructions.
     variants = [("bf16", K, G, True) for K, G in RESPONSES_AND_HEADS]
     for dtype, K, G, limited in [*variants, ("fp16", 4, 4, False), ("fp32", 8, 8, True)]:
         blocks = attention_kernel.block_sizes(D, K, G, ELEMENT_BYTES[dtype])
@@ -226,7 +226,7 @@ def sources() -> str:
 
 
 def failures(table: list[dict[str, object]]) -> list[str]:
-    """What must not be: registers spilled to the stack, or more shared memory than a block has."""
+    """Lists what must not be: registers spilled to the stack, or more shared memory than a block has."""
     return [
         f"{entry['kernel']} ({entry['configuration']}) on {entry['architecture']}: {entry['stack']} bytes of stack, "
         f"{entry['spills']} spills, {entry['shared']} bytes of shared memory"

@@ -1,4 +1,4 @@
-"""What the results say of the machine, of what could not be measured, and when to stop.
+"""Adds the machine and what could not be measured to the results, and stops in time.
 
 FASTP3O_BENCHMARK_SECONDS: benchmarks that would begin later than this after the start are skipped, and recorded so.
 """

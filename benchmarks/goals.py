@@ -60,7 +60,7 @@ def products(passes: str, bound: float) -> Callable[[Results], Finding]:
 
 
 def speedups(results: Results, level: str, names: Callable[[str], bool]) -> list[float]:
-    """How many times longer others take than fastp3o, by their ratios to the same bare operation."""
+    """Others' time over fastp3o's, by their ratios to the same bare operation."""
     passes = "forward and backward"
     return [
         other["ratio_to_bare"] / mine["ratio_to_bare"]
@@ -87,7 +87,7 @@ def extra_gb(results: Results) -> list[float]:
 
 
 def growth(results: Results, figure: Callable[[dict], float | None]) -> list[float]:
-    """Of a figure, from fewer tokens to more of the same head: 1 where it stays."""
+    """The growth of a figure from fewer tokens to more of the same head; 1 if it stays."""
     both = [result for result in ours(results, "hidden", "forward and backward") if figure(result) is not None]
     pairs = [(few, many) for few in both for many in select(both, D=few["D"], V=few["V"]) if many["N"] > few["N"]]
     return [figure(many) / figure(few) for few, many in pairs]
@@ -98,7 +98,7 @@ def log_ratio_errors(results: Results) -> list[float]:
 
 
 def over_plain(results: Results) -> list[float]:
-    """How many times faster rows with shared prompts are than plain ones, which they are timed in turns with."""
+    """The speed of rows with shared prompts over that of plain ones, which are timed in turns with them."""
     return [1 / result["ratio_to_bare"] for result in select(results, **TLDR, implementation="shared prompts")]
 
 
@@ -108,7 +108,7 @@ def over_padded(results: Results) -> list[float]:
 
 
 def over_generate(results: Results, cuda: bool, **shape: object) -> list[float]:
-    """How many times as many tokens a second as `generate` the engine samples."""
+    """The engine's tokens a second over those of `generate`."""
     rollouts = select(results, level="rollouts", cuda=cuda, **shape)
     return [result["ways"]["fastp3o engine"]["ratio"] for result in rollouts]
 
@@ -119,7 +119,7 @@ def share_of_floor(results: Results) -> list[float]:
 
 
 def over_trl(results: Results) -> list[float]:
-    """How many times as long an iteration of TRL's trainers takes as one of ours."""
+    """The time of an iteration of TRL's trainers over that of ours."""
     iterations = select(results, level="iteration", cuda=False)
     trainers = [figures for result in iterations for name, figures in result["trainers"].items() if "TRL" in name]
     return [figures["ratio"] for figures in trainers if "absent" not in figures]

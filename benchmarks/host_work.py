@@ -1,4 +1,4 @@
-"""What the host hands to the device while something runs."""
+"""Counts what the host hands to the device while something runs."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ class Operations(TorchDispatchMode):
 
 
 def host_work(function: Callable[[], object]) -> dict[str, float]:
-    """On a GPU `launches` of kernels, copies and graphs, and `gpu_ms`, the time in which it worked. On a CPU
+    """Counts, on a GPU, `launches` of kernels, copies and graphs, and `gpu_ms`, the time in which it worked. On a CPU
     `operations` of torch.
     """
     if not CUDA:

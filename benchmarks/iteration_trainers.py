@@ -171,7 +171,7 @@ def trl_grpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) ->
     from trl import GRPOConfig, GRPOTrainer
 
     settings = GRPOConfig(
-        **of_trainer(task, iterations, folder),
+        **trainer_figures(task, iterations, folder),
         model_init_kwargs={"dtype": "float32"},
         per_device_train_batch_size=len(task.prompts) * task.K // task.passes,
         steps_per_generation=task.passes,
@@ -200,7 +200,7 @@ def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwat
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     settings = OnlineDPOConfig(
-        **of_trainer(task, iterations, folder),
+        **trainer_figures(task, iterations, folder),
         per_device_train_batch_size=len(task.prompts) // task.passes,
         max_new_tokens=task.response,
         max_length=2048,
@@ -221,7 +221,7 @@ def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwat
     )
 
 
-def of_trainer(task: Task, iterations: int, folder: Path) -> dict[str, object]:
+def trainer_figures(task: Task, iterations: int, folder: Path) -> dict[str, object]:
     """Settings of transformers' Trainer."""
     return {
         "output_dir": str(folder),

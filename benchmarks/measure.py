@@ -14,13 +14,13 @@ from benchmarks.shapes import CUDA
 # Seconds that one benchmark may take: few rounds where one is slow.
 SECONDS = 0.4 if CUDA else 1.5
 ROUNDS = range(3, 16)
-# Of the processor, others' processes take nothing; but all threads' time adds up.
+# Processor time leaves out other processes, but adds up all threads.
 CLOCK = "processor" if not CUDA and torch.get_num_threads() == 1 else "wall"
 
 
 @dataclass
 class Case:
-    """What is measured. The figures are of one call of run(prepare())."""
+    """The case that is measured. The figures are of one call of run(prepare())."""
 
     level: str
     implementation: str
@@ -58,8 +58,8 @@ def measure(
     bare_share: float = 1.0,
     typical: Callable[[list[float]], float] = statistics.median,
 ) -> None:
-    """Typical times of all rounds into benchmark.extra_info. `bare`: the bare operation; `bare_share`: of it, what the
-    case must do.
+    """Writes typical times of all rounds to benchmark.extra_info. `bare`: the bare operation; `bare_share`: the part
+    it that the case must do.
 
     Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted, which sees nothing of
     compiled code.

@@ -28,19 +28,19 @@ Objective = Callable[[Groups], Tensor]
 
 
 class Problem(NamedTuple):
-    """of_tokens: [N] each. of_responses: [P, 2] each; column 0 is the chosen response."""
+    """token_tensors: [N] each. response_tensors: [P, 2] each; column 0 is the chosen response."""
 
     inputs: Inputs
-    of_tokens: dict[str, Tensor]
-    of_responses: dict[str, Tensor]
+    token_tensors: dict[str, Tensor]
+    response_tensors: dict[str, Tensor]
 
     def groups(self, token_logprobs: Tensor) -> Groups:
         """All at once."""
         cu_seqlens = self.inputs.cu_seqlens.long()
-        return Groups(token_logprobs, cu_seqlens, 2, self.of_tokens | self.of_responses)
+        return Groups(token_logprobs, cu_seqlens, 2, self.token_tensors | self.response_tensors)
 
 
-def problem_of(inputs: Inputs) -> Problem:
+def make_problem(inputs: Inputs) -> Problem:
     """Policies that moved since the rollout, but within the clip range: every token has a gradient.
 
     For GRPO+ every fourth response was cut off.
@@ -53,9 +53,9 @@ def problem_of(inputs: Inputs) -> Problem:
     def near(values: Tensor, distance: float) -> Tensor:
         return values + distance * torch.randn(values.shape, generator=generator, device=device, dtype=values.dtype)
 
-    of_tokens = {"old tokens": near(own, 1e-3), "ref tokens": near(own, 0.1)}
+    token_tensors = {"old tokens": near(own, 1e-3), "ref tokens": near(own, 0.1)}
     sums, rewards = inputs.sums, inputs.rewards
-    old_means = sequence_logprobs(of_tokens["old tokens"], inputs.cu_seqlens).view(-1, 2) / RESPONSE_TOKENS
+    old_means = sequence_logprobs(token_tensors["old tokens"], inputs.cu_seqlens).view(-1, 2) / RESPONSE_TOKENS
     known = {
         "old": near(sums, 0.02),
         "old means": old_means,
@@ -68,7 +68,7 @@ def problem_of(inputs: Inputs) -> Problem:
         "desirable": rewards > 0,
         "complete": torch.arange(rewards.numel(), device=device).view(-1, 2) % 4 != 3,
     }
-    return Problem(inputs, of_tokens, known)
+    return Problem(inputs, token_tensors, known)
 
 
 def p3o(clipping: str) -> Objective:
@@ -85,32 +85,32 @@ def p3o(clipping: str) -> Objective:
     return objective
 
 
-def of_pairs(loss: Callable[..., Tensor], *known: str, **options: float) -> Objective:
+def pair_objective(loss: Callable[..., Tensor], *known: str, **options: float) -> Objective:
     """A loss of log-probs of whole responses."""
     return lambda groups: loss(groups.logprobs, *(groups[name] for name in known), **options).sum()
 
 
-def of_means(loss: Callable[..., Tensor], **options: float) -> Objective:
+def mean_objective(loss: Callable[..., Tensor], **options: float) -> Objective:
     return lambda groups: loss(groups.means(groups.token_logprobs), **options).sum()
 
 
-def of_single_responses(loss: Callable[..., Tensor], *known: str, **options: float) -> Objective:
+def response_objective(loss: Callable[..., Tensor], *known: str, **options: float) -> Objective:
     return lambda groups: loss(groups.logprobs, *(groups[name] for name in known), **options).mean(1).sum()
 
 
-def of_single_tokens(loss: Callable[..., Tensor], advantages: str, *known: str) -> Objective:
+def token_objective(loss: Callable[..., Tensor], advantages: str, *known: str) -> Objective:
     """The mean over the tokens of each response, then over responses."""
 
     def objective(groups: Groups) -> Tensor:
-        of_responses = (groups.of_tokens(groups[name]) for name in (advantages, *known))
-        tokens = loss(groups.token_logprobs, groups["old tokens"], *of_responses)
+        response_values = (groups.per_token(groups[name]) for name in (advantages, *known))
+        tokens = loss(groups.token_logprobs, groups["old tokens"], *response_values)
         return groups.means(tokens).mean(1).sum()
 
     return objective
 
 
 def grpo(groups: Groups) -> Tensor:
-    advantages = groups.of_tokens(groups["advantages"])
+    advantages = groups.per_token(groups["advantages"])
     tokens = losses.grpo(groups.token_logprobs, groups["old tokens"], advantages, groups["ref tokens"])
     return groups.means(tokens).mean(1).sum()
 
@@ -126,42 +126,42 @@ def ipo(groups: Groups) -> Tensor:
 
 OBJECTIVES: dict[str, Objective] = {
     **{f"P3O, {clipping}": p3o(clipping) for clipping in ("joint", "separate", "none", "token")},
-    "PPG": of_pairs(losses.ppg, "rewards"),
-    "REINFORCE": of_single_responses(losses.reinforce, "centred"),
-    "RLOO": of_single_responses(losses.ppo_clip, "old", "leave one out"),
-    "PPO": of_single_tokens(losses.ppo_clip, "advantages"),
+    "PPG": pair_objective(losses.ppg, "rewards"),
+    "REINFORCE": response_objective(losses.reinforce, "centred"),
+    "RLOO": response_objective(losses.ppo_clip, "old", "leave one out"),
+    "PPO": token_objective(losses.ppo_clip, "advantages"),
     "GRPO": grpo,
-    "Dr. GRPO": of_single_tokens(losses.ppo_clip, "centred"),
-    "DAPO": of_single_tokens(losses.dapo, "advantages"),
-    "GRPO+": of_single_tokens(losses.grpo_plus, "advantages", "complete"),
+    "Dr. GRPO": token_objective(losses.ppo_clip, "centred"),
+    "DAPO": token_objective(losses.dapo, "advantages"),
+    "GRPO+": token_objective(losses.grpo_plus, "advantages", "complete"),
     "GSPO": gspo,
-    "REBEL": of_pairs(losses.rebel, "old", "rewards"),
-    "DPO": of_pairs(losses.dpo, "ref"),
-    "BPO": of_pairs(losses.bpo, "old"),
+    "REBEL": pair_objective(losses.rebel, "old", "rewards"),
+    "DPO": pair_objective(losses.dpo, "ref"),
+    "BPO": pair_objective(losses.bpo, "old"),
     "IPO": ipo,
-    "APO-zero": of_pairs(losses.apo_zero, "ref"),
-    "APO-down": of_pairs(losses.apo_down, "ref"),
-    "DiscoPOP": of_pairs(losses.discopop, "ref"),
-    "SLiC": of_pairs(losses.slic),
-    "SimPO": of_means(losses.simpo),
-    "ORPO": of_means(losses.orpo),
-    "CPO": of_pairs(losses.cpo, weight=1 / RESPONSE_TOKENS),
-    "KTO": of_single_responses(losses.kto, "ref", "desirable", reference_point=0.1),
-    "Nash-MD": of_single_responses(losses.nash_md, "ref", "preferred"),
+    "APO-zero": pair_objective(losses.apo_zero, "ref"),
+    "APO-down": pair_objective(losses.apo_down, "ref"),
+    "DiscoPOP": pair_objective(losses.discopop, "ref"),
+    "SLiC": pair_objective(losses.slic),
+    "SimPO": mean_objective(losses.simpo),
+    "ORPO": mean_objective(losses.orpo),
+    "CPO": pair_objective(losses.cpo, weight=1 / RESPONSE_TOKENS),
+    "KTO": response_objective(losses.kto, "ref", "desirable", reference_point=0.1),
+    "Nash-MD": response_objective(losses.nash_md, "ref", "preferred"),
 }
 
 
 def ours(problem: Problem, name: str) -> Tensor:
     inputs = problem.inputs
     given = inputs.hidden, inputs.weight, inputs.labels, inputs.cu_seqlens, OBJECTIVES[name]
-    known = {"token_tensors": problem.of_tokens, "response_tensors": problem.of_responses}
+    known = {"token_tensors": problem.token_tensors, "response_tensors": problem.response_tensors}
     return linear_loss(*given, responses_per_group=2, **known).loss
 
 
-def after(logprobs_of: Callable[[Inputs], Tensor]) -> Callable[[Problem, str], Tensor]:
+def after(logprobs: Callable[[Inputs], Tensor]) -> Callable[[Problem, str], Tensor]:
     """The objective in eager PyTorch, after the log-probs of all tokens."""
     return lambda problem, name: (
-        OBJECTIVES[name](problem.groups(logprobs_of(problem.inputs))) / len(problem.inputs.rewards)
+        OBJECTIVES[name](problem.groups(logprobs(problem.inputs))) / len(problem.inputs.rewards)
     )
 
 
@@ -183,22 +183,22 @@ def liger(problem: Problem, name: str, *, compiled: bool = True) -> Tensor:
 def liger_of_pairs(kind: str, **settings: object) -> Callable[[Problem, bool], Tensor]:
     """All chosen responses come before all rejected ones."""
 
-    def loss_of(problem: Problem, compiled: bool) -> Tensor:
+    def compute_loss(problem: Problem, compiled: bool) -> Tensor:
         from liger_kernel import chunked_loss
 
-        hidden, weight, labels = peers.of_responses(problem.inputs)
+        hidden, weight, labels = peers.response_rows(problem.inputs)
         chosen_first = torch.arange(len(labels), device=labels.device).view(-1, 2).T.flatten()
         loss = getattr(chunked_loss, f"LigerFusedLinear{kind}Loss")(compiled=compiled, **settings)
         return loss(weight, hidden[chosen_first], labels[chosen_first])[0]
 
-    return loss_of
+    return compute_loss
 
 
 def liger_kto(problem: Problem, compiled: bool) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearKTOLoss
 
-    hidden, weight, labels = peers.of_responses(problem.inputs)
-    desirable = problem.of_responses["desirable"].flatten()
+    hidden, weight, labels = peers.response_rows(problem.inputs)
+    desirable = problem.response_tensors["desirable"].flatten()
     point = torch.tensor(0.1, device=hidden.device)
     loss = LigerFusedLinearKTOLoss(compiled=compiled, use_ref_model=False)
     return loss(hidden, weight, labels, preference_labels=desirable, kl=point)[0]
@@ -207,9 +207,9 @@ def liger_kto(problem: Problem, compiled: bool) -> Tensor:
 def liger_grpo(problem: Problem, compiled: bool) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    hidden, weight, labels = peers.of_responses(problem.inputs)
-    old, ref = (problem.of_tokens[f"{policy} tokens"].view(labels.shape) for policy in ("old", "ref"))
-    advantages = problem.of_responses["advantages"].flatten()
+    hidden, weight, labels = peers.response_rows(problem.inputs)
+    old, ref = (problem.token_tensors[f"{policy} tokens"].view(labels.shape) for policy in ("old", "ref"))
+    advantages = problem.response_tensors["advantages"].flatten()
     loss = LigerFusedLinearGRPOLoss(compiled=compiled, loss_type="grpo")
     known = {"ref_per_token_logps": ref, "old_per_token_logps": old}
     return loss(hidden, weight, labels, torch.ones_like(labels), advantages, **known)[0]

@@ -11,12 +11,13 @@ def objectives(cpu: Results, gpu: Results) -> list[list[str]]:
     cpu, gpu = (select(results, level="objectives") for results in (cpu, gpu))
     lines = [["objective", "operations, F", "extra MB", "× bare products, CPU", "× bare products, GPU"]]
     for name in dict.fromkeys(result["objective"] for result in cpu + gpu):
-        of_cpu, of_gpu = (select(results, objective=name) for results in (cpu, gpu))
+        cpu_results, gpu_results = (select(results, objective=name) for results in (cpu, gpu))
         counted = [
-            figures(of_cpu or of_gpu, "counted_operations", "{:.3g}"),
-            figures(of_cpu or of_gpu, "extra_gb", "{:.0f}", 1e3),
+            figures(cpu_results or gpu_results, "counted_operations", "{:.3g}"),
+            figures(cpu_results or gpu_results, "extra_gb", "{:.0f}", 1e3),
         ]
-        lines.append([name, *counted, *(figures(results, "ratio_to_bare", "{:.2f}") for results in (of_cpu, of_gpu))])
+        ratios = (figures(results, "ratio_to_bare", "{:.2f}") for results in (cpu_results, gpu_results))
+        lines.append([name, *counted, *ratios])
     return lines
 
 

@@ -49,7 +49,7 @@ def logits_liger_grpo(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def trl_logprobs(inputs: Inputs) -> Tensor:
-    """As TRL's DPO, KTO, GRPO and RLOO trainers compute them."""
+    """Log-probs as TRL's DPO, KTO, GRPO and RLOO trainers compute them."""
     from trl.trainer import utils
 
     logprobs, *_ = utils._ChunkedLogProbFunction.apply(
@@ -67,7 +67,7 @@ def trl_logprobs(inputs: Inputs) -> Tensor:
 
 
 def trl_logprobs_of_logits(inputs: Inputs) -> Tensor:
-    """As TRL's CPO and ORPO trainers compute them."""
+    """Log-probs as TRL's CPO and ORPO trainers compute them."""
     from trl.trainer.utils import selective_log_softmax
 
     return selective_log_softmax(inputs.hidden @ inputs.weight.T, inputs.labels).float()
@@ -93,7 +93,7 @@ def hidden_cce(inputs: Inputs) -> Tensor:
 
 
 def hidden_cce_exact(inputs: Inputs) -> Tensor:
-    """Without the filter that leaves small gradients out."""
+    """The filter that leaves small gradients out is off."""
     needs_cuda("CCE")
     return cce(inputs, impl="cce", filter_eps=None)
 
@@ -112,11 +112,11 @@ def cce(inputs: Inputs, **settings: object) -> Tensor:
 def hidden_liger_grpo(inputs: Inputs) -> Tensor:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    loss_of = LigerFusedLinearGRPOLoss(
+    compute_loss = LigerFusedLinearGRPOLoss(
         beta=0.0, use_ref_model=False, importance_sampling_level="sequence", loss_type="grpo"
     )
-    hidden, weight, labels = of_responses(inputs)
-    loss, _ = loss_of(
+    hidden, weight, labels = response_rows(inputs)
+    loss, _ = compute_loss(
         hidden,
         weight,
         labels,
@@ -127,7 +127,7 @@ def hidden_liger_grpo(inputs: Inputs) -> Tensor:
     return loss
 
 
-def of_responses(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+def response_rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states [B, T, D], weight [V, D] and labels [B, T] of B responses, as Liger takes them."""
     labels = inputs.labels.view(-1, RESPONSE_TOKENS)
     return inputs.hidden.view(*labels.shape, -1), inputs.weight, labels

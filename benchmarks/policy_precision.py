@@ -1,4 +1,4 @@
-"""How far rounding moves the log-ratios of whole responses, for each precision of the policy.
+"""Measures how far rounding moves the log-ratios of whole responses, for each precision of the policy.
 
     python -m benchmarks.policy_precision --model runs/x/model --prompts prompts.jsonl
 
@@ -68,7 +68,7 @@ def in_precision(model: PackedModel, precision: Precision) -> Iterator[PackedMod
 
 
 def sampled(policy: PackedModel, prompts: list[list[int]], tokens: int, end: int) -> list[Group]:
-    """Two responses of exactly so many tokens to each prompt."""
+    """Two responses of exactly this many tokens to each prompt."""
     width = max(map(len, prompts))
     ids = torch.tensor([[end] * (width - len(prompt)) + prompt for prompt in prompts], device=policy.model.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)

@@ -50,7 +50,7 @@ class CountingTokenizer:
 
 
 class Kept:
-    """What a way made for a policy and reuses, as in a run, whose later rollouts find what the first one prepared."""
+    """Objects that a way made for a policy and reuses, as later rollouts of a run do."""
 
     def __init__(self, make: Callable[[PackedModel, int, Rollouts], Any]):
         self.make, self.made = make, {}
@@ -111,14 +111,14 @@ def by_generate_batch(policy: PackedModel, prompts: list[Ids], case: Rollouts, s
 
 
 def pages(prompts: list[Ids], case: Rollouts) -> object:
-    """By itself it takes most of the memory, which on a CPU is everybody's."""
+    """The default takes most of the memory, which other processes on a CPU need too."""
     from transformers import ContinuousBatchingConfig
 
     if CUDA:
         return ContinuousBatchingConfig()
     page = ContinuousBatchingConfig.page_size
-    of_sequence = -(-(max(map(len, prompts)) + case.response) // page)
-    return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * of_sequence, max_batch_tokens=2048)
+    sequence_pages = -(-(max(map(len, prompts)) + case.response) // page)
+    return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, max_batch_tokens=2048)
 
 
 def grpo_trainer(policy: PackedModel, P: int, case: Rollouts) -> Any:
@@ -155,7 +155,7 @@ GRPO_TRAINER = Kept(grpo_trainer)
 
 
 def by_trl(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
-    """What GRPOTrainer calls with each prompt K times, from token ids to token ids."""
+    """GRPOTrainer's call, with each prompt K times, from token ids to token ids."""
     trainer = GRPO_TRAINER(policy, len(prompts), case)
     trainer.eos_token_ids = trainer.generation_config.eos_token_id = policy.model.generation_config.eos_token_id
     torch.manual_seed(seed)
@@ -174,7 +174,7 @@ def grouped(ids: list[Ids], prompts: list[Ids], case: Rollouts) -> Sampled:
     return [ids[p * case.K : (p + 1) * case.K] for p in range(len(prompts))]
 
 
-# What all are compared with is the first.
+# All are compared with the first.
 WAYS: dict[str, Way] = {
     "generate": by_generate,
     "fastp3o engine": by_engine,

@@ -19,7 +19,7 @@ HEADS = (
     if CUDA
     else [HeadSizes(256, 8192)]
 )
-# In order of interest: a run that ends early has measured the first.
+# The most interesting come first: a run that ends early has measured them.
 TOKENS = [8192, 32768, 2048] if CUDA else [512, 2048]
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 RESPONSE_TOKENS = 128

@@ -1,9 +1,9 @@
-"""Hidden states -> P3O's loss -> gradients, beside the bare matrix products of the head.
+"""Hidden states -> P3O's loss -> gradients, next to the bare matrix products of the head.
 
     python -m pytest benchmarks/test_hidden_level.py
 
 F = N V D multiply-adds, 2 F operations. fastp3o computes gradients in the forward pass, so its "forward" is nearly all
-of "forward and backward", which alone compares.
+of "forward and backward", the only one to compare.
 """
 
 from collections.abc import Callable
@@ -39,31 +39,31 @@ def latest(head: HeadSizes, tokens: int) -> Inputs:
     return random_inputs(head, tokens)
 
 
-def inputs_of(head: HeadSizes, tokens: int) -> Inputs:
+def fresh_inputs(head: HeadSizes, tokens: int) -> Inputs:
     """One set of inputs at a time in memory, with fresh leaves."""
-    if latest.cache_info().currsize and (head, tokens) != inputs_of.of:
+    if latest.cache_info().currsize and (head, tokens) != fresh_inputs.latest:
         latest.cache_clear()
         release()
-    inputs_of.of = head, tokens
+    fresh_inputs.latest = head, tokens
     inputs = latest(head, tokens)
     inputs.hidden, inputs.weight = (tensor.detach().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
     return inputs
 
 
-def case_of(name: str, passes: str, inputs: Inputs, products: int, gradients: tuple[Tensor, ...]) -> Case:
+def make_case(name: str, passes: str, inputs: Inputs, products: int, gradients: tuple[Tensor, ...]) -> Case:
     (N, D), V = inputs.hidden.shape, len(inputs.weight)
     gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
     dtype = str(DTYPE).removeprefix("torch.")
     return Case("hidden", name, passes, N, D, V, dtype, 0, 2.0 * products * N * V * D, gradient_bytes)
 
 
-def errors(loss_of: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str, float]:
-    """Of the loss, and relative ones of its gradients, against fp64 on the same inputs."""
+def errors(compute_loss: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str, float]:
+    """Errors of the loss, and relative ones of its gradients, against fp64 on the same inputs."""
     exact = inputs.in_fp64()
     leaves = exact.hidden, exact.weight = exact.hidden.detach().requires_grad_(), exact.weight.detach().requires_grad_()
     expected = implementations.hidden_eager(exact)
     targets = torch.autograd.grad(expected, leaves)
-    loss = loss_of(inputs)
+    loss = compute_loss(inputs)
     gradients = torch.autograd.grad(loss, (inputs.hidden, inputs.weight))
     relative = [
         ((got.double() - target).norm() / target.norm()).item() for got, target in zip(gradients, targets, strict=True)
@@ -73,93 +73,93 @@ def errors(loss_of: Callable[[Inputs], Tensor], inputs: Inputs) -> dict[str, flo
     )
 
 
-def run_both(benchmark, name, loss_of, inputs, passes="forward and backward") -> None:
+def run_both(benchmark, name, compute_loss, inputs, passes="forward and backward") -> None:
     leaves = inputs.hidden, inputs.weight
     measure(
         benchmark,
-        case_of(name, passes, inputs, 3, leaves),
+        make_case(name, passes, inputs, 3, leaves),
         prepare=lambda: None,
-        run=lambda _: torch.autograd.grad(loss_of(inputs), leaves),
+        run=lambda _: torch.autograd.grad(compute_loss(inputs), leaves),
         bare=bare_operations.products(inputs, logits=1, dhidden=1, dweight=1),
     )
 
 
-def run_frozen(benchmark, name, loss_of, inputs) -> None:
+def run_frozen(benchmark, name, compute_loss, inputs) -> None:
     inputs.weight = inputs.weight.detach()
     measure(
         benchmark,
-        case_of(name, "frozen head, forward and backward", inputs, 2, (inputs.hidden,)),
+        make_case(name, "frozen head, forward and backward", inputs, 2, (inputs.hidden,)),
         prepare=lambda: None,
-        run=lambda _: torch.autograd.grad(loss_of(inputs), (inputs.hidden,)),
+        run=lambda _: torch.autograd.grad(compute_loss(inputs), (inputs.hidden,)),
         bare=bare_operations.products(inputs, logits=1, dhidden=1, dweight=0),
     )
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(OURS | EVERYWHERE))
+@pytest.mark.parametrize(("name", "compute_loss"), named(OURS | EVERYWHERE))
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_forward_and_backward(benchmark, name, loss_of, head, tokens):
-    inputs = inputs_of(head, tokens)
-    run_both(benchmark, name, loss_of, inputs)
+def test_forward_and_backward(benchmark, name, compute_loss, head, tokens):
+    inputs = fresh_inputs(head, tokens)
+    run_both(benchmark, name, compute_loss, inputs)
     if tokens == min(TOKENS) and "GRPO" not in name:
-        benchmark.extra_info |= errors(loss_of, inputs)
+        benchmark.extra_info |= errors(compute_loss, inputs)
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(FIRST_HEAD))
+@pytest.mark.parametrize(("name", "compute_loss"), named(FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, tokens):
-    inputs = inputs_of(head, tokens)
-    run_both(benchmark, name, loss_of, inputs)
+def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, tokens):
+    inputs = fresh_inputs(head, tokens)
+    run_both(benchmark, name, compute_loss, inputs)
     if tokens == min(TOKENS) and "GRPO" not in name:
-        benchmark.extra_info |= errors(loss_of, inputs)
+        benchmark.extra_info |= errors(compute_loss, inputs)
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
-    inputs = inputs_of(head, tokens).a_third_clipped()
+    inputs = fresh_inputs(head, tokens).a_third_clipped()
     run_both(benchmark, "fastp3o", implementations.hidden_fastp3o, inputs, "forward and backward, a third clipped")
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_with_a_frozen_head(benchmark, head, tokens):
-    run_frozen(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, tokens))
+    run_frozen(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens))
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(EVERYWHERE))
-def test_frozen_head_of_peers(benchmark, name, loss_of):
-    run_frozen(benchmark, name, loss_of, inputs_of(HEADS[0], TOKENS[0]))
+@pytest.mark.parametrize(("name", "compute_loss"), named(EVERYWHERE))
+def test_frozen_head_of_peers(benchmark, name, compute_loss):
+    run_frozen(benchmark, name, compute_loss, fresh_inputs(HEADS[0], TOKENS[0]))
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(OURS | EVERYWHERE | FIRST_HEAD))
+@pytest.mark.parametrize(("name", "compute_loss"), named(OURS | EVERYWHERE | FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_forward_without_gradients(benchmark, name, loss_of, head, tokens):
+def test_forward_without_gradients(benchmark, name, compute_loss, head, tokens):
     """Reference and old log-probs."""
-    inputs = inputs_of(head, tokens)
+    inputs = fresh_inputs(head, tokens)
 
     @torch.no_grad()
     def run(_):
-        return loss_of(inputs)
+        return compute_loss(inputs)
 
     bare = bare_operations.products(inputs, logits=1, dhidden=0, dweight=0)
-    measure(benchmark, case_of(name, "forward without gradients", inputs, 1, ()), lambda: None, run, bare)
+    measure(benchmark, make_case(name, "forward without gradients", inputs, 1, ()), lambda: None, run, bare)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "loss_of"), named(OURS | EVERYWHERE | FIRST_HEAD))
+@pytest.mark.parametrize(("name", "compute_loss"), named(OURS | EVERYWHERE | FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
 @pytest.mark.parametrize("tokens", TOKENS[:1])
-def test_passes_apart(benchmark, passes, name, loss_of, head, tokens):
-    inputs = inputs_of(head, tokens)
+def test_passes_apart(benchmark, passes, name, compute_loss, head, tokens):
+    inputs = fresh_inputs(head, tokens)
     leaves = inputs.hidden, inputs.weight
     backward = passes == "backward"
     measure(
         benchmark,
-        case_of(name, passes, inputs, 2 if backward else 1, leaves if backward else ()),
-        prepare=(lambda: loss_of(inputs)) if backward else lambda: None,
-        run=(lambda loss: torch.autograd.grad(loss, leaves)) if backward else lambda _: loss_of(inputs),
+        make_case(name, passes, inputs, 2 if backward else 1, leaves if backward else ()),
+        prepare=(lambda: compute_loss(inputs)) if backward else lambda: None,
+        run=(lambda loss: torch.autograd.grad(loss, leaves)) if backward else lambda _: compute_loss(inputs),
         bare=bare_operations.products(inputs, logits=1 - backward, dhidden=int(backward), dweight=int(backward)),
     )

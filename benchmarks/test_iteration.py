@@ -2,7 +2,7 @@
 
     python -m pytest benchmarks/test_iteration.py
 
-What is the same for all and what differs stands in `iteration_trainers.py`. They train in turns in one process.
+`iteration_trainers.py` says how they differ. They train in turns in one process.
 On a busy CPU, give it one thread (OMP_NUM_THREADS=1): then it is the processor's time that is measured.
 """
 
@@ -23,14 +23,14 @@ from benchmarks.shapes import CUDA
 from benchmarks.test_rollouts import MODELS
 
 TURNS = 2
-# Of a turn; the first one is left out.
+# Iterations of a turn; the first one is left out.
 ITERATIONS = 2
-# Of a minibatch through TRL's models, as activations fit.
+# Passes of a minibatch through TRL's models, so that activations fit.
 PASSES = 8 if CUDA else 1
 
 
 class Iteration(NamedTuple):
-    """P prompts of so many tokens, and the tokens of each of their K responses."""
+    """P prompts of this many tokens, and the tokens of each of their K responses."""
 
     model: str
     P: int

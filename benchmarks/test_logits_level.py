@@ -1,4 +1,4 @@
-"""Logits -> P3O's loss -> gradient of the logits, beside a bare copy of as many bytes.
+"""Logits -> P3O's loss -> gradient of the logits, next to a bare copy of as many bytes.
 
     python -m pytest benchmarks/test_logits_level.py
 
@@ -15,13 +15,13 @@ from benchmarks import bare_operations, implementations, peers
 from benchmarks.inputs import Inputs
 from benchmarks.measure import Case, measure
 from benchmarks.shapes import CUDA, DTYPE, HEADS, TOKENS
-from benchmarks.test_hidden_level import inputs_of, named
+from benchmarks.test_hidden_level import fresh_inputs, named
 from fastp3o_kernels import sequence_logprobs, token_logprobs
 
 OURS = {"fastp3o": implementations.logits_fastp3o}
 OTHERS = {"eager": implementations.logits_eager, "torch.compile": implementations.logits_compiled}
 FIRST_HEAD = {"TRL": peers.logits_trl, "Liger GRPO": peers.logits_liger_grpo}
-# Whose gradient takes the place of the logits; in PyTorch nobody's does.
+# Losses whose gradient takes the place of the logits; in PyTorch none does.
 IN_PLACE = ("fastp3o", "Liger GRPO") if CUDA else ()
 
 LossOf = Callable[[Tensor, Inputs], Tensor]
@@ -51,7 +51,7 @@ class Logits:
         return bare_operations.copy(self.source, self.leaf.data)
 
 
-def case_of(name: str, passes: str, logits: Logits, accesses: int) -> Case:
+def make_case(name: str, passes: str, logits: Logits, accesses: int) -> Case:
     """`accesses`: times that each logit is read or written, at the least."""
     (N, D), V = logits.inputs.hidden.shape, len(logits.inputs.weight)
     size = logits.source.numel() * logits.source.element_size()
@@ -60,65 +60,65 @@ def case_of(name: str, passes: str, logits: Logits, accesses: int) -> Case:
     return Case("logits", name, passes, N, D, V, dtype, float(accesses * size), 0, gradient_bytes)
 
 
-def run_both(benchmark, name, loss_of: LossOf, inputs) -> None:
+def run_both(benchmark, name, compute_loss: LossOf, inputs) -> None:
     logits = Logits(inputs)
 
     def run(fresh: Tensor):
-        return torch.autograd.grad(loss_of(fresh, logits.inputs), fresh)
+        return torch.autograd.grad(compute_loss(fresh, logits.inputs), fresh)
 
-    case = case_of(name, "forward and backward", logits, 3)
+    case = make_case(name, "forward and backward", logits, 3)
     measure(benchmark, case, logits.restored, run, logits.copy(), 3 / 2)
 
 
-def gradient_error(loss_of: LossOf, inputs: Inputs) -> float:
+def gradient_error(compute_loss: LossOf, inputs: Inputs) -> float:
     logits = Logits(inputs)
     exact = logits.source.double().requires_grad_()
     (target,) = torch.autograd.grad(implementations.logits_eager(exact, logits.inputs.in_fp64()), exact)
     fresh = logits.restored()
-    (got,) = torch.autograd.grad(loss_of(fresh, logits.inputs), fresh)
+    (got,) = torch.autograd.grad(compute_loss(fresh, logits.inputs), fresh)
     return ((got.double() - target).norm() / target.norm()).item()
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(OURS | OTHERS))
+@pytest.mark.parametrize(("name", "compute_loss"), named(OURS | OTHERS))
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_forward_and_backward(benchmark, name, loss_of, head, tokens):
-    inputs = inputs_of(head, tokens)
-    run_both(benchmark, name, loss_of, inputs)
+def test_forward_and_backward(benchmark, name, compute_loss, head, tokens):
+    inputs = fresh_inputs(head, tokens)
+    run_both(benchmark, name, compute_loss, inputs)
     if tokens == min(TOKENS):
-        benchmark.extra_info["dlogits_error"] = gradient_error(loss_of, inputs)
+        benchmark.extra_info["dlogits_error"] = gradient_error(compute_loss, inputs)
 
 
-@pytest.mark.parametrize(("name", "loss_of"), named(FIRST_HEAD))
+@pytest.mark.parametrize(("name", "compute_loss"), named(FIRST_HEAD))
 @pytest.mark.parametrize("head", HEADS[:1], ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_forward_and_backward_of_peers(benchmark, name, loss_of, head, tokens):
-    run_both(benchmark, name, loss_of, inputs_of(head, tokens))
+def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, tokens):
+    run_both(benchmark, name, compute_loss, fresh_inputs(head, tokens))
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_fastp3o_forward_and_backward_alone(benchmark, passes, head, tokens):
-    run_alone(benchmark, "fastp3o", OURS["fastp3o"], inputs_of(head, tokens), passes)
+    run_alone(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens), passes)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "loss_of"), named(OTHERS))
-def test_passes_apart(benchmark, passes, name, loss_of):
-    run_alone(benchmark, name, loss_of, inputs_of(HEADS[0], TOKENS[0]), passes)
+@pytest.mark.parametrize(("name", "compute_loss"), named(OTHERS))
+def test_passes_apart(benchmark, passes, name, compute_loss):
+    run_alone(benchmark, name, compute_loss, fresh_inputs(HEADS[0], TOKENS[0]), passes)
 
 
-def run_alone(benchmark, name, loss_of: LossOf, inputs, passes) -> None:
+def run_alone(benchmark, name, compute_loss: LossOf, inputs, passes) -> None:
     logits = Logits(inputs)
     accesses = 1 if passes == "forward" else 2
 
     def with_loss() -> tuple[Tensor, Tensor]:
         fresh = logits.restored()
-        return fresh, loss_of(fresh, logits.inputs)
+        return fresh, compute_loss(fresh, logits.inputs)
 
     def forward(fresh: Tensor) -> Tensor:
-        return loss_of(fresh, logits.inputs)
+        return compute_loss(fresh, logits.inputs)
 
     def backward(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         fresh, loss = pair
@@ -126,7 +126,7 @@ def run_alone(benchmark, name, loss_of: LossOf, inputs, passes) -> None:
 
     measure(
         benchmark,
-        case_of(name, passes, logits, accesses),
+        make_case(name, passes, logits, accesses),
         prepare=logits.restored if passes == "forward" else with_loss,
         run=forward if passes == "forward" else backward,
         bare=logits.copy(),

@@ -1,4 +1,4 @@
-"""Hidden states -> each objective -> gradients, beside the bare matrix products of the head.
+"""Hidden states -> each objective -> gradients, next to the bare matrix products of the head.
 
     python -m pytest benchmarks/test_objectives.py
 
@@ -15,29 +15,29 @@ import torch
 
 from benchmarks import bare_operations, objectives
 from benchmarks.measure import measure
-from benchmarks.objectives import OBJECTIVES, WAYS, problem_of
+from benchmarks.objectives import OBJECTIVES, WAYS, make_problem
 from benchmarks.operations import Operations
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, HEADS, TOKENS
-from benchmarks.test_hidden_level import case_of, inputs_of
+from benchmarks.test_hidden_level import fresh_inputs, make_case
 
 TYPICAL = statistics.median if CUDA else min
 PEERS = [pytest.param(way, name, id=f"{way}-{name}") for way, names in WAYS.items() for name in names]
 
 
-def run_both(benchmark, way: str, name: str, loss_of) -> None:
-    problem = problem_of(inputs_of(HEADS[0], TOKENS[0]))
+def run_both(benchmark, way: str, name: str, compute_loss) -> None:
+    problem = make_problem(fresh_inputs(HEADS[0], TOKENS[0]))
     inputs = problem.inputs
     leaves = inputs.hidden, inputs.weight
 
-    def run(loss_of):
-        return torch.autograd.grad(loss_of(problem, name), leaves)
+    def run(compute_loss):
+        return torch.autograd.grad(compute_loss(problem, name), leaves)
 
-    case = case_of(way, "forward and backward", inputs, 3, leaves)
+    case = make_case(way, "forward and backward", inputs, 3, leaves)
     case.level = "objectives"
     bare = bare_operations.products(inputs, logits=1, dhidden=1, dweight=1)
-    measure(benchmark, case, lambda: None, lambda _: run(loss_of), bare, typical=TYPICAL)
-    uncompiled = partial(loss_of, compiled=False) if way == "Liger" else loss_of
+    measure(benchmark, case, lambda: None, lambda _: run(compute_loss), bare, typical=TYPICAL)
+    uncompiled = partial(compute_loss, compiled=False) if way == "Liger" else compute_loss
     with Operations() as operations:
         run(uncompiled)
     if benchmark.extra_info["extra_gb"] is None and not CUDA:

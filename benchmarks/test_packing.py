@@ -118,7 +118,7 @@ def random_model(kind: type) -> PackedModel:
 
 @pytest.fixture(scope="module")
 def policy() -> PackedModel:
-    """With gradients, as after the first pass of an update: later ones need no memory for them."""
+    """Gradients exist already, as after the first pass of an update: later ones need no memory for them."""
     policy = random_model(AutoModelForCausalLM)
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -137,12 +137,12 @@ def peak_bytes(model: PackedModel, run: Callable[[], object]) -> int:
     return memory.peak
 
 
-def shape_of(responses: list[list[Ids]]) -> dict[str, object]:
+def shape_record(responses: list[list[Ids]]) -> dict[str, object]:
     N = sum(map(len, chain.from_iterable(responses)))
     return {"N": N, "D": CONFIG.hidden_size, "V": CONFIG.vocab_size, "dtype": str(DTYPE).removeprefix("torch.")}
 
 
-def parameters_of(model: PackedModel) -> int:
+def count_parameters(model: PackedModel) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -151,10 +151,10 @@ def parameters_of(model: PackedModel) -> int:
 @pytest.mark.parametrize("K", RESPONSES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_training(benchmark, policy, layout, K, lengths):
-    """In turns with plain packing: `ratio_to_bare` is the time over its time."""
+    """The layout is timed in turns with plain packing: `ratio_to_bare` is the time over its time."""
     groups = random_groups(lengths, K)
     update, plain = (LAYOUTS[name](policy, *groups) for name in (layout, "plain packing"))
-    shape = shape_of(groups[1])
+    shape = shape_record(groups[1])
     measure(
         benchmark,
         Case("training", layout, "forward and backward", **shape, bytes=0, operations=0, gradient_bytes=0),
@@ -165,13 +165,13 @@ def test_training(benchmark, policy, layout, K, lengths):
     benchmark.extra_info |= lengths._asdict() | {
         "K": K,
         "tokens": update.tokens,
-        "parameters": parameters_of(policy),
+        "parameters": count_parameters(policy),
         "extra_gb": peak_bytes(policy, update.run) / 1e9,
     }
 
 
 def total(hidden: Tensor, head: Head) -> Tensor:
-    """In place of the head, to measure the body."""
+    """Stands in for the head, to measure the body."""
     return hidden.sum()
 
 
@@ -192,12 +192,12 @@ def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole,
     whole_bytes = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     # Training is in fp32: of weights in half precision there are copies, and gradients are theirs.
-    fp32 = 4 * parameters_of(model) if trains else 0
+    fp32 = 4 * count_parameters(model) if trains else 0
     benchmark.extra_info |= {
         "level": "memory",
         "implementation": "shared prompts",
         "passes": name,
-        **shape_of(groups[1]),
+        **shape_record(groups[1]),
         **LENGTHS[0]._asdict(),
         "K": RESPONSES[0],
         "weights_bytes": weights + (0 if DTYPE.itemsize == 4 else fp32),

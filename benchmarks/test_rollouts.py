@@ -37,9 +37,9 @@ PROMPTS = 64 if CUDA else 32
 ROUNDS = 3
 # Seconds of a round that only one more follows.
 LONG_ROUND = 60
-# A way that takes so many times as long as `generate` has one turn only.
+# A way that takes this many times as long as `generate` has one turn only.
 HOPELESS = 3
-# What counts operations on a CPU sees neither into a thread of the way's own nor into compiled code.
+# The counter of operations on a CPU sees neither into a thread of the way's own nor into compiled code.
 UNSEEN_ON_CPUS = ("generate_batch", "fastp3o engine, compiled")
 # Llama 3.2 1B; on a CPU 20 M parameters, and what the quickstart trains.
 MODELS = {
@@ -77,7 +77,7 @@ def end_ids(case: Rollouts, vocabulary: int) -> set[int]:
     return {END} if case.mean is None else set(range(round(vocabulary / case.mean)))
 
 
-def ways_of(case: Rollouts) -> list[str]:
+def possible_ways(case: Rollouts) -> list[str]:
     compiles = case.K == 2 and case.mean is None and (case.prompt == 350 if CUDA else case.model == "quickstart")
     # The slowest of all by far where it has no GPU.
     left_out = () if CUDA or (case.K == 2 and case.prompt < 128) else ("generate_batch",)
@@ -130,7 +130,7 @@ def steps_of_slots(lengths: list[int], slots: int) -> int:
 
 
 class Figures:
-    """Of each way: times of its turns, tokens a second, what was counted in its last turn, or why there is nothing."""
+    """Each way's times of its turns, tokens a second, and counts in its last turn, or why there are none."""
 
     def __init__(self, ways: list[str]):
         self.ms: dict[str, list[float]] = {way: [] for way in ways}
@@ -142,7 +142,7 @@ class Figures:
         self.ms[way].clear()
         self.rates[way].clear()
 
-    def of(self, way: str, bytes_per_token: int) -> dict[str, object]:
+    def summary(self, way: str, bytes_per_token: int) -> dict[str, object]:
         """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token: of a cached one."""
         if not self.rates[way]:
             return {"absent": self.reasons[way]}
@@ -160,14 +160,14 @@ class Figures:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_rollouts_of_fastp3o(benchmark, policies, case):
-    """`ways`: figures of rounds in which every way has its turn, and of one beside them that counts what the host does
+    """`ways`: figures of rounds in which every way has its turn, and of one more that counts what the host does
     a step.
     """
     policy = policies[case.model]
     vocabulary = policy.model.config.vocab_size
     prompts = random_prompts(case, vocabulary)
     policy.model.generation_config.eos_token_id = sorted(end_ids(case, vocabulary))
-    figures = Figures(ways_of(case))
+    figures = Figures(possible_ways(case))
     waiting = list(figures.ms)
 
     def turn(way: str, seed: int) -> None:
@@ -192,10 +192,10 @@ def test_rollouts_of_fastp3o(benchmark, policies, case):
 
     seeds = iter(range(ROUNDS + 1))
     one_round(next(seeds))  # compiles and captures, and finds caches cold
-    (of_generate,) = figures.ms["generate"]
+    (generate_ms,) = figures.ms["generate"]
     long = sum(map(sum, figures.ms.values())) > 1e3 * LONG_ROUND
     for way in list(waiting):
-        if way in SLOW_TO_START or figures.ms[way][0] < HOPELESS * of_generate:
+        if way in SLOW_TO_START or figures.ms[way][0] < HOPELESS * generate_ms:
             figures.forget(way)
         else:
             waiting.remove(way)
@@ -204,8 +204,8 @@ def test_rollouts_of_fastp3o(benchmark, policies, case):
         work = host_work(lambda: WAYS[way](policy, prompts, case, 1 if long else ROUNDS))  # noqa: B023
         steps = figures.counts[way]["steps"]
         figures.counts[way] |= {f"{name}_per_step": value / steps for name, value in work.items()}
-    bytes_per_token = sum(shape.bytes_per_token for shape in shapes_of(policy).values())
-    ways = {way: figures.of(way, bytes_per_token) for way in figures.ms}
+    bytes_per_token = sum(shape.bytes_per_token for shape in cache_shapes(policy).values())
+    ways = {way: figures.summary(way, bytes_per_token) for way in figures.ms}
     if CUDA:
         engine = ways["fastp3o engine"]
         engine["floor_ms"] = floor_ms(policy, engine)
@@ -215,7 +215,7 @@ def test_rollouts_of_fastp3o(benchmark, policies, case):
 
 
 @torch.no_grad()
-def shapes_of(policy: PackedModel) -> dict:
+def cache_shapes(policy: PackedModel) -> dict:
     return layer_shapes(policy, 0)
 
 
@@ -234,7 +234,7 @@ def counted_tokens(policy: PackedModel) -> Iterator[list[int]]:
 
 
 def floor_ms(policy: PackedModel, engine: dict[str, float]) -> float:
-    """Of all steps: weights, and the keys and values that are read, at the bandwidth of a copy."""
+    """Time of reading the weights, keys and values of all steps at the bandwidth of a copy."""
     source = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
     run = copy(source, torch.empty_like(source))
     run()

@@ -20,7 +20,7 @@ class Lengths(NamedTuple):
 LENGTHS = [Lengths(350, 40), Lengths(128, 128), Lengths(1024, 256)]
 # K, to each prompt.
 RESPONSES = [2, 4]
-# Of an update where nothing is shared or padded, about; and of one of its passes.
+# Tokens of an update, about, if nothing is shared or padded; and of one of its passes.
 TOKENS = 16384 if CUDA else 6144
 TOKENS_PER_PASS = TOKENS // 2
 

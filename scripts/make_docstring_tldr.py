@@ -193,7 +193,7 @@ def is_summary(line: str, bounds: Bounds) -> bool:
     return is_text(line) and line[0].isalpha() and not line.endswith((":", ",", ";", "-"))
 
 
-def body_of(text: str, bounds: Bounds) -> str | None:
+def readable_body(text: str, bounds: Bounds) -> str | None:
     """The leading blocks within the maximum length; None where they are too short or have too little prose."""
     kept: list[Block] = []
     words = 0
@@ -207,12 +207,12 @@ def body_of(text: str, bounds: Bounds) -> str | None:
     return body if len(body.split()) >= bounds.min_body and prose >= MIN_PROSE_WORDS else None
 
 
-def pair_of(module: str, name: str, docstring: str, bounds: Bounds) -> Pair | None:
+def docstring_pair(module: str, name: str, docstring: str, bounds: Bounds) -> Pair | None:
     """The pair of a docstring; None where it has no summary, no post, or a post that repeats the summary."""
     summary, rest = split_summary(docstring)
     if not is_summary(summary, bounds):
         return None
-    body = body_of(rest, bounds)
+    body = readable_body(rest, bounds)
     if body is None or squeezed(summary) in squeezed(body):
         return None
     return Pair(module, name, body, summary if summary.endswith(SENTENCE_END) else summary + ".")
@@ -255,7 +255,7 @@ def pairs_of_file(path: Path, module: str, bounds: Bounds) -> list[Pair] | None:
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    found = (pair_of(module, name, textwrap.dedent(text), bounds) for name, text in documented(tree))
+    found = (docstring_pair(module, name, textwrap.dedent(text), bounds) for name, text in documented(tree))
     return [pair for pair in found if pair is not None]
 
 

@@ -95,7 +95,7 @@ def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def any_of(*packages: str) -> Callable[[str], bool]:
+def in_any(*packages: str) -> Callable[[str], bool]:
     return lambda name: any(within(name, package) for package in packages)
 
 
@@ -112,19 +112,19 @@ def imports() -> Imports:
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        pytest.param("fastp3o_kernels", any_of("fastp3o", "benchmarks", "scripts", "tests"), id="kernels-on-ours"),
-        pytest.param("fastp3o.packing", any_of("transformers"), id="packing-on-transformers"),
-        pytest.param("fastp3o.packing", any_of("fastp3o.config"), id="packing-on-config"),
-        pytest.param("fastp3o.data", any_of("fastp3o.models"), id="data-on-models"),
-        pytest.param("fastp3o.rollouts", any_of("fastp3o.rewards"), id="rollouts-on-rewards"),
-        pytest.param("fastp3o.rollouts", any_of("fastp3o.objectives"), id="rollouts-on-objectives"),
-        pytest.param("fastp3o.objectives", any_of("fastp3o.rollouts"), id="objectives-on-rollouts"),
-        pytest.param("fastp3o.objectives", any_of("fastp3o.training"), id="objectives-on-training"),
-        pytest.param("fastp3o.objectives", any_of("fastp3o.stages"), id="objectives-on-stages"),
-        pytest.param("fastp3o.objectives", any_of("accelerate"), id="objectives-on-accelerate"),
+        pytest.param("fastp3o_kernels", in_any("fastp3o", "benchmarks", "scripts", "tests"), id="kernels-on-ours"),
+        pytest.param("fastp3o.packing", in_any("transformers"), id="packing-on-transformers"),
+        pytest.param("fastp3o.packing", in_any("fastp3o.config"), id="packing-on-config"),
+        pytest.param("fastp3o.data", in_any("fastp3o.models"), id="data-on-models"),
+        pytest.param("fastp3o.rollouts", in_any("fastp3o.rewards"), id="rollouts-on-rewards"),
+        pytest.param("fastp3o.rollouts", in_any("fastp3o.objectives"), id="rollouts-on-objectives"),
+        pytest.param("fastp3o.objectives", in_any("fastp3o.rollouts"), id="objectives-on-rollouts"),
+        pytest.param("fastp3o.objectives", in_any("fastp3o.training"), id="objectives-on-training"),
+        pytest.param("fastp3o.objectives", in_any("fastp3o.stages"), id="objectives-on-stages"),
+        pytest.param("fastp3o.objectives", in_any("accelerate"), id="objectives-on-accelerate"),
         pytest.param("fastp3o.training", concrete_objective, id="training-on-a-concrete-objective"),
-        pytest.param("benchmarks", any_of("tests"), id="benchmarks-on-tests"),
-        pytest.param("fastp3o", any_of("benchmarks", "scripts", "tests"), id="trainer-on-what-uses-it"),
+        pytest.param("benchmarks", in_any("tests"), id="benchmarks-on-tests"),
+        pytest.param("fastp3o", in_any("benchmarks", "scripts", "tests"), id="trainer-on-what-uses-it"),
     ],
 )
 def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[str], bool]):
@@ -135,10 +135,10 @@ def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[st
 
 def test_integrations_are_a_house_of_their_own(imports: Imports):
     """They need the losses alone, nothing needs them, and only they name the trainers that they are for."""
-    trainers = any_of("trl", "verl", "openrlhf")
+    trainers = in_any("trl", "verl", "openrlhf")
     for module, named in imports.named.items():
         if within(module, "fastp3o.integrations"):
-            assert all(map(any_of("fastp3o.integrations", "fastp3o_kernels"), named & imports.modules)), module
+            assert all(map(in_any("fastp3o.integrations", "fastp3o_kernels"), named & imports.modules)), module
         elif not within(module, "benchmarks"):
             assert not any(within(name, "fastp3o.integrations") or trainers(name) for name in named), module
 
@@ -254,21 +254,21 @@ def test_imports_are_read_in_every_form(house: Path):
 
 def test_a_violation_is_found_and_its_way_told(house: Path):
     imports = Imports({"house": house})
-    assert imports.violations("house.roof", any_of("house.cellar")) == ["house.roof.tiles -> house.cellar.wine"]
+    assert imports.violations("house.roof", in_any("house.cellar")) == ["house.roof.tiles -> house.cellar.wine"]
     # from inside a function, over other modules, into another package
-    assert imports.violations("house.walls.door", any_of("house.cellar")) == [
+    assert imports.violations("house.walls.door", in_any("house.cellar")) == [
         "house.walls.door -> house.roof.tiles -> house.cellar.wine"
     ]
-    assert imports.violations("house.walls.door", any_of("numpy")) == [
+    assert imports.violations("house.walls.door", in_any("numpy")) == [
         "house.walls.door -> house.roof.tiles -> house.walls.bricks -> numpy"
     ]
-    assert imports.violations("house.cellar", any_of("house.roof", "house.walls")) == []
-    assert imports.violations("house.walls.bricks", any_of("num", "house.roof")) == []
+    assert imports.violations("house.cellar", in_any("house.roof", "house.walls")) == []
+    assert imports.violations("house.walls.bricks", in_any("num", "house.roof")) == []
 
 
 def test_a_package_above_counts_as_it_is_run_first(house: Path):
     (house / "roof" / "__init__.py").write_text("import accelerate")
-    assert Imports({"house": house}).violations("house.roof.tiles", any_of("accelerate")) == [
+    assert Imports({"house": house}).violations("house.roof.tiles", in_any("accelerate")) == [
         "house.roof.tiles -> house.roof -> accelerate"
     ]
 

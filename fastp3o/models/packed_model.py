@@ -16,7 +16,7 @@ from fastp3o.errors import UserError
 from fastp3o.models import attention
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, linear_logprobs
-from fastp3o_kernels.exposed_head import head_of
+from fastp3o_kernels.exposed_head import model_head
 
 Result = TypeVar("Result")
 
@@ -96,7 +96,7 @@ class PackedModel(nn.Module):
     def head(self) -> Head:
         """The head. Raises ValueError if it is not a plain linear layer; one with a LoRA adapter is not."""
         try:
-            return head_of(self.model)
+            return model_head(self.model)
         except ValueError as error:
             raise UserError(str(error)) from error
 

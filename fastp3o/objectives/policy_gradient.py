@@ -127,7 +127,7 @@ class PolicyGradient(GroupwiseObjective):
         or of the means of [n] ones.
         """
         if self.averages_tokens:
-            return values.where(groups.of_tokens(groups["counted"]), 0.0).sum()
+            return values.where(groups.per_token(groups["counted"]), 0.0).sum()
         return (groups.means(values) if values.dim() == 1 else values).where(groups["counted"], 0.0).sum()
 
     def total(self, groups: Groups, values: Tensor, takes_part: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class PolicyGradient(GroupwiseObjective):
         divided by max_response_tokens (constant). With loss_mean "token" it is the sum over all tokens instead.
         """
         if self.averages_tokens:
-            return values.where(groups.of_tokens(takes_part), 0.0).sum()
+            return values.where(groups.per_token(takes_part), 0.0).sum()
         if values.dim() == 1:
             values = groups.means(values) if self.loss_mean == "sequence" else groups.sums(values)
             if self.loss_mean == "constant":
@@ -282,7 +282,7 @@ class GRPO(PolicyGradient):
         return group_advantages(rewards, scale=self.config.scale_advantages)
 
     def losses(self, groups: Groups) -> Tensor:
-        advantages = groups.of_tokens(groups["advantages"])
+        advantages = groups.per_token(groups["advantages"])
         return self.clipped(groups.token_logprobs, groups["old_tokens"], advantages)
 
     def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
 
 
 def offsets_tensor(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
-    """A tensor stays where it is; a list becomes one on the CPU."""
+    """Returns a tensor as it is, and a list as a tensor on the CPU."""
     if isinstance(cu_seqlens, Tensor):
         return cu_seqlens
     try:
@@ -102,7 +102,7 @@ def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], tokens: int, *, respo
 
 
 def bounds_of_prompts(cu_seqlens: Tensor, tokens: int, responses_per_prompt: int) -> list[int]:
-    """Where prompts begin and the last one ends, [P + 1], on the host, which waits for offsets on a GPU.
+    """Offsets at which prompts begin and the last one ends, [P + 1], on the host, which waits for a GPU.
 
     They are checked on any device: memory of tokens that no chunk covers would stay uninitialised.
     """

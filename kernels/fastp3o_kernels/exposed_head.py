@@ -28,7 +28,7 @@ NOT_REDUCED = (
     "gradients. Call the wrapper, ddp(..., head_loss=...), not ddp.module. Ignore this if you reduce them elsewhere"
 )
 
-# Configurations have names of their own for what divides logits, multiplies them, and caps them after that.
+# Each family names differently what divides logits, multiplies them, and then caps them.
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite and MiniCPM3, Inkling
 FACTORS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # Cohere, Falcon-H1, Muse
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, RecurrentGemma, xLSTM
@@ -42,7 +42,7 @@ TOLERANCE = 0.02
 
 
 def expose_head(model: Model) -> Model:
-    """Afterwards model(..., head_loss=function) returns function(hidden, head): the body's last hidden states, and the
+    """Makes model(..., head_loss=function) return function(hidden, head): the body's last hidden states, and the
     `Head` that would make logits of them. Everything else stays.
 
         expose_head(model)
@@ -101,29 +101,29 @@ def nobody_reduces(model: nn.Module) -> bool:
         return False
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
         return False
-    # FSDP makes a class of its own of each class that it wraps.
+    # FSDP derives a class from each class that it wraps.
     return not any(type(module).__name__.startswith("FSDP") for module in model.modules())
 
 
 @uncompiled
 def called(head_loss: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any) -> Any:
     if not model._head_was_tried:
-        # Not when it was exposed: many models cannot run before they are on their device.
-        check_trial(model, replace(head_of(model), bias=None), hidden.device)
+        # The trial waits for the first call: many models cannot run before they are on their device.
+        check_trial(model, replace(model_head(model), bias=None), hidden.device)
         model._head_was_tried = True
-    gather = getattr(output_layer(model), "unshard", None)  # the head is an FSDP group of its own
+    gather = getattr(output_layer(model), "unshard", None)  # the head is its own FSDP group
     if gather is not None:
         gather()
-    return head_loss(hidden, head_of(model))
+    return head_loss(hidden, model_head(model))
 
 
-def head_of(model: Any) -> Head:
-    """The head of a causal LM: what turns its last hidden states into its logits, by its configuration.
+def model_head(model: Any) -> Head:
+    """The head of a causal LM, which turns its last hidden states into its logits, by its configuration.
 
     Raises ValueError where it is not a plain linear layer.
     """
     layer = output_layer(model)
-    # FSDP makes a class of its own of each class that it wraps.
+    # FSDP derives a class from each class that it wraps.
     kinds = [kind for kind in type(layer).__mro__ if not kind.__name__.startswith("FSDP")]
     if kinds[0] is not nn.Linear:
         kind = f"{type(layer).__module__}.{type(layer).__name__}"
@@ -133,10 +133,10 @@ def head_of(model: Any) -> Head:
             "quantisation (llm_int8_skip_modules of bitsandbytes)"
         )
     config = model.config.get_text_config()
-    divisor, factor = first_of(config, DIVISORS) or 1.0, first_of(config, FACTORS) or 1.0
+    divisor, factor = first_setting(config, DIVISORS) or 1.0, first_setting(config, FACTORS) or 1.0
     if config.model_type.startswith("hyperclovax"):
         divisor, factor = 1.0, divisor
-    softcap = first_of(config, SOFTCAPS)
+    softcap = first_setting(config, SOFTCAPS)
     return Head(
         layer.weight,
         bias=layer.bias,
@@ -146,7 +146,7 @@ def head_of(model: Any) -> Head:
     )
 
 
-def first_of(config: Any, names: tuple[str, ...]) -> float | None:
+def first_setting(config: Any, names: tuple[str, ...]) -> float | None:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
@@ -172,7 +172,7 @@ def check_trial(model: Any, transform: LogitsTransform, device: torch.device) ->
         values = torch.linspace(-LARGEST_PRODUCT, LARGEST_PRODUCT, products.shape[-1], device=products.device)
         return values.to(products.dtype).expand_as(products).clone()  # which some models overwrite
 
-    # From the middle of the vocabulary, where there is no padding.
+    # Tokens in the middle of the vocabulary are no padding.
     ids = layer.weight.shape[0] // 2 + torch.arange(TOKENS, device=device)[None]
     training = [module for module in model.modules() if module.training]
     handle = layer.register_forward_hook(known_products)

@@ -1,4 +1,4 @@
-"""Losses as functions of log-probabilities, for `linear_loss`, `linear_logprobs` or a head of one's own.
+"""Losses as functions of log-probabilities, for `linear_loss`, `linear_logprobs` or your own head.
 
 They return the loss of each pair, response or token, to be summed by an objective of `linear_loss` or averaged. Only
 the policy's log-probs get gradients: old and reference log-probs, rewards and advantages are constants everywhere.

@@ -1,4 +1,4 @@
-"""From a padded batch to the tokens of responses, which losses take without padding."""
+"""A padded batch -> the tokens of responses, which losses take without padding."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class ResponseTokens(NamedTuple):
     cu_seqlens: Tensor
     order: Tensor
 
-    def of(self, values: Tensor) -> Tensor:
+    def select(self, values: Tensor) -> Tensor:
         """A batch's values of tokens [B, T], such as old log-probs -> [N], in the order of the labels."""
         return values.flatten()[self.predicted_at + 1]
 

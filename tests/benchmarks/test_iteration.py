@@ -94,7 +94,7 @@ def test_plot(record, tmp_path):
 
 def test_what_is_committed_is_what_the_results_give():
     written = report.README.read_text()
-    record = report.record_of("iteration")
+    record = report.level_record("iteration")
     assert report.between_markers(written, "iteration", report.iteration_section(record)) == written
 
 

@@ -18,7 +18,7 @@ def problem():
     inputs = inputs_module.random_inputs(HEAD, 2048)
     inputs.hidden.requires_grad_()
     inputs.weight.requires_grad_()
-    return objectives.problem_of(inputs)
+    return objectives.make_problem(inputs)
 
 
 def assert_same(found, expected, leaves):
@@ -51,7 +51,7 @@ def test_liger_computes_what_we_do(name, monkeypatch):
             monkeypatch.setattr(module, "RESPONSE_TOKENS", 4)  # without one, long responses have no gradient in fp32
     given = problem()
     if name in WITHOUT_REFERENCE:
-        given.of_responses["ref"] = torch.zeros_like(given.of_responses["ref"])
+        given.response_tensors["ref"] = torch.zeros_like(given.response_tensors["ref"])
     leaves = given.inputs.hidden, given.inputs.weight
     assert_same(objectives.ours(given, name), objectives.liger(given, name, compiled=False), leaves)
 

@@ -39,5 +39,5 @@ def test_the_plot(record, tmp_path):
 
 def test_what_is_committed_is_what_the_results_give():
     written = report.README.read_text()
-    section = report.rollouts_section(report.record_of("rollouts"))
+    section = report.rollouts_section(report.level_record("rollouts"))
     assert report.between_markers(written, "rollouts", section) == written

@@ -73,7 +73,7 @@ MASK = MASK & (torch.arange(9)[None] < torch.tensor([9, 6, 8, 9, 5, 7, 9, 9])[:,
 REWARDS = torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
 
 
-def model_of(name: str) -> nn.Module:
+def tiny_causal_lm(name: str) -> nn.Module:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[name]()).float()
 
@@ -136,7 +136,7 @@ def gradients_of_two(folder: Path) -> None:
 
 def gradients_of_one(kind: str, name: str, folder: Path) -> None:
     rank = dist.get_rank()
-    model = wrapped(kind, expose_head(model_of(name)))
+    model = wrapped(kind, expose_head(tiny_causal_lm(name)))
     for groups in (slice(2 * rank, 2 * rank + 1), slice(2 * rank + 1, 2 * rank + 2)):
         (model(**p3o_of(groups)) / 2).backward()
     whole = {

@@ -30,11 +30,11 @@ def budget_for(tokens: int, V: int) -> int:
 def ragged_groups() -> st.SearchStrategy[tuple[int, list[int]]]:
     """K and the lengths of the responses to up to 4 prompts, some of them 0; half the time K is 2."""
 
-    def groups_of(K: int) -> st.SearchStrategy[tuple[int, list[int]]]:
+    def groups_per_prompt(K: int) -> st.SearchStrategy[tuple[int, list[int]]]:
         group = st.lists(st.integers(0, 12), min_size=K, max_size=K)
         return st.tuples(st.just(K), st.lists(group, max_size=4).map(lambda groups: list(chain(*groups))))
 
-    return st.sampled_from([2, 2, 3, 4]).flatmap(groups_of)
+    return st.sampled_from([2, 2, 3, 4]).flatmap(groups_per_prompt)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from fastp3o_kernels import (
     token_logprobs,
     token_p3o_loss,
 )
-from tests.kernels.exposed_heads import SIZES, model_of
+from tests.kernels.exposed_heads import SIZES, tiny_causal_lm
 
 KNOWN = [torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0]])]
 
@@ -76,7 +76,7 @@ def test_one_graph_break_and_no_compilation_at_new_shapes(function):
 
 
 def test_an_exposed_head_breaks_once_whatever_function_it_is_given():
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     compiled = torch.compile(model, backend="eager", dynamic=True)
     for P, T in ((4, 9), (3, 7), (5, 12)):
         ids = torch.randint(3, SIZES["vocab_size"], (P, T))

@@ -26,9 +26,18 @@ from transformers import (
 )
 
 from fastp3o_kernels import expose_head, linear_logprobs
-from fastp3o_kernels.exposed_head import head_of
+from fastp3o_kernels.exposed_head import model_head
 from tests.kernels import exposed_heads
-from tests.kernels.exposed_heads import CONFIGS, FAMILIES, IDS, SIZES, gradients, model_of, model_of_family, p3o_of
+from tests.kernels.exposed_heads import (
+    CONFIGS,
+    FAMILIES,
+    IDS,
+    SIZES,
+    gradients,
+    model_of_family,
+    p3o_of,
+    tiny_causal_lm,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 def test_it_is_the_models_own_head(name):
     if name in FAMILIES and name not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    model = expose_head(model_of(name) if name in CONFIGS else model_of_family(name)).eval()
+    model = expose_head(tiny_causal_lm(name) if name in CONFIGS else model_of_family(name)).eval()
     logits = model(IDS).logits
     expected = logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None]).squeeze(2)
 
@@ -105,9 +114,9 @@ def test_logits_that_are_made_otherwise_are_refused(kind, reason, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_not_taken_for_another_head(dtype):
     for name in ("gemma2", "granite", "gpt2"):
-        assert expose_head(model_of(name).to(dtype))(**p3o_of(slice(0, 1))).isfinite()
+        assert expose_head(tiny_causal_lm(name).to(dtype))(**p3o_of(slice(0, 1))).isfinite()
         with torch.autocast("cpu", dtype):
-            assert expose_head(model_of(name))(**p3o_of(slice(0, 1))).isfinite()
+            assert expose_head(tiny_causal_lm(name))(**p3o_of(slice(0, 1))).isfinite()
 
 
 def test_the_trial_is_made_once_and_draws_no_random_numbers():
@@ -130,7 +139,7 @@ def test_the_trial_is_made_once_and_draws_no_random_numbers():
 
 
 def test_exposing_twice_is_exposing_once():
-    model = model_of("llama")
+    model = tiny_causal_lm("llama")
     expected = model(IDS).logits
     expose_head(model)
     loss = model(**p3o_of(slice(0, 4)))
@@ -152,7 +161,7 @@ def test_adapters_count_and_checkpointing_changes_nothing():
     peft = pytest.importorskip("peft")
     found = []
     for checkpoints in (False, True):
-        model = expose_head(model_of("llama")).train()
+        model = expose_head(tiny_causal_lm("llama")).train()
         torch.manual_seed(1)
         config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
         adapted = peft.get_peft_model(model, config)
@@ -167,7 +176,7 @@ def test_adapters_count_and_checkpointing_changes_nothing():
 
 
 def test_a_copy_computes_with_its_own_weights():
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     copy = deepcopy(model)
     batch = p3o_of(slice(0, 4))
     logits, loss = copy(IDS).logits, copy(**batch)
@@ -178,7 +187,7 @@ def test_a_copy_computes_with_its_own_weights():
 
 
 def test_autocast_holds():
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     seen = []
     with torch.autocast("cpu", torch.bfloat16):
         model(IDS, head_loss=lambda hidden, head: seen.append(torch.is_autocast_enabled("cpu")))
@@ -187,7 +196,7 @@ def test_autocast_holds():
 
 def test_what_is_refused():
     peft = pytest.importorskip("peft")
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"]))
     with pytest.raises(ValueError, match=r"LlamaForCausalLM is a peft.*plain linear layer"):
         adapted(**p3o_of(slice(0, 1)))
@@ -195,13 +204,13 @@ def test_what_is_refused():
     class Quantised(nn.Linear):
         pass
 
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     model.lm_head = Quantised(16, 40)
     with pytest.raises(ValueError, match=r"Quantised.*quantisation"):
         model(**p3o_of(slice(0, 1)))
     with pytest.raises(ValueError, match="got a Linear"):
         expose_head(nn.Linear(2, 2))
-    prepared = model_of("llama")
+    prepared = tiny_causal_lm("llama")
     prepared._original_forward = prepared.forward
     with pytest.raises(ValueError, match=r"before accelerator\.prepare"):
         expose_head(prepared)
@@ -218,14 +227,14 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     for kind, (name, tolerance) in exposed_heads.WRAPPERS.items():
-        model = expose_head(model_of(name))
+        model = expose_head(tiny_causal_lm(name))
         model(**p3o_of(slice(0, 4))).backward()
         expected = gradients(model)
         found = load_file(tmp_path / f"{kind}.safetensors")
         assert found.keys() == expected.keys()
         for weight, gradient in expected.items():
             assert (found[weight] - gradient).norm() < tolerance * gradient.norm(), (kind, weight)
-    weight = model_of("llama").lm_head.weight
+    weight = tiny_causal_lm("llama").lm_head.weight
     both = linear_logprobs(torch.ones(2, 16), weight, torch.tensor([3, 4])).mean()
     (expected,) = torch.autograd.grad(both, weight)
     for rank in range(2):
@@ -237,13 +246,13 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
 def test_hidden_states_that_the_model_returns_are_those_that_it_exposes():
     batch, found = p3o_of(slice(0, 4)), []
     for exposed in (True, False):
-        model = expose_head(model_of("llama"))
+        model = expose_head(tiny_causal_lm("llama"))
         if exposed:
             loss = model(**batch)
         else:
             head_loss = batch.pop("head_loss")
             output = model(**batch, output_hidden_states=True, logits_to_keep=1)
-            loss = head_loss(output.hidden_states[-1], head_of(model))
+            loss = head_loss(output.hidden_states[-1], model_head(model))
         loss.backward()
         found.append(gradients(model))
     torch.testing.assert_close(found[0], found[1])
@@ -252,7 +261,7 @@ def test_hidden_states_that_the_model_returns_are_those_that_it_exposes():
 def test_a_scaler_of_gradients_scales_them():
     found = []
     for scaler in (torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=2.0**12)):
-        model = expose_head(model_of("llama"))
+        model = expose_head(tiny_causal_lm("llama"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**p3o_of(slice(0, 4)))
@@ -266,11 +275,11 @@ def test_a_scaler_of_gradients_scales_them():
 
 def test_a_head_of_a_reward_model_is_its_score():
     model = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, intermediate_size=24, num_labels=1))
-    assert head_of(model).weight is model.score.weight
+    assert model_head(model).weight is model.score.weight
 
 
 def test_a_call_past_the_wrapper_of_several_processes_warns(monkeypatch):
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     given = {"input_ids": torch.tensor([[1, 2, 3]]), "head_loss": lambda hidden, head: hidden.sum()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -168,8 +168,8 @@ def test_pairs_that_are_far_apart_have_a_finite_loss_and_gradient(name, worse):
     assert logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(("estimator", "gradient_of"), [("k1", None), ("k2", "reverse"), ("k3", "forward")])
-def test_what_the_gradients_of_kl_estimators_really_are(estimator, gradient_of):
+@pytest.mark.parametrize(("estimator", "direction"), [("k1", None), ("k2", "reverse"), ("k3", "forward")])
+def test_what_the_gradients_of_kl_estimators_really_are(estimator, direction):
     """Means over all outcomes of a distribution, exactly."""
     logits, ref = randn(6, seed=1).requires_grad_(), randn(6, seed=2).log_softmax(0)
     logprobs = logits.log_softmax(0)
@@ -178,7 +178,7 @@ def test_what_the_gradients_of_kl_estimators_really_are(estimator, gradient_of):
     reverse, forward = (logprobs.exp() * (logprobs - ref)).sum(), (ref.exp() * (ref - logprobs)).sum()
     if estimator != "k2":
         torch.testing.assert_close((logprobs.exp() * estimates).sum(), reverse)
-    expected = {"reverse": reverse, "forward": forward, None: 0 * reverse}[gradient_of]
+    expected = {"reverse": reverse, "forward": forward, None: 0 * reverse}[direction]
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0])
 
 

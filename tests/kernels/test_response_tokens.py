@@ -35,7 +35,7 @@ def test_tokens_of_a_padded_batch(groups, dtype):
     assert tokens.labels.tolist() == [token for response in responses for token in response]
     assert tokens.cu_seqlens.diff().tolist() == [len(response) for response in responses]
     assert tokens.cu_seqlens.device.type == "cpu"
-    assert torch.equal(tokens.of(ids), tokens.labels)
+    assert torch.equal(tokens.select(ids), tokens.labels)
     states = random_hidden_states(ids.numel(), 10, 4, torch.device("cpu"))
     whole = states.logits().view(*ids.shape, 10).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
     got = linear_logprobs(states.hidden[tokens.predicted_at], states.head, tokens.labels)
@@ -51,7 +51,7 @@ def test_an_order_brings_siblings_together(groups, seed):
     got = response_tokens(ids[shuffle], mask[shuffle], responses_per_prompt=2, order=shuffle.argsort())
     assert torch.equal(got.labels, expected.labels)
     assert torch.equal(got.cu_seqlens, expected.cu_seqlens)
-    assert torch.equal(got.of(ids[shuffle]), expected.of(ids))
+    assert torch.equal(got.select(ids[shuffle]), expected.select(ids))
 
 
 def test_padding_on_the_left_and_masked_tokens_of_tools():

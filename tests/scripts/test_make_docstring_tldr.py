@@ -148,7 +148,7 @@ BODY = """
 
 
 def only_pair(script: ModuleType, docstring: str):
-    return script.pair_of(
+    return script.docstring_pair(
         "socket", "send", ast.get_docstring(ast.parse(f'"""{docstring}"""')), script.Bounds(20, 130, 3, 24)
     )
 

@@ -27,7 +27,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Slots:
-    """What the slots of one step work on; the same for all layers. A slot without a response is idle.
+    """The responses that the slots of one step work on; the same for all layers. A slot without a response is idle.
 
     response: [R] int64, p K + k; P K where idle. No response is in two slots.
     cached_lengths: [P + 1] int64, number of cached keys of each prompt; 0 at P.
@@ -47,7 +47,7 @@ class Slots:
     prompts: range | None = None
     longest_prompt: int | None = None
     longest_response: int | None = None
-    # By window: what PyTorch adds to products. The first layer that needs a mask makes it.
+    # Masks by window, which PyTorch adds to products. The first layer that needs a mask makes it.
     masks: dict[int | None, Tensor] = field(default_factory=dict, compare=False)
 
     @cached_property

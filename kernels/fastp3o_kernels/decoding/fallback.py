@@ -24,7 +24,7 @@ def decode_attention(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """As `attention.decode_attention`."""
+    """Does what `attention.decode_attention` says."""
     R, H, D = query.shape
     Hkv, K = key.shape[1], slots.responses_per_prompt
     G = H // Hkv

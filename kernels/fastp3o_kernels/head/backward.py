@@ -97,7 +97,7 @@ class HeadGradients:
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs_hidden else None
         self.dweight: Tensor | None = None
         self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
-        # What gradients are multiplied by until `results`, 0-d on the device; None: by nothing.
+        # Factor of the gradients until `results`, 0-d on the device; None: 1.
         fp16 = plan.dtypes.multiplied == torch.float16
         self.scale = torch.full((), HIGHEST, device=hidden.device) if fp16 else None
 
@@ -107,16 +107,16 @@ class HeadGradients:
         """
         if not spans:
             return
-        of_entropy = entropy_coefficients
         if self.scale is not None:
-            self.scale = self.lowered_scale(self.scale, coefficients, of_entropy)
+            self.scale = self.lowered_scale(self.scale, coefficients, entropy_coefficients)
             coefficients = coefficients * self.scale
-            of_entropy = None if of_entropy is None else of_entropy * self.scale
+            if entropy_coefficients is not None:
+                entropy_coefficients = entropy_coefficients * self.scale
         first = spans[0].start
         # The last span's logits are still in their buffer.
         for span in reversed(spans):
             own = slice(span.start - first, span.stop - first)
-            self.add(span, coefficients[own], None if of_entropy is None else of_entropy[own])
+            self.add(span, coefficients[own], None if entropy_coefficients is None else entropy_coefficients[own])
 
     def lowered_scale(self, scale: Tensor, coefficients: Tensor, entropy_coefficients: Tensor | None) -> Tensor:
         """The scale for further coefficients, to which all gradients so far are brought. The host never waits."""

@@ -27,7 +27,7 @@ class ChunkLoss(Protocol):
     statistics: bool  # whether it needs the head's statistics, too
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
-        """Takes note of a chunk's log-probs where no gradient is wanted."""
+        """Takes note of a chunk's log-probs if no gradient is wanted."""
 
     def coefficients(self, chunked: ChunkedHead, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         """The same, and dL/d(log-prob) of a chunk's tokens [n], and dL/d(entropy) if that counts."""

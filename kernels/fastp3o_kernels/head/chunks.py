@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fastp3o_kernels.head.dtypes import HeadDtypes
 
 # Bytes of scratch for logits and their gradient. The larger, the fewer times the weight's gradient is read and written:
-# once per full gradient buffer, so budget / V matters. benchmarks/NOTES.md says what is known of the choice.
+# once per full gradient buffer, so budget / V matters. benchmarks/NOTES.md has the measurements.
 MEMORY_BUDGET = 960_000_000
 
 # Rows of both buffers begin at a multiple of this many elements, whatever the vocabulary: matrix products and kernels
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
 
 class HeadPlan(NamedTuple):
-    """How tokens go through the head: in which dtypes, through which buffers [rows, row_elements], in which chunks."""
+    """Dtypes, buffers [rows, row_elements] and chunks in which tokens go through the head."""
 
     dtypes: HeadDtypes
     V: int

@@ -17,7 +17,7 @@ class HeadDtypes(NamedTuple):
 
     @classmethod
     def for_hidden(cls, hidden: Tensor) -> "HeadDtypes":
-        """For these hidden states, under the autocast that is active now."""
+        """The dtypes for these hidden states under the autocast that is active now."""
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
         rounded = torch.get_autocast_dtype(device) if autocast else hidden.dtype

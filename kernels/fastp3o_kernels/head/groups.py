@@ -52,7 +52,7 @@ class Groups:
         """[n] -> [P, K]; 0 for a response without tokens."""
         return self.sums(values) / self.lengths.clamp(min=1)
 
-    def of_tokens(self, values: Tensor) -> Tensor:
+    def per_token(self, values: Tensor) -> Tensor:
         """[P, K] -> [n]: each token gets its response's value."""
         return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=len(self.token_logprobs))
 

@@ -54,8 +54,8 @@ class LinearLogprobs(torch.autograd.Function):
             ignored = chunked.labels == chunked.ignore_index
             if grad_logprobs is None:  # the entropy's gradient only
                 grad_logprobs = torch.zeros_like(chunked.row_max)
-            of_entropy = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
-            gradients.backward(ctx.spans, grad_logprobs.masked_fill(ignored, 0.0), of_entropy)
+            entropy_coefficients = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
+            gradients.backward(ctx.spans, grad_logprobs.masked_fill(ignored, 0.0), entropy_coefficients)
             return *gradients.results(), None, None
 
 

@@ -39,7 +39,7 @@ class TokenP3OLoss(torch.autograd.Function):
 
 
 def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
-    """From a differentiable loss and RESULTS, [7]."""
+    """Joins a differentiable loss and the metrics in RESULTS, [7]."""
     return P3OLossOutput(loss, dict(zip(METRICS, results[1:].float().unbind(), strict=True)))
 
 
@@ -57,7 +57,7 @@ def token_p3o_loss(
     divisor: float | Tensor | None = None,
     impl: str | None = None,
 ) -> P3OLossOutput:
-    """P3O's loss from the log-probabilities of tokens, for a head of one's own.
+    """P3O's loss from the log-probabilities of tokens, for your own head.
 
     Args:
         token_logprobs: [N] log π of every response token, the end-of-sequence included.

@@ -68,10 +68,10 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     old_token_logprobs = token_logprobs.detach() if pairs.old_token_logprobs is None else pairs.old_token_logprobs
     N, lengths = len(token_logprobs), cu_seqlens.long().diff()
 
-    def of_tokens(responses: Tensor) -> Tensor:
+    def per_token(responses: Tensor) -> Tensor:
         return responses.flatten().repeat_interleave(lengths, output_size=N)
 
-    counted_tokens = of_tokens(pairs.in_pairs)
+    counted_tokens = per_token(pairs.in_pairs)
     token_logprobs, old_token_logprobs = (
         at_least_fp32(values).masked_fill(~counted_tokens, 0.0) for values in (token_logprobs, old_token_logprobs)
     )
@@ -86,7 +86,7 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     weights = weighted_advantage.new_zeros(P, K, K)
     weighted_advantage = weighted_advantage.view(-1, pairs.pairs_per_prompt)
     weights[:, first, second], weights[:, second, first] = weighted_advantage, -weighted_advantage
-    positive, negative = (of_tokens(part.sum(dim=2)) for part in (weights.clamp(min=0), weights.clamp(max=0)))
+    positive, negative = (per_token(part.sum(dim=2)) for part in (weights.clamp(min=0), weights.clamp(max=0)))
     clipped = torch.clamp(
         token_logprobs, old_token_logprobs - settings.clip_range, old_token_logprobs + settings.clip_range
     )
@@ -109,12 +109,12 @@ def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor,
     K = logprobs.shape[1]
     first, second = torch.triu_indices(K, K, offset=1)
 
-    def of_pairs(values: Tensor) -> Tensor:
+    def pair_values(values: Tensor) -> Tensor:
         return torch.stack([values[:, first], values[:, second]], dim=2).flatten(0, 1)
 
-    counts = of_pairs(pairs.in_pairs).all(dim=1)
+    counts = pair_values(pairs.in_pairs).all(dim=1)
     responses = (at_least_fp32(t) for t in (logprobs, old, pairs.ref_logprobs, pairs.rewards))
-    return counts, [of_pairs(values).masked_fill(~counts.unsqueeze(1), 0.0) for values in responses]
+    return counts, [pair_values(values).masked_fill(~counts.unsqueeze(1), 0.0) for values in responses]
 
 
 def advantage_difference(

@@ -25,7 +25,7 @@ from fastp3o_kernels.rows.oracle import at_least_fp32
 
 @dataclass(frozen=True, eq=False)
 class PairInputs:
-    """All that a loss needs of the responses to P prompts but the policy's log-probs. Losses make it by `checked`."""
+    """A loss's inputs from the responses to P prompts, except the policy's log-probs. Losses make it by `checked`."""
 
     cu_seqlens: Tensor  # [P K + 1], into [N]
     old_logprobs: Tensor | None  # [P, K]; None: the policy's own

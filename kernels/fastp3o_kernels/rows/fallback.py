@@ -45,9 +45,8 @@ def dlogits(rows: Rows, coefficients: Tensor, entropy_coefficients: Tensor | Non
         # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
         scaled = transformed(rows.logits[part], rows.transform)
         gradient = torch.softmax(scaled, dim=1)
-        of_entropy = 0.0 if entropy_coefficients is None else entropy_coefficients[part] * entropy_slope(scaled)
         gradient.scatter_add_(1, indices[part], gradient.new_full((len(gradient), 1), -1.0)).mul_(-coefficients[part])
-        gradient += of_entropy
+        gradient += 0.0 if entropy_coefficients is None else entropy_coefficients[part] * entropy_slope(scaled)
         out[part] = gradient.mul_(slope(rows.logits[part], rows.transform))
     # Rows of zero coefficient hold 0 times what may be NaN.
     nothing = coefficients == 0

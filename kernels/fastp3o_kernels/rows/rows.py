@@ -1,4 +1,4 @@
-"""Rows of logits with their labels, and what a head does to its matrix products before the softmax.
+"""Rows of logits with their labels, and a head's transform of its matrix products before the softmax.
 
 n rows, one a token; V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Logits -> the log-probability of each label, and what trainers watch of each token's distribution.
+"""Logits -> the log-probability of each label, and the statistics of each token's distribution that trainers log.
 
 N tokens, V vocabulary.
 """

@@ -9,13 +9,13 @@ import pytest
 from fastp3o.evaluation.calibration import calibration, calibration_error, judged, wilson_interval
 
 
-def difference_of(probability: float) -> float:
+def logit(probability: float) -> float:
     """The r_w − r_l whose sigmoid it is."""
     return log(probability / (1 - probability))
 
 
 def test_pairs_count_from_the_side_of_the_higher_score():
-    sure, unsure = difference_of(0.92), difference_of(0.61)
+    sure, unsure = logit(0.92), logit(0.61)
     first, second = calibration([sure, sure, -sure, unsure, -unsure, unsure, unsure])
     assert (first.predicted, first.observed, first.pairs) == (pytest.approx(0.61), 3 / 4, 4)
     assert (second.predicted, second.observed, second.pairs) == (pytest.approx(0.92), pytest.approx(2 / 3), 3)

@@ -65,14 +65,14 @@ def recorded(module: ModuleType) -> list[list[Group]]:
     padded_p3o_loss = module.padded_p3o_loss
 
     def recording(model, batch, rewards, *arguments, **options):
-        microbatches.append(groups_of(batch, rewards))
+        microbatches.append(batch_groups(batch, rewards))
         return padded_p3o_loss(model, batch, rewards, *arguments, **options)
 
     module.padded_p3o_loss = recording
     return microbatches
 
 
-def groups_of(batch, rewards: torch.Tensor) -> list[Group]:
+def batch_groups(batch, rewards: torch.Tensor) -> list[Group]:
     order = range(len(batch.input_ids)) if batch.order is None else batch.order.tolist()
     is_response = batch.response_mask.bool()
     prompts, responses = (
@@ -88,7 +88,7 @@ def groups_of(batch, rewards: torch.Tensor) -> list[Group]:
     ]
 
 
-def minibatches_of(microbatches: list[list[Group]], accumulation: int) -> list[list[Group]]:
+def split_minibatches(microbatches: list[list[Group]], accumulation: int) -> list[list[Group]]:
     """The groups of each optimizer step."""
     steps = range(0, len(microbatches), accumulation)
     return [[group for part in microbatches[step : step + accumulation] for group in part] for step in steps]

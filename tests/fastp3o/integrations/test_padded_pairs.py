@@ -7,7 +7,7 @@ import torch
 
 from fastp3o.integrations.padded_pairs import PaddedBatch, padded_logprobs, padded_p3o_loss
 from fastp3o_kernels import P3OSettings, expose_head, linear_p3o_loss, p3o_loss
-from tests.kernels.exposed_heads import IDS, MASK, gradients, model_of
+from tests.kernels.exposed_heads import IDS, MASK, gradients, tiny_causal_lm
 
 GENERATOR = torch.Generator().manual_seed(2)
 
@@ -24,7 +24,7 @@ def test_it_is_linear_p3o_loss(clipping, K):
     ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
     batch, settings = PaddedBatch(ids, torch.ones_like(ids), MASK, K), P3OSettings(clipping=clipping)
     given, tokens = random_responses(8 // K, K), batch.tokens()
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     loss, metrics = padded_p3o_loss(model, batch, settings=settings, temperature=1.5, **given)
     loss.backward()
     found = gradients(model)
@@ -53,7 +53,7 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
     mask[[1, 6]] = False
     batch, settings = PaddedBatch(ids, torch.ones_like(ids), mask, K), P3OSettings()
     given = random_responses(2, K)
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     loss, metrics = padded_p3o_loss(model, batch, settings=settings, **given)
     logits = model(ids, attention_mask=batch.attention_mask).logits
     tokens = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
@@ -73,7 +73,7 @@ def test_pairs_with_an_empty_response_stay_in_the_mean_without_a_gradient():
 
 
 def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     batch = PaddedBatch(IDS, torch.ones_like(IDS), torch.zeros_like(MASK), 2)
     loss, metrics = padded_p3o_loss(model, batch, settings=P3OSettings(), **random_responses(4, 2))
     loss.backward()
@@ -83,7 +83,7 @@ def test_nothing_but_empty_responses_is_a_gradient_of_zero_everywhere():
 
 
 def test_what_cuts_batches_or_averages_tokens_is_refused():
-    model, batch = expose_head(model_of("llama")), PaddedBatch(IDS, torch.ones_like(IDS), MASK, 2)
+    model, batch = expose_head(tiny_causal_lm("llama")), PaddedBatch(IDS, torch.ones_like(IDS), MASK, 2)
     with pytest.raises(ValueError, match="DataParallel"):
         padded_p3o_loss(torch.nn.DataParallel(model), batch, torch.zeros(4, 2), P3OSettings())
     with pytest.raises(ValueError, match="mean over tokens"):
@@ -95,7 +95,7 @@ def test_without_old_and_reference_logprobs_they_are_the_policys_own(K):
     ids = IDS.clone()
     ids[:, :4] = ids[::K, :4].repeat_interleave(K, 0)
     batch, rewards = PaddedBatch(ids, torch.ones_like(ids), MASK, K), random_responses(8 // K, K)["rewards"]
-    model = expose_head(model_of("llama"))
+    model = expose_head(tiny_causal_lm("llama"))
     own = padded_logprobs(model, batch)
     found = []
     for known in ({}, {"old_logprobs": own}, {"ref_logprobs": own}, {"old_logprobs": own, "ref_logprobs": own}):

@@ -10,8 +10,8 @@ from tests.fastp3o.integrations import pairs_runs
 from tests.fastp3o.integrations.own_trainer import (
     assert_own_update,
     left_by_two,
-    minibatches_of,
     recorded,
+    split_minibatches,
     two_processes,
 )
 from tests.fastp3o.integrations.pairs_runs import RECORDS, pairs
@@ -24,14 +24,14 @@ def test_the_update_is_fastp3os_own(tmp_path, tiny_model, monkeypatch):
     trainer = pairs(str(tmp_path), tiny_model)
     assert [len(groups) for groups in microbatches] == [2, 2, 1] * 2
     # In the second epoch old log-probs are still those of the data set.
-    assert_own_update(trainer.model.state_dict(), tiny_model, [minibatches_of(microbatches, 3)])
+    assert_own_update(trainer.model.state_dict(), tiny_model, [split_minibatches(microbatches, 3)])
 
 
 def test_two_processes_train_one_model_and_it_is_fastp3os_own(tmp_path, tiny_model):
     two_processes(pairs_runs.__file__, tmp_path, tiny_model)
     weights, microbatches = left_by_two(tmp_path, "pairs")
     assert [len(groups) for groups in microbatches] == [3, 2]
-    assert_own_update(weights, tiny_model, [minibatches_of(microbatches, 2)])
+    assert_own_update(weights, tiny_model, [split_minibatches(microbatches, 2)])
 
 
 def test_bf16_trains_in_bf16(tmp_path, tiny_model, monkeypatch):
@@ -51,11 +51,11 @@ def test_the_first_ratio_is_one_in_bf16_too(tmp_path, tiny_model, monkeypatch):
     found = []
 
     def looking(*arguments, **options):
-        output = loss_of(*arguments, **options)
+        output = padded_loss(*arguments, **options)
         found.append((output.metrics["ratio_mean"], output.metrics["kl"]))
         return output
 
-    loss_of = pairs_trainer.padded_p3o_loss
+    padded_loss = pairs_trainer.padded_p3o_loss
     monkeypatch.setattr(pairs_trainer, "padded_p3o_loss", looking)
     for options in ({}, {"bf16": True}):
         pairs(str(tmp_path), tiny_model, max_steps=1, num_train_epochs=1, **options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastp3o.integrations.padded_pairs import PaddedBatch
-from tests.fastp3o.integrations.own_trainer import assert_own_update, groups_of, varied
+from tests.fastp3o.integrations.own_trainer import assert_own_update, batch_groups, varied
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = (ROOT / "fastp3o" / "integrations" / "README.md").read_text().split("\n## ")
@@ -48,7 +48,7 @@ def test_the_plain_loop_is_fastp3os_own_update(names, tiny_model):
     assert len(lines) <= 40
     run("Plain loop", names)
     batch = PaddedBatch(names["ids"], names["batch"]["attention_mask"], names["response_mask"], 2)
-    groups = groups_of(batch, names["rewards"])
+    groups = batch_groups(batch, names["rewards"])
     assert_own_update(names["policy"].state_dict(), tiny_model, [[groups]], 2, kl_coef=0.05)
 
 

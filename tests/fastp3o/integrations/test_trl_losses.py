@@ -102,7 +102,7 @@ def cpo_batch(trainer) -> Given:
     batch = side_by_side(ids, attended, labelled)
     chosen = len(ids) // 2
     group_tensors = {"weight": torch.full((chosen,), chosen / labelled[:chosen].sum())}
-    token_tensors = {"is_response": batch.tokens().of(is_response).float()}
+    token_tensors = {"is_response": batch.tokens().select(is_response).float()}
     loss, _ = trainer.get_batch_loss_metrics(trainer.model, inputs)
     return Given(loss, batch, {"group_tensors": group_tensors, "token_tensors": token_tensors})
 
@@ -121,13 +121,13 @@ def orpo(pairs: Groups) -> Tensor:
 
 def token_objective(loss: Callable, advantages: str, **options) -> Callable[[Groups], Tensor]:
     def objective(groups: Groups) -> Tensor:
-        return loss(groups.token_logprobs, groups["old_tokens"], groups.of_tokens(groups[advantages]), **options).sum()
+        return loss(groups.token_logprobs, groups["old_tokens"], groups.per_token(groups[advantages]), **options).sum()
 
     return objective
 
 
 def grpo(groups: Groups) -> Tensor:
-    advantages, known = groups.of_tokens(groups["grpo"]), (groups["old_tokens"], groups["ref_tokens"])
+    advantages, known = groups.per_token(groups["grpo"]), (groups["old_tokens"], groups["ref_tokens"])
     tokens = losses.grpo(groups.token_logprobs, known[0], advantages, known[1], clip_range=0.05, kl_coef=BETA)
     return groups.means(tokens).sum()
 
@@ -135,7 +135,7 @@ def grpo(groups: Groups) -> Tensor:
 def grpo_with_weighted_kl(groups: Groups) -> Tensor:
     ratios = (groups.token_logprobs - groups["old_tokens"]).exp()
     kl = ratios * losses.k3(groups.token_logprobs, groups["ref_tokens"])
-    advantages = groups.of_tokens(groups["grpo"])
+    advantages = groups.per_token(groups["grpo"])
     tokens = losses.grpo(groups.token_logprobs, groups["old_tokens"], advantages, clip_range=0.05)
     return groups.means(tokens + BETA * kl).sum()
 
@@ -223,7 +223,7 @@ OBJECTIVES = {
 }
 
 
-def trainer_of(kind: tuple, options: dict, folder: str, model_name: str):
+def make_trainer(kind: tuple, options: dict, folder: str, model_name: str):
     """A trainer whose policy has moved away from its reference, and from the policy that sampled its rollouts."""
     trainer_class, config_class, data, _ = kind
     reference = {"precompute_ref_log_probs": True} if kind in (DPO, KTO) else {}
@@ -251,7 +251,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_loss_and_gradient_are_trls(tmp_path, tiny_model, record_property, name):
     kind, options, objective = OBJECTIVES[name]
-    trainer = trainer_of(kind, options, str(tmp_path), tiny_model)
+    trainer = make_trainer(kind, options, str(tmp_path), tiny_model)
     theirs, batch, options = kind[-1](trainer)
     tokens = batch.tokens()
 

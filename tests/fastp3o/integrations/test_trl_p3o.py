@@ -9,8 +9,8 @@ from tests.fastp3o.integrations.own_trainer import (
     LEARNING_RATE,
     assert_own_update,
     left_by_two,
-    minibatches_of,
     recorded,
+    split_minibatches,
     two_processes,
 )
 
@@ -51,7 +51,7 @@ def test_the_update_is_fastp3os_own(tmp_path, tiny_model, record, options, setti
     trainer = p3o(str(tmp_path), tiny_model, **options)
     iterations, generation = trainer.num_iterations, trainer.args.steps_per_generation
     rounds = [
-        minibatches_of(microbatches[first : first + generation], trainer.args.gradient_accumulation_steps)
+        split_minibatches(microbatches[first : first + generation], trainer.args.gradient_accumulation_steps)
         for first in range(0, len(microbatches), generation * iterations)
     ]
     assert_own_update(trainer.model.state_dict(), tiny_model, rounds, iterations, **settings)
@@ -61,14 +61,14 @@ def test_the_online_update_is_fastp3os_own(tmp_path, tiny_model, record):
     """Accumulated microbatches are averaged, which OnlineDPOTrainer forgets."""
     microbatches = record(online_p3o_trainer)
     trainer = online(str(tmp_path), tiny_model, gradient_accumulation_steps=2, per_device_train_batch_size=2)
-    rounds = [[groups] for groups in minibatches_of(microbatches, 2)]
+    rounds = [[groups] for groups in split_minibatches(microbatches, 2)]
     assert_own_update(trainer.model.state_dict(), tiny_model, rounds)
 
 
 def test_two_processes_train_one_model_and_it_is_fastp3os_own(tmp_path, tiny_model):
     two_processes(trl_runs.__file__, tmp_path, tiny_model)
     weights, microbatches = left_by_two(tmp_path, "p3o")
-    rounds = [minibatches_of(microbatches[first : first + 2], 2) for first in (0, 4)]
+    rounds = [split_minibatches(microbatches[first : first + 2], 2) for first in (0, 4)]
     assert_own_update(weights, tiny_model, rounds, 2)
     weights, microbatches = left_by_two(tmp_path, "online")
     assert_own_update(weights, tiny_model, [[groups] for groups in microbatches])

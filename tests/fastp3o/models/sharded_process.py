@@ -74,7 +74,7 @@ MODELS = {family: plain(family) for family in FAMILIES} | {
 }
 
 
-def loss_of(model: PackedModel, row: PackedRow) -> Tensor:
+def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
     """Of log-probs, and values where there is a critic."""
     critic = getattr(model, "critic", None)
 
@@ -95,11 +95,11 @@ def given_by_main(model: PackedModel) -> PackedModel:
 def largest_error(name: str) -> float:
     """Of a parameter's gradient, relative to the largest one's norm: sharded, and of the mean loss in one process."""
     alone = MODELS[name]()
-    torch.stack([loss_of(alone, row) for row in ROWS]).mean().backward()
+    torch.stack([compute_loss(alone, row) for row in ROWS]).mean().backward()
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
     model = given_by_main(MODELS[name]())
     shard(model, CPU, process_mesh(CPU))
-    loss_of(model, ROWS[dist.get_rank()]).backward()
+    compute_loss(model, ROWS[dist.get_rank()]).backward()
     got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     assert got.keys() == expected.keys()
     norm = max(gradient.norm() for gradient in expected.values())
@@ -163,7 +163,7 @@ def optimizer_for(precision: str) -> Optimizer:
 def step(optimizer: Optimizer) -> None:
     rows = ROWS if optimizer.accelerator.num_processes == 1 else [ROWS[dist.get_rank()]]
     for row in rows:
-        optimizer.backward(loss_of(optimizer.model, row) / len(rows))
+        optimizer.backward(compute_loss(optimizer.model, row) / len(rows))
     optimizer.step(torch.zeros(()))
 
 
@@ -176,20 +176,20 @@ def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
     optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | {"scale": 4.0})
     step(optimizer)
     here = dist.get_rank() == process
-    loss = loss_of(optimizer.model, ROWS[dist.get_rank()])
+    loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])
     optimizer.backward(loss * 1e7 if here and within == "pass" else loss)
     if here and within == "part":
         optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
-    before = all_of(optimizer)
+    before = training_state(optimizer)
     scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
-    skipped = all(torch.equal(tensor, before[name]) for name, tensor in all_of(optimizer).items())
+    skipped = all(torch.equal(tensor, before[name]) for name, tensor in training_state(optimizer).items())
     step(optimizer)
-    moves = any(not torch.equal(tensor, before[name]) for name, tensor in all_of(optimizer).items())
+    moves = any(not torch.equal(tensor, before[name]) for name, tensor in training_state(optimizer).items())
     outcomes = gather_object([(skipped, scale, moves)])
     return all(o[0] for o in outcomes), [o[1] for o in outcomes], all(o[2] for o in outcomes)
 
 
-def all_of(optimizer: Optimizer) -> dict[str, Tensor]:
+def training_state(optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: whole(tensor).clone() for name, tensor in optimizer.tensors().items()}
 
 

@@ -12,7 +12,7 @@ from fastp3o.packing.packed_row import Segments, offsets
 from tests.fastp3o.models.model_families import FOURS, PAIRS, Groups
 
 
-def segments_of(lengths: list[tuple[int, int]]) -> Segments:
+def make_segments(lengths: list[tuple[int, int]]) -> Segments:
     queries, keys = [q for q, _ in lengths], [k for _, k in lengths]
     return Segments(offsets(queries), offsets(keys), tuple(queries), tuple(keys), None)
 
@@ -63,7 +63,7 @@ one_segment = st.tuples(st.integers(1, 6), st.integers(0, 5)).map(lambda lengths
     st.none() | st.just(0.7),
 )
 def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap):
-    segments = segments_of(lengths)
+    segments = make_segments(lengths)
     tensors = random_tensors(segments, 2, groups, 4)
     got = with_gradients(one_by_one, tensors, segments, 0.8, window, softcap)
     expected = with_gradients(dense, tensors, segments, 0.8, window, softcap)
@@ -135,7 +135,7 @@ def test_what_is_not_a_packed_row_is_refused():
         segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), None, segments=row.segments)
     with pytest.raises(ValueError, match=r"dropout of attention weights \(0.1\)"):
         segment_attention(nn.Module(), *tensors, None, dropout=0.1, segments=row.segments)
-    longer = segments_of([(row.tokens + 1, row.tokens + 1)])
+    longer = make_segments([(row.tokens + 1, row.tokens + 1)])
     with pytest.raises(RuntimeError):
         segment_attention(nn.Module(), *tensors, None, segments=longer)
 
@@ -188,7 +188,7 @@ LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
 def by_offsets(query, key, value, cu_queries, cu_keys, scale, left, softcap) -> Tensor:
     """A stand-in for both libraries: causal at the end of the keys, `left` further keys seen, all if negative."""
     lengths = list(zip(cu_queries.diff().tolist(), cu_keys.diff().tolist(), strict=True))
-    return dense(query, key, value, segments_of(lengths), scale, None if left < 0 else left + 1, softcap)
+    return dense(query, key, value, make_segments(lengths), scale, None if left < 0 else left + 1, softcap)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (1, 30.0)])
@@ -206,7 +206,7 @@ def test_flash_attn_is_called_as_it_documents(monkeypatch, window, softcap):
 
     calls = []
     monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn_varlen_func)
-    segments = segments_of(LENGTHS)
+    segments = make_segments(LENGTHS)
     tensors = random_tensors(segments, 4, 2, 4)
     got = attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
     torch.testing.assert_close(got, one_by_one(*tensors, segments, 0.3, window, softcap))
@@ -243,7 +243,7 @@ def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, grouped):
 
     key_heads = []
     monkeypatch.setattr(attention, "varlen_attn", newer if grouped else older)
-    segments = segments_of(LENGTHS)
+    segments = make_segments(LENGTHS)
     tensors = random_tensors(segments, 4, 2, 4)
     got = attention.by_varlen_attn(*tensors, segments, 0.3, window, None)
     torch.testing.assert_close(got, one_by_one(*tensors, segments, 0.3, window, None))
@@ -261,7 +261,7 @@ def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, de
         pytest.skip("flash_attn is not installed")
     if backend == "by_varlen_attn" and attention.varlen_attn is None:
         pytest.skip("this torch has no varlen_attn")
-    segments = segments_of([(37, 37), (1, 4), (5, 130), (64, 64), (1, 1)]).to(device)
+    segments = make_segments([(37, 37), (1, 4), (5, 130), (64, 64), (1, 1)]).to(device)
     rounded = [tensor.to(device) for tensor in random_tensors(segments, 4, 2, 64, dtype)]
     options = segments, 0.125, window, softcap
     got = with_gradients(getattr(attention, backend), rounded, *options)

@@ -13,7 +13,7 @@ from fastp3o.models import sharding
 from fastp3o.models.sharding import process_mesh, whole
 from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
-from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, go_on, loss_of, optimizer_for, step, tied
+from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, compute_loss, go_on, optimizer_for, step, tied
 from tests.fastp3o.together import together
 
 
@@ -86,7 +86,7 @@ def test_a_mesh_of_one_has_the_bits_of_none(group_of_one, precision):
         for _ in range(3):
             losses = []
             for row in ROWS:
-                losses.append(loss_of(optimizer.model, row))
+                losses.append(compute_loss(optimizer.model, row))
                 optimizer.backward(losses[-1])
             optimizer.step(losses[-1].detach())
         moved.append([*losses, *(whole(parameter) for parameter in optimizer.parameters.values())])

@@ -138,7 +138,7 @@ def rebel(groups: Groups, *, eta: float, masked: bool = False) -> Tensor:
     return total / count
 
 
-def of_labels(groups: Groups, loss: Callable[[Response, Response], Tensor]) -> Tensor:
+def summed_by_label(groups: Groups, loss: Callable[[Response, Response], Tensor]) -> Tensor:
     total, count = 0.0, 0
     for group in groups:
         for first, second in pairs(group):
@@ -153,14 +153,14 @@ def dpo(groups: Groups, anchor: str, beta: float) -> Tensor:
         difference = (chosen.now - getattr(chosen, anchor)).sum() - (rejected.now - getattr(rejected, anchor)).sum()
         return -torch.sigmoid(beta * difference).log()
 
-    return of_labels(groups, loss)
+    return summed_by_label(groups, loss)
 
 
 def ipo(groups: Groups, tau: float) -> Tensor:
     def loss(chosen: Response, rejected: Response) -> Tensor:
         return ((chosen.now - chosen.ref).mean() - (rejected.now - rejected.ref).mean() - 1 / (2 * tau)) ** 2
 
-    return of_labels(groups, loss)
+    return summed_by_label(groups, loss)
 
 
 def ppg(groups: Groups) -> Tensor:
@@ -260,8 +260,8 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, problem,
     (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
     assert row.groups != (0, 1, 2)
     order = list(row.groups)
-    of_order = [part for g in order for part in range(g * K, g * K + K)]
-    old, ref = (torch.cat([tokens.split(lengths)[s] for s in of_order]) for tokens in (old, ref))
+    response_order = [part for g in order for part in range(g * K, g * K + K)]
+    old, ref = (torch.cat([tokens.split(lengths)[s] for s in response_order]) for tokens in (old, ref))
     objective = config.build()
     microbatch = Microbatch(
         row,

@@ -21,7 +21,7 @@ COUNTED = torch.tensor([[True, True], [False, False], [True, False], [True, True
 NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": 100}
 
 
-def metrics_of(config, counted, tokens_per_row: int) -> dict[str, float]:
+def row_metrics(config, counted, tokens_per_row: int) -> dict[str, float]:
     """Of one minibatch on the policy that sampled."""
     generator = torch.Generator().manual_seed(0)
 
@@ -64,14 +64,14 @@ def metrics_of(config, counted, tokens_per_row: int) -> dict[str, float]:
 )
 def test_ratios_of_the_policy_that_sampled_are_1_on_average(config_class, settings, counted, tokens_per_row):
     config = config_class(**NAMES, **settings)
-    metrics = metrics_of(config, counted, tokens_per_row)
+    metrics = row_metrics(config, counted, tokens_per_row)
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["clip_fraction"] == 0
 
 
 @pytest.mark.parametrize("tokens_per_row", [1000, 30])
 def test_pairs_that_are_tied_or_equally_likely_are_half_right(tokens_per_row):
-    metrics = metrics_of(OnlineDPOConfig(**NAMES), COUNTED, tokens_per_row)
+    metrics = row_metrics(OnlineDPOConfig(**NAMES), COUNTED, tokens_per_row)
     assert metrics["accuracy"] == pytest.approx(0.5)
     assert metrics["margin"] == pytest.approx(0, abs=1e-5)
 
@@ -79,4 +79,4 @@ def test_pairs_that_are_tied_or_equally_likely_are_half_right(tokens_per_row):
 def test_nothing_is_divided_by_zero_where_nothing_counts():
     nothing = torch.zeros(P, K, dtype=torch.bool)
     for config in (P3OConfig(**NAMES, clipping="token"), P3OConfig(**NAMES), DAPOConfig(**NAMES), GSPOConfig(**NAMES)):
-        assert set(metrics_of(config, nothing, 30).values()) == {0.0}
+        assert set(row_metrics(config, nothing, 30).values()) == {0.0}

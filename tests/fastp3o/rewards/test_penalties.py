@@ -11,11 +11,11 @@ from fastp3o.rollouts.groups import Group, Prompt, Response
 from fastp3o_kernels.losses import overlong_penalty
 
 
-def group_of(*responses: list[int]) -> list[Group]:
+def one_group(*responses: list[int]) -> list[Group]:
     return [Group(Prompt("", [1]), [Response(ids, "", ids[-1] == 0) for ids in responses])]
 
 
-RESPONSES = group_of([5, 0], [5, 6, 5, 6, 5, 6], [7, 7, 7, 0], [1, 2, 3, 4, 5, 6, 7, 8])
+RESPONSES = one_group([5, 0], [5, 6, 5, 6, 5, 6], [7, 7, 7, 0], [1, 2, 3, 4, 5, 6, 7, 8])
 
 
 def test_each_penalty_by_hand():

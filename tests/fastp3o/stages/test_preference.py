@@ -33,13 +33,13 @@ LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
 ADAM = {"learning_rate": 1e-2, "adam_eps": 1e-2}
 
 
-def data_of(objective: str) -> str:
+def data_file(objective: str) -> str:
     return "unpaired.jsonl" if objective == "kto" else "preferences.jsonl"
 
 
 def run(objective: str, output_dir: str, model: str, **changes) -> None:
     settings = {
-        "train_data": data_of(objective),
+        "train_data": data_file(objective),
         "batch_size": 4,
         "report_to": "none",
         "precision": "fp32",
@@ -177,7 +177,7 @@ def test_partners_are_the_nearest_before():
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
 def test_packing_does_not_matter(objective, workplace, tiny_model, other_model):
     for name, changes in (("whole", {}), ("parts", {"tokens_per_row": 40}), ("plain", {"share_prompts": False})):
-        run(objective, name, tiny_model, reference=other_model, epochs=2, eval_data=data_of(objective), **changes)
+        run(objective, name, tiny_model, reference=other_model, epochs=2, eval_data=data_file(objective), **changes)
     for other in ("parts", "plain"):
         for file in ("metrics.jsonl", "eval.jsonl"):
             for one, two in zip(metrics("whole", file), metrics(other, file), strict=True):
@@ -198,7 +198,7 @@ def test_packing_does_not_matter(objective, workplace, tiny_model, other_model):
     ids=str,
 )
 def test_what_trains_and_how(objective, changes, workplace, tiny_model):
-    run(objective, "run", tiny_model, epochs=4, eval_data=data_of(objective), **changes)
+    run(objective, "run", tiny_model, epochs=4, eval_data=data_file(objective), **changes)
     before, *_, after = metrics("run", "eval.jsonl")
     # The policy is its own reference: every log-ratio is exactly 0, and a tie counts a half.
     assert before["accuracy"] == 0.5
@@ -246,7 +246,7 @@ def reference_files(folder: str) -> list[Path]:
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_the_reference_is_asked_once_and_is_gone(objective, workplace, tiny_model, other_model, loads):
-    data = data_of(objective)
+    data = data_file(objective)
     before = sum(type(thing) is PackedModel for thing in gc.get_objects())
     run(objective, "run", tiny_model, reference=other_model, eval_data=data, eval_limit=3, epochs=2)
     assert loads.references == 1
@@ -329,29 +329,29 @@ def test_rewards_of_samples_may_be_several_and_ask_for_columns(workplace, tiny_m
 
 @pytest.mark.parametrize("changes", [{"eval_data": "preferences.jsonl"}, {"lora_rank": 2}])
 def test_a_stop_does_not_wait_for_the_references_logprobs(workplace, tiny_model, monkeypatch, capsys, changes):
-    """Which are asked for by the evaluation before the first step, or by that step."""
+    """The evaluation before the first step asks for them, or that step."""
     run("dpo", "whole", tiny_model, **changes)
     monkeypatch.setattr(reference_logprobs, "CHUNK", 2)
-    of_chunk, chunks = reference_logprobs.of_chunk, []
+    computed, chunks = reference_logprobs.ReferenceLogprobs.chunk_logprobs, []
 
     def stopped_in_the_first(*arguments) -> Tensor:
         chunks.append(None)
         os.kill(os.getpid(), signal.SIGTERM)
-        return of_chunk(*arguments)
+        return computed(*arguments)
 
-    monkeypatch.setattr(reference_logprobs, "of_chunk", stopped_in_the_first)
+    monkeypatch.setattr(reference_logprobs.ReferenceLogprobs, "chunk_logprobs", stopped_in_the_first)
     with pytest.raises(SystemExit) as stopped:
         run("dpo", "resumed", tiny_model, **changes)
     assert (stopped.value.code, len(chunks)) == (128 + signal.SIGTERM, 1)
     assert "SIGTERM: stopped after step 0; --resume goes on from there\n" in capsys.readouterr().out
-    monkeypatch.setattr(reference_logprobs, "of_chunk", of_chunk)
+    monkeypatch.setattr(reference_logprobs.ReferenceLogprobs, "chunk_logprobs", computed)
     run("dpo", "resumed", tiny_model, resume=True, **changes)
     assert_equal(weights("whole"), weights("resumed"))
 
 
 @pytest.mark.parametrize(("objective", "changes"), [("dpo", {}), ("kto", {"lora_rank": 2}), ("simpo", {})])
 def test_a_resumed_run_is_the_uninterrupted_one(objective, changes, workplace, tiny_model, loads, monkeypatch):
-    changes = {"epochs": 3, "lr_schedule": "cosine", "eval_data": data_of(objective), "save_every": 1} | changes
+    changes = {"epochs": 3, "lr_schedule": "cosine", "eval_data": data_file(objective), "save_every": 1} | changes
     run(objective, "whole", tiny_model, **changes)
     config, losses, calls = OFFLINE_OBJECTIVES[objective], OFFLINE_OBJECTIVES[objective].losses, []
 

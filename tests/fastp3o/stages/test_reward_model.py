@@ -65,8 +65,8 @@ def config(model: str, output_dir: str, train_data: str = "ranked.jsonl", **chan
 def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centring: float) -> dict[str, torch.Tensor]:
     """One pair at a time, in fp64: sums over prompts of means over their pairs."""
     totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
-    for of_prompt, m in zip(ranked_scores, margins, strict=True):
-        pairs = list(combinations([score.double() for score in of_prompt], 2))
+    for prompt_scores, m in zip(ranked_scores, margins, strict=True):
+        pairs = list(combinations([score.double() for score in prompt_scores], 2))
         for w, l in pairs:  # noqa: E741
             loss = -torch.log(1 / (1 + torch.exp(-(w - l - m)))) + centring * (w + l) ** 2
             totals["loss"] = totals["loss"] + loss / len(pairs)

@@ -20,7 +20,7 @@ from fastp3o.stages.generate.selection import (
     pairs_at_random,
 )
 
-rewards_of = st.lists(st.floats(-4, 4, width=32), max_size=7)
+prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
 
 
 def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> Samples:
@@ -29,17 +29,17 @@ def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> 
     return Samples(**({"number": 0, "prompt": "Say:", "responses": texts, "rewards": rewards} | columns | changes))
 
 
-@given(rewards_of)
+@given(prompt_rewards)
 def test_the_best_is_the_first_of_the_highest(rewards):
     assert best(rewards) == ([rewards.index(max(rewards))] if rewards else [])
 
 
-@given(rewards_of, st.floats(-4, 4, width=32))
+@given(prompt_rewards, st.floats(-4, 4, width=32))
 def test_a_threshold_is_not_above_itself(rewards, threshold):
     assert above(rewards, threshold) == [i for i in range(len(rewards)) if not rewards[i] <= threshold]
 
 
-@given(rewards_of, st.floats(0.1, 3), st.floats(0.51, 0.99))
+@given(prompt_rewards, st.floats(0.1, 3), st.floats(0.51, 0.99))
 def test_pairs_apart_are_those_of_rs_dpo(rewards, tau, eta):
     """With a sigmoid, as its algorithm 1 has it."""
     expected = [

@@ -203,7 +203,7 @@ def readme() -> str:
     return (Path(__file__).parents[3] / "fastp3o" / "training" / "README.md").read_text()
 
 
-def sizes_of(config: LlamaConfig, trainable: TrainableConfig) -> Model:
+def model_sizes(config: LlamaConfig, trainable: TrainableConfig) -> Model:
     with torch.device("meta"):
         model = PackedModel(LlamaForCausalLM(copy.deepcopy(config)))
         choose_trainable(model, trainable)
@@ -219,7 +219,7 @@ def sizes_of(config: LlamaConfig, trainable: TrainableConfig) -> Model:
 def test_readmes_table_is_what_the_formula_gives():
     for size, trains in product(LLAMAS, TRAINS):
         trainable, checkpointing = TRAINS[trains]
-        sizes = sizes_of(LLAMAS[size], trainable)
+        sizes = model_sizes(LLAMAS[size], trainable)
         cells = []
         for tokens, prompt, response in ((1, 350, 40), (1, 1024, 256), (8192, 350, 40)):
             lengths = Lengths.full_row(Packing(tokens), prompt=prompt, response=response)
@@ -231,7 +231,7 @@ def test_readmes_table_is_what_the_formula_gives():
 
 def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
     for (size, config), gpus in product(LARGE_LLAMAS.items(), (8, 64)):
-        sizes = sizes_of(config, TrainableConfig())
+        sizes = model_sizes(config, TrainableConfig())
         lengths = Lengths.full_row(Packing(8192), prompt=350, response=40)
         alone = update_memory(sizes, lengths, FP16, checkpointing=True)
         update = sharded(alone, sizes, FP16, gpus)

@@ -31,7 +31,7 @@ class Weights(nn.Module):
         return (self.weight.float() * gradient).sum()
 
 
-def masters_of(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+def master_weights(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
     return list(Masters(model, dtype, torch.device("cpu")).parameters.values())
 
 
@@ -55,7 +55,7 @@ def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
 @HALVES
 def test_gradients_add_up_in_fp32(dtype):
     model = Weights([1.0, 2.0])
-    (master,) = masters_of(model, dtype)
+    (master,) = master_weights(model, dtype)
     small = 2**-12
     assert torch.tensor(1.0, dtype=dtype) + small == 1  # lost where gradients are of the weights' dtype
     model(torch.tensor([1.0, -1.0])).backward()
@@ -69,7 +69,7 @@ def test_gradients_add_up_in_fp32(dtype):
 @HALVES
 def test_only_what_trains_has_a_master(dtype):
     model = Weights([1.0, 2.0])
-    (master,) = masters_of(model, dtype)
+    (master,) = master_weights(model, dtype)
     assert master.tolist() == [1.0, 2.0]
     assert master.dtype == torch.float32
     assert model.weight.dtype == model.frozen.dtype == dtype
@@ -78,7 +78,7 @@ def test_only_what_trains_has_a_master(dtype):
 
 def test_masters_are_of_the_weights_before_rounding():
     model = Weights([1 + 2**-12, 0.1])
-    (master,) = masters_of(model, torch.bfloat16)
+    (master,) = master_weights(model, torch.bfloat16)
     assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
     assert torch.equal(model.weight, master.bfloat16())
 

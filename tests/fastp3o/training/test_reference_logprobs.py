@@ -26,7 +26,7 @@ def examples() -> Dataset:
     ids = torch.randint(0, 250, (7, 3, 9), generator=torch.Generator().manual_seed(0))
     columns = zip(("prompt_ids", "first_ids", "second_ids"), ids.unbind(1), strict=True)
     return Dataset.from_dict(
-        {name: [row[: 1 + number].tolist() for number, row in enumerate(of_texts)] for name, of_texts in columns}
+        {name: [row[: 1 + number].tolist() for number, row in enumerate(rows)] for name, rows in columns}
     )
 
 

@@ -37,7 +37,7 @@ def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.
     return states, random_pairs(lengths, vocabulary, DEVICE, logits=logits, **given)
 
 
-def loss_of(states, pairs, clipping="joint", impl=None, *, kl_reward="current", kl_coef=0.05, own=False, **given):
+def compute_loss(states, pairs, clipping="joint", impl=None, *, kl_reward="current", kl_coef=0.05, own=False, **given):
     """own: the old log-probs are the policy's own, and not given."""
     known, old = pairs.known(P3OSettings(clipping=clipping, kl_reward=kl_reward, kl_coef=kl_coef))
     if own:
@@ -48,7 +48,7 @@ def loss_of(states, pairs, clipping="joint", impl=None, *, kl_reward="current", 
 
 def run(states, pairs, clipping="joint", impl=None, incoming=1.0, **given):
     leaves = states.leaves()
-    output = loss_of(leaves, pairs, clipping, impl, **given)
+    output = compute_loss(leaves, pairs, clipping, impl, **given)
     (incoming * output.loss).backward()
     return output, leaves.gradients()
 
@@ -181,7 +181,7 @@ def test_only_the_products_that_are_needed(impl, own, hidden, weight, products, 
     states, pairs = problem()
     states = states.leaves(hidden=bool(hidden), weight=bool(weight))
     with FlopCounterMode(display=False) as counter:
-        output = loss_of(states, pairs, "none", impl, memory_budget=budget_for(held, V), own=own)
+        output = compute_loss(states, pairs, "none", impl, memory_budget=budget_for(held, V), own=own)
         forward = counter.get_total_flops()
         if hidden or weight:
             output.loss.backward()
@@ -230,7 +230,7 @@ def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products(impl
     budget = budget_for(held, V)
     leaves = states.leaves()
     with FlopCounterMode(display=False) as counter:
-        output = loss_of(leaves, pairs, "none", impl, kl_coef=0.0, memory_budget=budget)
+        output = compute_loss(leaves, pairs, "none", impl, kl_coef=0.0, memory_budget=budget)
         output.loss.backward()
     again = {1000: 0, 32: 0, 6: (7 - 6) + (11 - 6) + (32 - 6)}[held]
     assert counter.get_total_flops() == (2 * (N + again) + 4 * left) * V * D
@@ -248,7 +248,7 @@ def test_no_pair_with_a_coefficient(impl, own):
     pairs.rewards[:] = 0.25
     leaves = states.leaves()
     with FlopCounterMode(display=False) as counter:
-        loss_of(leaves, pairs, "none", impl, kl_coef=0.0, own=own).loss.backward()
+        compute_loss(leaves, pairs, "none", impl, kl_coef=0.0, own=own).loss.backward()
     assert counter.get_total_flops() == 2 * N * V * D
     assert all((gradient == 0).all() for gradient in leaves.gradients())
 
@@ -260,7 +260,7 @@ def test_memory_stays_within_the_budget(impl):
     states, pairs = problem(lengths, vocabulary)
     leaves, budget = states.leaves(), budget_for(64, vocabulary)
     with PeakMemory() as memory:
-        loss_of(leaves, pairs, "joint", impl, memory_budget=budget).loss.backward()
+        compute_loss(leaves, pairs, "joint", impl, memory_budget=budget).loss.backward()
     gradients = 4 * (tokens * D + vocabulary * D)
     vectors_and_temporaries = 4 * 30 * tokens + 3 * 4 * ROWS_AT_ONCE * vocabulary
     assert memory.largest <= budget
@@ -317,7 +317,7 @@ def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(multiply_
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_second_backward_pass_is_refused(impl):
     states, pairs = problem()
-    loss = loss_of(states.leaves(), pairs, impl=impl).loss
+    loss = compute_loss(states.leaves(), pairs, impl=impl).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="handed out by the first backward pass"):
         loss.backward()
@@ -327,9 +327,9 @@ def test_a_second_backward_pass_is_refused(impl):
 def test_without_gradients_the_forward_alone_is_computed(impl):
     states, pairs = problem()
     states = states.leaves()
-    expected = loss_of(states, pairs, impl=impl).loss
+    expected = compute_loss(states, pairs, impl=impl).loss
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        output = loss_of(states, pairs, impl=impl)
+        output = compute_loss(states, pairs, impl=impl)
     assert counter.get_total_flops() == 2 * N * V * D
     assert not output.loss.requires_grad
     assert torch.equal(output.loss, expected)
@@ -445,7 +445,7 @@ def test_the_host_waits_nowhere_in_the_backward_pass_and_memory_is_bounded():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss = loss_of(states, pairs).loss
+    loss = compute_loss(states, pairs).loss
     torch.cuda.set_sync_debug_mode("error")
     try:
         loss.backward()

@@ -64,11 +64,11 @@ def gradients(loss, leaves):
     return torch.autograd.grad(loss, leaves)
 
 
-def levels_of(clipping):
+def clipping_levels(clipping):
     return [level for level in LEVELS if not (clipping == "token" and level == "responses")]
 
 
-EACH = [(clipping, level) for clipping in ("separate", "token") for level in levels_of(clipping)]
+EACH = [(clipping, level) for clipping in ("separate", "token") for level in clipping_levels(clipping)]
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -119,14 +119,14 @@ def test_ignored_rows_give_nothing(impl, value):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("of_head", [False, True])
-def test_results_may_be_changed_in_place(impl, of_head):
+@pytest.mark.parametrize("from_hidden", [False, True])
+def test_results_may_be_changed_in_place(impl, from_hidden):
     states = random_hidden_states(6, 20, 4, DEVICE)
     labels, mask = torch.arange(6, device=DEVICE), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE)
     found = []
     for in_place in (False, True):
         leaves = states.leaves()
-        if of_head:
+        if from_hidden:
             got = linear_logprobs(leaves.hidden, leaves.head, labels, outputs=ALL, impl=impl)
         else:
             got = token_logprobs(leaves.logits(), labels, outputs=ALL, impl=impl)

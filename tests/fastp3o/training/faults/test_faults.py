@@ -34,7 +34,7 @@ def sft(workplace: Path, tiny_model: str) -> Scene:
     return Scene("SFT", tiny_model, workplace)
 
 
-def calls_of(scene: Scene, work: Callable[[], None]) -> int:
+def count_calls(scene: Scene, work: Callable[[], None]) -> int:
     """How many file-system calls `work` makes in the run's folder."""
     counted = scene.folder / "calls.txt"
     calls = FileCalls(scene.run)
@@ -63,7 +63,7 @@ def cause(power: bool) -> str:
 
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
-    total = calls_of(sft, sft.train)
+    total = count_calls(sft, sft.train)
     for number in numbers(total, sample):
         sft.clear()
         calls = FileCalls(sft.run, kill_before=number, power=power)
@@ -74,7 +74,7 @@ def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[i
 def halfway(scene: Scene) -> Path:
     """A run with a state, stopped after it; to be copied."""
     scene.clear()
-    calls = calls_of(scene, scene.train)
+    calls = count_calls(scene, scene.train)
     scene.clear()
     killed = FileCalls(scene.run, kill_before=calls // 2)
     assert in_child(scene.train, scene.log, killed.install) == KILLED
@@ -89,7 +89,7 @@ def halfway(scene: Scene) -> Path:
 def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
     stopped = halfway(sft)
     shutil.copytree(stopped, sft.run)
-    total = calls_of(sft, sft.resume)
+    total = count_calls(sft, sft.resume)
     for number in numbers(total, sample):
         sft.clear()
         shutil.copytree(stopped, sft.run)
@@ -101,7 +101,7 @@ def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample:
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_a_disk_that_is_full(sft: Scene, count: Count, sample: tuple[int, int]):
     """From a call on, nothing can be written any more; then there is space again."""
-    total = calls_of(sft, sft.train)
+    total = count_calls(sft, sft.train)
     for number in numbers(total, sample):
         sft.clear()
         calls = FileCalls(sft.run, full_from=number)

@@ -68,7 +68,7 @@ def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
     """A fixed number of places of a file could all lie in tensors that do not train."""
     (tmp_path / "config.json").write_text("{}")
     parts = dict(zip("kqv", torch.zeros(3, 64, 2**15), strict=True))
-    weights = {f"{layer:02} {name}": part for name, of_layers in parts.items() for layer, part in enumerate(of_layers)}
+    weights = {f"{layer:02} {name}": part for name, layers in parts.items() for layer, part in enumerate(layers)}
     save_file(weights, tmp_path / WEIGHTS)
     before = model_fingerprint(str(tmp_path))
     parts["q"] += 1e-3
