@@ -59,7 +59,7 @@ def measure(
     typical: Callable[[list[float]], float] = statistics.median,
 ) -> None:
     """Writes typical times of all rounds to benchmark.extra_info. `bare`: the bare operation; `bare_share`: the part
-    it that the case must do.
+    of it that the case must do.
 
     Memory is the allocator's on a GPU. On a CPU the tensors that operations return are counted, which sees nothing of
     compiled code.

@@ -117,21 +117,21 @@ def test_an_empty_response_is_one_that_is_not_valid(clipping, level, impl):
     full = Batch(level, [max(length, 1) for length in lengths], clipping, K=K)
     kept = torch.tensor(lengths, device=DEVICE).view(-1, K) > 0
     full.pairs.valid_responses = kept
-    of_tokens = torch.cat([torch.full((max(n, 1),), n > 0) for n in lengths])
+    has_source = torch.cat([torch.full((max(n, 1),), n > 0) for n in lengths])
     for name in ("old_logprobs", "ref_logprobs", "rewards"):
         getattr(full.pairs, name)[kept] = getattr(batch.pairs, name)[kept]
-    full.pairs.labels[of_tokens] = batch.pairs.labels
-    full.pairs.old_token_logprobs[of_tokens] = batch.pairs.old_token_logprobs
+    full.pairs.labels[has_source] = batch.pairs.labels
+    full.pairs.old_token_logprobs[has_source] = batch.pairs.old_token_logprobs
     full_leaves = full.leaves()
     with torch.no_grad():
-        full_leaves[0][of_tokens] = leaves[0]
+        full_leaves[0][has_source] = leaves[0]
         for target, source in zip(full_leaves[1:], leaves[1:], strict=True):
             target.copy_(source)
     output = full.loss(full_leaves, impl=impl, divisor=batch.divisor)
     torch.testing.assert_close(output.loss, empty.loss, rtol=1e-5, atol=1e-6)
     (got, *others), (expected, *expected_others) = gradients(output.loss, full_leaves), gradients(empty.loss, leaves)
-    torch.testing.assert_close(got[of_tokens], expected, rtol=1e-4, atol=1e-6)
-    assert not got[~of_tokens].any()
+    torch.testing.assert_close(got[has_source], expected, rtol=1e-4, atol=1e-6)
+    assert not got[~has_source].any()
     torch.testing.assert_close(others, expected_others, rtol=1e-4, atol=1e-6)
     for name, value in empty.metrics.items():
         torch.testing.assert_close(output.metrics[name], value, rtol=1e-4, atol=1e-6)
