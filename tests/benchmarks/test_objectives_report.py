@@ -27,5 +27,5 @@ def test_both_devices_are_named():
 
 def test_what_is_committed_is_what_the_results_give():
     written = report.README.read_text()
-    section = report.objectives_section(*report.records_of_objectives())
+    section = report.objectives_section(*report.objective_records())
     assert report.between_markers(written, "objectives", section) == written
