@@ -1,4 +1,4 @@
-"""Predicts the GPU memory of P3O's passes for a model and mean lengths, from its configuration alone.
+"""Predicts the GPU memory of P3O's passes for a model and mean lengths, from only its configuration.
 
 python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 --precision fp16
 """

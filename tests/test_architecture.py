@@ -1,4 +1,4 @@
-"""Which part may depend on which, how large functions are, whether maps of folders are right: read in the sources."""
+"""The sources hold the rules of the tree: which part may depend on which, sizes of functions, right maps of folders."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ PACKAGES = {
 
 
 class Imports:
-    """What the modules of some packages import, in functions too.
+    """The imports of the modules of some packages, in functions too.
 
     modules: dotted names; a package stands for its __init__.py. named: of each module, the modules of ours that it
     names, and other packages by their first name.
@@ -52,7 +52,7 @@ class Imports:
         return next((candidate for candidate in candidates if candidate in self.modules), parts[0])
 
     def loaded_by(self, module: str) -> set[str]:
-        """What importing a module runs: what it names, and the __init__.py of each package above."""
+        """The modules that importing one runs: those that it names, and the __init__.py of each package above."""
         return self.named[module] | {package for package in above(module) if package in self.modules}
 
     def chain(self, start: str, forbidden: Callable[[str], bool]) -> list[str] | None:
@@ -134,7 +134,7 @@ def test_must_not_depend(imports: Imports, package: str, forbidden: Callable[[st
 
 
 def test_integrations_are_a_house_of_their_own(imports: Imports):
-    """They need the losses alone, nothing needs them, and only they name the trainers that they are for."""
+    """They need only the losses, nothing needs them, and only they name the trainers that they are for."""
     trainers = in_any("trl", "verl", "openrlhf")
     for module, named in imports.named.items():
         if within(module, "fastp3o.integrations"):

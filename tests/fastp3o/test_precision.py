@@ -1,4 +1,4 @@
-"""What the names of --precision mean, and what auto becomes with a GPU and without."""
+"""Tests the meaning of the names of --precision, and of auto with a GPU and without."""
 
 import pytest
 import torch

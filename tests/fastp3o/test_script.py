@@ -1,4 +1,4 @@
-"""What ends in one line, and what in a traceback."""
+"""Errors end in one line or in a traceback."""
 
 import sys
 from pathlib import Path

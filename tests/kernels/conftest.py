@@ -1,4 +1,4 @@
-"""What the kernels' tests run with."""
+"""Fixtures of the kernels' tests."""
 
 from collections.abc import Callable
 

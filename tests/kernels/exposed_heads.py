@@ -26,7 +26,7 @@ from transformers import (
 
 from fastp3o_kernels import expose_head, linear_logprobs, linear_p3o_loss, response_tokens
 
-# What wraps the model, of which kind it is, and how far gradients may be from those of one process in fp32.
+# The wrapper, the kind of model, and how far gradients may be from those of one process in fp32.
 WRAPPERS = {
     "ddp": ("llama", 1e-5),
     "fsdp": ("llama", 1e-5),
@@ -47,8 +47,8 @@ CONFIGS = {
     ),
     "granite": lambda: GraniteConfig(**SIZES, intermediate_size=24, logits_scaling=3.0),
 }
-# Kinds of models whose logits are scaled or capped under other names, and what their configurations need besides sizes.
-OF_TEXT = SIZES | {"intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
+# Kinds of models whose logits are scaled or capped under other names, and the further settings that they need.
+TEXT_SIZES = SIZES | {"intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 1, "final_logit_softcapping": 2.0}
 MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_state": 4, "num_key_value_heads": 1}
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 FAMILIES = {
@@ -58,9 +58,9 @@ FAMILIES = {
     "falcon_h1": {"lm_head_multiplier": 0.3, **MAMBA},
     "recurrent_gemma": {"logits_soft_cap": 2.0, "num_key_value_heads": 1, "block_types": ["recurrent", "attention"]},
     "xlstm": {"output_logit_soft_cap": 2.0, "hidden_size": 64, "num_heads": 2, "qk_dim_factor": 1.0},
-    "gemma4": {"text_config": OF_TEXT},
+    "gemma4": {"text_config": TEXT_SIZES},
     "muse_glimmer": {
-        "text_config": OF_TEXT | {"output_multiplier": 30.0},
+        "text_config": TEXT_SIZES | {"output_multiplier": 30.0},
         "vision_config": VISION,
         "out_hidden_size": 16,
         "projector_hidden_size": 16,
@@ -79,7 +79,7 @@ def tiny_causal_lm(name: str) -> nn.Module:
 
 
 def model_of_family(name: str) -> nn.Module:
-    """With weights so large that a soft cap shows."""
+    """A model with weights so large that a soft cap shows."""
     options = FAMILIES[name]
     sizes = {"pad_token_id": 0} if "text_config" in options else SIZES | {"intermediate_size": 24}
     kind = AutoModelForImageTextToText if "vision_config" in options else AutoModelForCausalLM
@@ -151,7 +151,7 @@ def gradients_of_one(kind: str, name: str, folder: Path) -> None:
         refused(weight.full_tensor().to(torch.bfloat16).float(), folder / f"gathered refused by {rank}")
         gathered = weight.full_tensor(grad_placements=[Partial("avg")])
         weight.grad = None
-        # Each process has tokens of its own.
+        # Each process has different tokens.
         labels = torch.tensor([3 + rank])
         linear_logprobs(torch.ones(1, 16), gathered, labels).sum().backward()
         save_file({"head": weight.grad.full_tensor()}, folder / f"gathered by {rank}.safetensors")

@@ -1,4 +1,4 @@
-"""What kernels do, counted while Triton interprets them: bytes loaded and stored, and launches."""
+"""Counts what kernels do while Triton interprets them: bytes loaded and stored, and launches."""
 
 from collections import Counter
 from collections.abc import Iterator

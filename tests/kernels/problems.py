@@ -14,7 +14,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with Triton.
 CHUNKED = [None, "triton"]
-# On a GPU every vocabulary compiles kernels of its own, which takes most of a test's time.
+# A GPU compiles its kernels for every vocabulary, which takes most of a test's time.
 EXAMPLES = 12 if CUDA else 25
 
 
@@ -23,7 +23,7 @@ def vocabularies(least: int, most: int) -> st.SearchStrategy[int]:
 
 
 def budget_for(tokens: int, V: int) -> int:
-    """Bytes that hold so many rows of fp32 logits and of their fp32 gradient."""
+    """Bytes that hold this many rows of fp32 logits and of their fp32 gradient."""
     return tokens * 8 * (-(-V // 16) * 16)
 
 
@@ -136,7 +136,7 @@ class HiddenStates:
         )
 
     def logits(self) -> Tensor:
-        """By the formula, in the tensors' own dtype."""
+        """The log-probs by the formula, in the tensors' own dtype."""
         logits = self.hidden @ self.weight.T
         if self.bias is not None:
             logits = logits + self.bias
@@ -152,7 +152,7 @@ class HiddenStates:
 def random_hidden_states(
     N: int, V: int, D: int, device: torch.device, dtype=torch.float32, *, scale=2.0, seed=0, bias=False, **settings
 ) -> HiddenStates:
-    """With a head whose logits are of size `scale`."""
+    """Random states with a head whose logits are of size `scale`."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape):

@@ -1,4 +1,4 @@
-"""What torch.compile makes of models that call the losses. N tokens."""
+"""torch.compile of models that call the losses. N tokens."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def squares(groups: Groups) -> torch.Tensor:
     return groups.logprobs.square().sum()
 
 
-# What each function takes, of hidden states [N, 8], a weight [V, 8], labels [N] and offsets [5].
+# The arguments of each function, from hidden states [N, 8], a weight [V, 8], labels [N] and offsets [5].
 ARGUMENTS = {
     linear_p3o_loss: lambda hidden, weight, labels, offsets: (hidden, weight, labels, offsets, *KNOWN),
     linear_loss: lambda hidden, weight, labels, offsets: (hidden, weight, labels, offsets, squares),

@@ -1,4 +1,4 @@
-"""What authors of other trainers try with the losses: one test for each thing that went wrong once, or might.
+"""Uses of the losses in other trainers: one test for each thing that went wrong once, or might.
 
 Elsewhere: padded batches in the wrong order, shifted or scored at the prompt (test_response_tokens.py); heads with
 adapters, DDP, FSDP2 and autocast (test_exposed_head.py); compiled models (test_compiled_models.py); no triton
@@ -41,7 +41,7 @@ def sums_of_squares(groups: Groups) -> torch.Tensor:
     return groups.logprobs.square().sum()
 
 
-# Of hidden states and weight to a number, by every public function that takes offsets.
+# Functions of hidden states and weight to a number, by every public function that takes offsets.
 LOSSES = {
     "linear_p3o_loss": lambda hidden, weight, offsets=OFFSETS, **given: (
         linear_p3o_loss(hidden, weight, LABELS, offsets, *KNOWN, **given).loss
@@ -120,7 +120,7 @@ def test_what_is_known_of_responses_is_constant(impl):
 @pytest.mark.parametrize("impl", [None, "triton"])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_gradient_of_the_gradient_is_refused(name, impl):
-    """Not zero, as if the penalty did not depend on the weights."""
+    """It is not zero, as if the penalty did not depend on the weights."""
     states = STATES.leaves()
     loss = LOSSES[name](states.hidden, states.weight, impl=impl)
     with pytest.raises(RuntimeError, match="first derivatives only"):
@@ -140,7 +140,7 @@ def test_forward_mode_and_transforms_are_refused(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_loss_scale_is_divided_out(name):
-    """As a GradScaler does."""
+    """Scales the loss as a GradScaler does."""
     _, *expected = value_and_gradients(name)
     states = STATES.leaves()
     (1024 * LOSSES[name](states.hidden, states.weight)).backward()
@@ -236,7 +236,7 @@ def test_outputs_are_copied_and_saved(name):
 
 
 def test_dpo_grpo_and_rloo_are_a_few_lines():
-    """On log-probs of tokens, against sums over the log-softmax of all logits."""
+    """Losses on log-probs of tokens, against sums over the log-softmax of all logits."""
     states, (chosen, rejected) = STATES.to(torch.float64).leaves(), KNOWN[0].double()[:2]
     lengths = OFFSETS.diff().clamp(min=1)
 

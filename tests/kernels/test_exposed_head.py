@@ -1,4 +1,4 @@
-"""The loss within a model's forward call: alone, with adapters, under DDP and FSDP2, and what is refused."""
+"""The loss within a model's forward call: bare, with adapters, under DDP and FSDP2, and what is refused."""
 
 import os
 import subprocess
@@ -144,7 +144,7 @@ def test_exposing_twice_is_exposing_once():
     expose_head(model)
     loss = model(**p3o_of(slice(0, 4)))
 
-    # As trainers do that put a forward of their own around it.
+    # Some trainers wrap forward like this.
     def around(self, *arguments, before=model.forward, **options):
         return before(*arguments, **options)
 

@@ -22,8 +22,8 @@ def odds(x):
     return torch.exp(x) / (1 - torch.exp(x))
 
 
-# Of a pair: a, b are log-probs of the chosen and the rejected response (or of responses 1 and 2), k, n what is known of
-# them. Each entry is ours, of [P, 2] and what is known [P, 2], and the formula.
+# Losses of a pair: a, b are log-probs of the chosen and the rejected response (or of responses 1 and 2), k, n their
+# constants. Each entry is our loss of log-probs and constants, [P, 2] each, and the formula.
 PAIRS = {
     "ppg": (losses.ppg, lambda a, b, k, n: -(k - n) / 2 * (a - b)),
     "rebel": (
@@ -87,7 +87,7 @@ def clipped(x, old, A, low, high):
     return max(-A * ratio, -A * torch.clamp(ratio, 1 - low, 1 + high))
 
 
-# Of one response or token: x its log-prob, o and A what is known of it.
+# Losses of one response or token: x its log-prob, o and A what is known of it.
 SINGLES = {
     "reinforce": (lambda x, o, A: losses.reinforce(x, A), lambda x, o, A: -A * x),
     "ppo": (

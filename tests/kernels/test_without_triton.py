@@ -1,4 +1,4 @@
-"""The package needs torch alone: without triton all operations run in PyTorch."""
+"""The package needs only torch: without triton all operations run in PyTorch."""
 
 import subprocess
 import sys
@@ -79,7 +79,7 @@ def test_every_operation_runs_forward_and_backward():
 
 
 def test_only_files_named_kernel_import_triton():
-    """Where it is there; operation.py finds out."""
+    """Only operation.py may import it, if it is installed."""
     files = {path.name for path in PACKAGE.rglob("*.py") if "import triton\nimport triton.language" in path.read_text()}
     assert files == {path.name for path in PACKAGE.rglob("*_kernel.py")}
     mentions = {path.name for path in PACKAGE.rglob("*.py") if "import triton" in path.read_text()}

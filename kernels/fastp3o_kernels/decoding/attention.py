@@ -38,8 +38,7 @@ def decode_attention(
         scale: factor of the products, usually 1/√D.
         window: the largest number of keys that a token sees, itself included.
         softcap: s: scaled products x become s tanh(x / s) (Gemma 2, arXiv 2408.00118).
-        impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
-            "eager" force one.
+        impl: None, "triton" or "eager", as in `token_logprobs`.
 
     Returns:
         [R, H, D].

@@ -49,7 +49,7 @@ def sample_tokens(
         top_k: only the k most likely tokens, and those equal to the last of them; 0 for all.
         top_p: from these only the fewest most likely ones that sum to this share, and those equal to the last.
         min_p: only tokens at least this probable relative to the most likely one (arXiv 2407.01082).
-        impl: None: Triton where it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force
+        impl: None: Triton if it is installed and all tensors are on a GPU, else PyTorch. "triton" and "eager" force
             one, but settings other than the defaults always run in PyTorch.
 
     Returns:

@@ -117,7 +117,7 @@ def linear_logprobs(
         memory_budget: bytes of scratch for logits and their gradient (default: chunks.MEMORY_BUDGET). Only the
             gradients take memory as well: the weight's is summed in fp32 over chunks. Logits that still are in the
             budget's buffer are kept for the backward pass, the others computed again.
-        impl: None: in chunks, with Triton where it is installed, all tensors are on a GPU and none is fp64, else with
+        impl: None: in chunks, with Triton if it is installed, all tensors are on a GPU and none is fp64, else with
             PyTorch. "triton" forces the former; "eager" computes all logits in one PyTorch graph.
 
     Returns:

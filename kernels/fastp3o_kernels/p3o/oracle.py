@@ -158,7 +158,7 @@ def loss_metrics(
     ratios = exp_limited(logprobs - old).masked_fill(~counts, 0.0)
     values = (
         share(ratios, counts),
-        torch.nn.functional.pad(ratios.flatten(), (0, 1)).max(),  # 0 where there is none
+        torch.nn.functional.pad(ratios.flatten(), (0, 1)).max(),  # 0 if there is none
         clip_fraction,
         advantage_mean_abs,
         share(zero_prompts, counts.any(dim=1)),

@@ -135,7 +135,7 @@ def token_logprobs(
         outputs: what to return next to the log-probs: any of "entropy" (differentiable), "mean_logit" and "is_top".
         inplace_backward: the gradient takes the logits' memory (with Triton), so backward runs once and the logits'
             values are gone afterwards. The eager implementation does not change them.
-        impl: None: Triton where it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
+        impl: None: Triton if it is installed, all tensors are on a GPU and none is fp64, else PyTorch. "triton" and
             "eager" force.
 
     Returns:

@@ -58,7 +58,7 @@ FAMILIES = tuple(CONFIGS)
 
 
 def random_model(family: str, auto=hf.AutoModelForCausalLM, **changes) -> PreTrainedModel:
-    """With transformers' eager attention, the plainest there is."""
+    """Uses transformers' eager attention, the plainest there is."""
     config = CONFIGS[family]()
     for name, value in changes.items():
         setattr(config, name, value)
@@ -92,7 +92,7 @@ class Groups:
         return row
 
     def order(self, row: PackedRow) -> list[int]:
-        """Which sequence each response of the row is."""
+        """The sequence that each response of the row is."""
         first = [0, *accumulate(map(len, self.responses))]
         return [s for g in row.groups for s in range(first[g], first[g + 1])]
 
@@ -116,7 +116,7 @@ GROUPS = {"pairs": PAIRS, "fours": FOURS}
 
 @dataclass
 class Rollout:
-    """What a loss knows of the responses beside the policy: moved a little since, and a reference further away."""
+    """What a loss knows of the responses next to the policy: moved a little since, and a reference further away."""
 
     old: list[Tensor]  # log-probabilities of each response's tokens
     ref: list[Tensor]

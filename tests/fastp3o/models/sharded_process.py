@@ -75,7 +75,7 @@ MODELS = {family: plain(family) for family in FAMILIES} | {
 
 
 def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
-    """Of log-probs, and values where there is a critic."""
+    """The loss of log-probs, and of values if there is a critic."""
     critic = getattr(model, "critic", None)
 
     def both(hidden: Tensor, head) -> Tensor:
@@ -86,14 +86,14 @@ def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
 
 
 def given_by_main(model: PackedModel) -> PackedModel:
-    """What the other process has is empty."""
+    """The other process's share is empty."""
     if not is_main_process():
         empty(model)
     return model
 
 
 def largest_error(name: str) -> float:
-    """Of a parameter's gradient, relative to the largest one's norm: sharded, and of the mean loss in one process."""
+    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process."""
     alone = MODELS[name]()
     torch.stack([compute_loss(alone, row) for row in ROWS]).mean().backward()
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
@@ -168,11 +168,11 @@ def step(optimizer: Optimizer) -> None:
 
 
 def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
-    """Of a step in fp16 where one process has what is not finite, in its pass or in its part of the gradients: whether
+    """A step in fp16 in which one process has non-finite numbers, in its pass or in its part of the gradients: whether
     nothing moved, the loss scale of each process, and whether the next step moves something again.
     """
     optimizer = optimizer_for("fp16")
-    # One at which nothing else overflows.
+    # At this scale nothing else overflows.
     optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | {"scale": 4.0})
     step(optimizer)
     here = dist.get_rank() == process

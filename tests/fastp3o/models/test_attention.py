@@ -154,7 +154,7 @@ def test_autocast_brings_queries_keys_and_values_to_its_dtype(softcap):
 
 
 class OnGpu:
-    """Of a query only what the choice of a backend looks at."""
+    """A query with only what the choice of a backend looks at."""
 
     is_cuda = True
 

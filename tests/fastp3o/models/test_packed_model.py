@@ -66,7 +66,7 @@ def test_so_does_one_whose_activations_are_computed_again(family):
     norm = next(module for module in first_layer.modules() if "Norm" in type(module).__name__)
     norm.register_forward_hook(lambda *_: calls.append(norm))
     assert_equal(packed(model, FOURS, rollout), expected)
-    # Of log-probabilities and of the loss, whose backward pass comes upon the layer again.
+    # One pass is of log-probabilities; the loss has two, since its backward pass comes upon the layer again.
     assert len(calls) == 3
 
 

@@ -42,7 +42,7 @@ def test_a_second_model_is_frozen():
 
 
 class Moving(PackedModel):
-    """Notes where it goes, and where it is when it is called."""
+    """Notes the devices that it moves to, and the one on which it is called."""
 
     def __init__(self, model):
         self.__dict__["moves"] = []

@@ -210,7 +210,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def problem(tiny_model: str):
-    """A policy in fp64, a row of P prompts with K ragged responses each, and what is known of them."""
+    """A policy in fp64, a row of P prompts with K ragged responses each, and their constants."""
     generator = torch.Generator().manual_seed(5)
 
     def ids(length: int) -> list[int]:
@@ -236,7 +236,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, problem,
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     weights = list(model.parameters())
 
-    # The formula, from the logits of each response alone.
+    # The formula, from the logits of each response by itself.
     groups: Groups = []
     token = 0
     on_policy = name == "ppg"

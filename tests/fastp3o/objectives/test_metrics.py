@@ -16,13 +16,13 @@ from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
 P, K = 4, 2
-# Of one prompt no response counts, of another one.
+# No response of one prompt counts, and one of another.
 COUNTED = torch.tensor([[True, True], [False, False], [True, False], [True, True]])
 NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": 100}
 
 
 def row_metrics(config, counted, tokens_per_row: int) -> dict[str, float]:
-    """Of one minibatch on the policy that sampled."""
+    """Metrics of one minibatch on the policy that sampled."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[int]:

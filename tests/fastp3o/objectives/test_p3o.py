@@ -44,7 +44,7 @@ def test_p3o_ends_with_the_same_bits(workplace, tiny_model, clipping, K):
 
 @pytest.mark.parametrize("clipping", ["token", "joint"])
 def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_lengths(clipping):
-    """One of four prompts is in a row of its own, with nine tenths of the tokens."""
+    """One of four prompts fills its own row, with nine tenths of the tokens."""
     objective = P3O(P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=clipping))
     fraction = 0.0
     for without_gradient, prompts, tokens in ((1.0, 0.25, 0.9), (0.0, 0.75, 0.1)):

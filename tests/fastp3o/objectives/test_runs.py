@@ -197,7 +197,7 @@ def test_responses_that_were_cut_off_can_be_left_out(workplace, tiny_model, conf
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_reference_that_becomes_the_policy(workplace, tiny_model, precision):
-    """Of a KL to what the policy was: 0 before an update behind which the reference has come."""
+    """The KL to the earlier policy is 0 before an update after which the reference follows."""
     settings = {"precision": precision, "reward": "rewards_for_tests:varied", "eval_prompts": "prompts.jsonl"}
     train(config(tiny_model, "whole", reference_every=2, updates=5, eval_every=1, **settings))
     assert [step["kl"] == 0 for step in metrics("whole")] == [True, False, True, False, True]
@@ -235,7 +235,7 @@ def test_a_pretraining_mix_raises_the_likelihood_of_its_texts(workplace, tiny_mo
 
 
 def test_the_first_step_of_a_round_has_ratios_of_one_by_definition(workplace, tiny_model, monkeypatch):
-    """And the weights are the same, but for rounding, as with the old log-probs of the rows."""
+    """The weights are, up to rounding, those with the old log-probs of the rows."""
     own = []
 
     def noting(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options):

@@ -16,7 +16,7 @@ from tests.fastp3o.on_meta import META, on_meta_alone
 
 K, RESPONSE_TOKENS = 3, 14
 END_IDS = {2, 5, 11}
-# Of one token, longer than the window, and of lengths between.
+# One token, more than the window, and lengths between.
 PROMPTS = [
     torch.randint(12, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (1, 7, 3, 12, 2, 9)
@@ -39,7 +39,7 @@ def sample(policy: PackedModel, seed: int = 3, **options):
 
 
 def largest_difference(policy: PackedModel, ids, logprobs) -> float:
-    """Of the log-probabilities from those in a packed row."""
+    """Largest distance of the log-probabilities from those in a packed row."""
     (row,) = pack(PROMPTS, ids, Packing(10_000))
     with torch.no_grad():
         expected = labelled_logprobs(policy, row.to(policy.model.device)).cpu()

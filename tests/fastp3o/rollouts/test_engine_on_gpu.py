@@ -1,4 +1,4 @@
-"""What the engine does on a GPU alone: Triton's kernels, steps as CUDA graphs, and no look of the host within one."""
+"""The engine on a GPU: Triton's kernels, steps as CUDA graphs, and no wait of the host within one."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def prompts(tokenizer) -> list[str]:
 
 @pytest.fixture
 def policy(tokenizer) -> PackedModel:
-    """Of a peaked distribution, in which a tenth of the tokens end a response."""
+    """A policy with a peaked distribution, in which a tenth of the tokens end a response."""
     model = random_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128)
     model.generation_config.eos_token_id = list(range(26))
     return PackedModel(model)
@@ -50,7 +50,7 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     assert two_processes[0] | two_processes[1] == expected
     backwards = sample(policy, tokenizer, prompts, NUMBERS[::-1])
     assert backwards == expected
-    # As on a GPU: slots that stay, rows of prompts of equal length.
+    # These are as on a GPU: slots that stay, rows of prompts of equal length.
     for tokens_per_row in (64, 2048):
 
         def static(*arguments, rows=tokens_per_row, **options):
@@ -77,7 +77,7 @@ def test_responses_to_a_prompt_are_independent_from_their_first_token_on(policy,
 
 
 def test_tokens_follow_the_policys_distribution(policy, tokenizer):
-    """χ² over the whole vocabulary, of the first tokens and of those behind the most frequent one."""
+    """χ² over the whole vocabulary, of the first tokens and of those after the most frequent one."""
     count, prompt = 3000, tokenizer("same").input_ids
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=2, batch_size=1500)
     groups = sampler(tokenised(tokenizer, ["same"] * count), 2, 0)

@@ -1,4 +1,4 @@
-"""What decides when a step is captured; the capture itself needs a GPU."""
+"""Tests when a step is captured; the capture itself needs a GPU."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -75,7 +75,7 @@ def test_some_responses_are_the_policys_and_the_others_the_mixtures(policies, ti
     assert [Group(prompt, responses[:1]) for prompt, responses in both] == policy(GIVEN, 1, 5)
     assert [group.prompt for group in both] == GIVEN
     assert all(response.logprob is None for group in both for response in group.responses[1:])
-    # Not the policy's random numbers once more.
+    # These are not the policy's random numbers once more.
     alone = EngineSampler(policies[1], tokenizer, **LIMITS)(GIVEN, 2, 5)
     assert [ids[1:] for ids in response_ids(both)] != response_ids(alone)
     only_mixed = partly_from_mixture(policy, mixture, 2)(GIVEN, 2, 5)

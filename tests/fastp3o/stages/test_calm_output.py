@@ -1,4 +1,4 @@
-"""What a user of the stages reads: the run's own lines and nothing of other libraries', unless something is wrong."""
+"""A user of the stages reads the run's own lines, and no other libraries' unless something is wrong."""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from fastp3o.training.reporting import prompt_end, with_deviations
 
 @pytest.fixture
 def transformers_log() -> Iterator[list[str]]:
-    """What the logger of transformers' loading passes on; it does not propagate to the one that pytest reads."""
+    """The records of transformers' logger of loading, which does not propagate to the one that pytest reads."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.addFilter(lambda record: messages.append(record.getMessage()))

@@ -106,7 +106,7 @@ def test_two_processes_learn_preferences_as_one_does(workplace, tiny_model):
 
 
 def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(workplace, tiny_model):
-    """As the defaults have them on eight GPUs; and HSDP."""
+    """The defaults on eight GPUs; and HSDP."""
     runs = {"hsdp": ["p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--prompts_per_minibatch", "2"]}
     train(runs, "one", 1)
     train({"hsdp": [*runs["hsdp"], "--shard_size", "2"]}, "two", 4)
@@ -192,7 +192,7 @@ def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tin
     assert "resuming after update 2, from run/state/step-000002" in broken.stdout
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))
-    # What two processes wrote, one reads.
+    # One process reads what two wrote.
     alone = together(*dying, "--updates", "5", processes=1)
     assert alone.returncode == 0, alone.stdout
     assert "resuming on another number of processes: 2 before, 1 now" in alone.stdout
@@ -211,7 +211,7 @@ def stops_twice(prompts, responses):
         if count == 2:
             os.kill(os.getpid(), signal.SIGUSR1)
         if count == 4:
-            # As Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
+            # It comes as from Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
             os.killpg(0, signal.SIGTERM)
     return varied(prompts, responses)
 """

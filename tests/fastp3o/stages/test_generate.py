@@ -1,4 +1,4 @@
-"""Responses that nothing is trained on: what is written, from which instant on, by how many processes."""
+"""Generation without training: the files, when they exist, and how many processes write them."""
 
 import json
 import os

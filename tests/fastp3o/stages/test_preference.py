@@ -82,7 +82,7 @@ def squash(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-# Of c, r: log π of chosen and rejected; rc, rr: the same of the reference; nc, nr: their tokens.
+# Formulas of c, r: log π of chosen and rejected; rc, rr: the same of the reference; nc, nr: their tokens.
 FORMULAS: dict[str, Callable[..., Tensor]] = {
     "dpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(0.1 * ((c - rc) - (r - rr))),
     "ipo": lambda c, r, rc, rr, nc, nr: ((c - rc) / nc - (r - rr) / nr - 1 / 0.2) ** 2,

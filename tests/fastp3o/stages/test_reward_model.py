@@ -78,7 +78,7 @@ def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centri
 @pytest.mark.parametrize("tokens_per_row", [8192, 30])
 @pytest.mark.parametrize("centring", [0.0, 0.3])
 def test_the_loss_is_the_mean_over_a_rankings_pairs(judge, tokenizer, tokens_per_row, centring):
-    """Of scores that transformers gives each response alone."""
+    """The loss of the scores that transformers gives each response by itself."""
     examples, report = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
     assert len(examples) == 16
     assert "5 with a margin" in str(report)

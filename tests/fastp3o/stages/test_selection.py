@@ -1,4 +1,4 @@
-"""What is kept by rewards, against the formulas written a second time."""
+"""Selection by rewards, against the formulas written a second time."""
 
 from math import exp, log
 
@@ -41,7 +41,7 @@ def test_a_threshold_is_not_above_itself(rewards, threshold):
 
 @given(prompt_rewards, st.floats(0.1, 3), st.floats(0.51, 0.99))
 def test_pairs_apart_are_those_of_rs_dpo(rewards, tau, eta):
-    """With a sigmoid, as its algorithm 1 has it."""
+    """The threshold has a sigmoid, as in its algorithm 1."""
     expected = [
         (w, other)
         for w in range(len(rewards))

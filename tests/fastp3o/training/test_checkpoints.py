@@ -47,7 +47,7 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before(
 
 
 def test_gathered_weights_that_a_full_disk_has_no_room_for_are_an_error(tmp_path):
-    """In a child, since the limit stays."""
+    """Runs in a child process, since the limit stays."""
 
     def gather() -> None:
         kept = KeptOnDisk(tmp_path / "gathered", drop=False)

@@ -43,7 +43,7 @@ def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer
 
 
 def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
-    """Of some microbatches; returns the sum of their losses."""
+    """Takes a step on some microbatches; returns the sum of their losses."""
     total = torch.zeros(())
     for gradient in gradients:
         loss = optimizer.model(torch.tensor(gradient))

@@ -1,4 +1,4 @@
-"""What Run does between and around the steps of a loop, with a made-up loop."""
+"""Run's work between and around the steps of a made-up loop."""
 
 import json
 import multiprocessing
@@ -31,7 +31,7 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def no_signal_is_ignored():
-    """As it is inherited by a suite that nohup or a shell's background began; what is ignored, runs ignore too."""
+    """Runs ignore a signal that they inherit as ignored, as from nohup or a shell's background."""
     as_they_begin = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in as_they_begin.items()}
     yield

@@ -54,7 +54,7 @@ def test_as_exact_as_eager_at_every_budget(N, V, D, dtype, impl, held, bias, sof
     assert (chunked - expected).abs().max() <= 2 * (eager - expected).abs().max() + 1e-5
     for got, eager_gradient, target in zip(gradients, eager_gradients, expected_gradients, strict=True):
         assert got.dtype == dtype
-        # Where a gradient is all but zero, what is left of it is the rounding of much larger terms.
+        # A gradient of almost zero is the rounding of much larger terms.
         floor = 1e-5 * weights.abs().max() * max(N, D) ** 0.5
         assert (got - target).norm() <= 2 * (eager_gradient - target).norm() + 1e-5 * target.norm() + floor
 
@@ -214,7 +214,7 @@ def test_autocast(impl):
 
 
 def test_the_weights_gradient_is_summed_in_fp32():
-    """apple/ml-cross-entropy #14: bf16 sums over chunks lose what is small beside them."""
+    """apple/ml-cross-entropy #14: bf16 sums over chunks lose what is small next to them."""
     states = random_hidden_states(2000, 20, 4, DEVICE, torch.bfloat16)
     labels, weights = torch.randint(20, (2000,), device=DEVICE), torch.rand(2000, device=DEVICE)
     _, expected = run(states.to(torch.float64), labels, weights.double(), "eager")

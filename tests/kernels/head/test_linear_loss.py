@@ -24,7 +24,7 @@ def dpo(groups: Groups):
 
 
 def clipped_tokens(groups: Groups):
-    """Of any K: PPO's ratios with an advantage of each response, and a weight of each group."""
+    """An objective for any K: PPO's ratios with an advantage of each response, and a weight of each group."""
     ratios = (groups.token_logprobs - groups["old"]).exp()
     advantages = groups.per_token(groups["advantages"] * groups["weights"][:, None])
     losses = torch.maximum(-advantages * ratios, -advantages * ratios.clamp(0.8, 1.2))

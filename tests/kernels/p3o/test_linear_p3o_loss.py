@@ -460,7 +460,7 @@ def test_the_host_waits_nowhere_in_the_backward_pass_and_memory_is_bounded():
 def test_logits_beyond_2_to_the_31_within_one_buffer():
     lengths, vocabulary = [8400, 8500], 131_072
     states = random_hidden_states(sum(lengths), vocabulary, D, DEVICE, torch.bfloat16)
-    # Of another policy and a small vocabulary, for speed: the ratios are at their cap, the advantage is of the rewards.
+    # Another policy and a small vocabulary, for speed: the ratios are at their cap, the advantage is of the rewards.
     pairs = random_pairs(lengths, 64, DEVICE)
     whole, whole_gradients = run(states, pairs, "none", kl_coef=0.0, memory_budget=40 * 2**30)
     parts, gradients = run(states, pairs, "none", kl_coef=0.0, memory_budget=2 * 2**30)

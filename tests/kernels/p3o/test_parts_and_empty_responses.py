@@ -26,7 +26,7 @@ class Batch:
         self.divisor = N if clipping == "token" else len(lengths) // K
 
     def leaves(self):
-        """What the policy has, of tokens first."""
+        """The policy's inputs, those of tokens first."""
         if self.level.startswith("hidden"):
             states = self.states.leaves()
             return states.hidden, states.weight, states.bias
@@ -108,7 +108,7 @@ def test_a_prompt_without_a_pair_is_left_out(clipping, level, impl):
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("clipping", "level"), [pair for pair in EACH if pair[1] != "responses"])
 def test_an_empty_response_is_one_that_is_not_valid(clipping, level, impl):
-    """At every place, of three to a prompt; the last prompt keeps no pair."""
+    """Empty responses stand at every place, of three to a prompt; the last prompt keeps no pair."""
     K, lengths = 3, [0, 3, 2, 4, 0, 1, 2, 3, 0, 0, 0, 2, 0]
     lengths = lengths[:12]
     batch = Batch(level, lengths, clipping, K=K)

@@ -18,7 +18,7 @@ def test_a_gradient_of_another_dtype_is_rounded_once():
 
 
 def test_the_slope_at_the_cap_is_small_and_not_a_rounding_of_zero():
-    """From tanh in fp32, which is all but 1 at five times the cap, the slope could not be told."""
+    """From tanh in fp32, which is almost 1 at five times the cap, the slope could not be told."""
     torch.manual_seed(0)
     transform = LogitsTransform(softcap=5.0, temperature=0.7)
     logits = 25 + 15 * torch.rand(40, 30, dtype=torch.float64, device=DEVICE)

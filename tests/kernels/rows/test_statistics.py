@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ["eager", "triton"]
 
 
 def oracle(logits: torch.Tensor, labels: torch.Tensor):
-    """By the definitions, one token at a time."""
+    """The statistics by their definitions, one token at a time."""
     counts = labels != -100
     p = logits.softmax(1)
     entropy = torch.stack([-(row[row > 0] * row[row > 0].log()).sum() for row in p]) * counts

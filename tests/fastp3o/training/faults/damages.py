@@ -1,4 +1,4 @@
-"""What a disk does to a file."""
+"""Damages that a disk does to a file."""
 
 import os
 import random

@@ -98,7 +98,7 @@ class Scene:
         return sorted(os.listdir(self.run / "state")) if (self.run / "state").is_dir() else []
 
     def result(self) -> str:
-        """What `--resume` makes of what is there: it must end with the bits, and the lines, of the unbroken run."""
+        """Resumes from what is there: the run must end with the bits, and the lines, of the unbroken run."""
         had_state = any(".unfinished-" not in name for name in self.states())
         assert not any(self.do(self.resume)), f"cannot resume:\n{self.told()}"
         weights, metrics, evaluations = self.outcome()

@@ -21,7 +21,7 @@ from tests.fastp3o.training.faults.scenes import SCENES, Scene
 
 Count = Callable[[str, str], None]
 
-# Of all faults of a kind, those of the suite: every 25th; or one of the parts of all.
+# The suite takes every 25th fault of a kind; or one of the parts of all.
 SAMPLE = [
     pytest.param((7, 25), id="sample"),
     *(pytest.param((part, 8), id=f"part{part}", marks=pytest.mark.faults) for part in range(8)),
@@ -35,7 +35,7 @@ def sft(workplace: Path, tiny_model: str) -> Scene:
 
 
 def count_calls(scene: Scene, work: Callable[[], None]) -> int:
-    """How many file-system calls `work` makes in the run's folder."""
+    """Counts the file-system calls of `work` in the run's folder."""
     counted = scene.folder / "calls.txt"
     calls = FileCalls(scene.run)
 
@@ -100,7 +100,7 @@ def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample:
 
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_a_disk_that_is_full(sft: Scene, count: Count, sample: tuple[int, int]):
-    """From a call on, nothing can be written any more; then there is space again."""
+    """The disk is full from one call on; then there is space again."""
     total = count_calls(sft, sft.train)
     for number in numbers(total, sample):
         sft.clear()

@@ -43,12 +43,12 @@ def sft(workplace: Path, tiny_model: str) -> SharedScene:
 
 
 def with_calls(process: int, calls: FileCalls) -> Callable[[int], None]:
-    """What prepares the processes so that the calls of one are counted."""
+    """Prepares the processes so that the calls of one are counted."""
     return lambda number: calls.install() if number == process else None
 
 
 def count_calls(scene: SharedScene, process: int, work: Callable[[], None]) -> int:
-    """How many file-system calls a process makes in the run's folder in `work`."""
+    """Counts a process's file-system calls in the run's folder during `work`."""
     counted = scene.folder / "calls.txt"
     calls = FileCalls(scene.run)
 

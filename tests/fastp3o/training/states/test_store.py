@@ -1,4 +1,4 @@
-"""States of a small model: what is loaded is what was saved, and only whole ones are taken."""
+"""States of a small model load as they were saved, and only whole ones are taken."""
 
 import json
 import os
