@@ -17,7 +17,7 @@ PRECISIONS = ("auto", "fp32", "bf16-autocast", "bf16", "fp16")
 
 
 class Precision(NamedTuple):
-    """How a model computes.
+    """A model's arithmetic.
 
     name: one of PRECISIONS, except auto.
     weights: dtype of the parameters.

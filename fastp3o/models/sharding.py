@@ -76,7 +76,7 @@ def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool
 
 
 def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) -> list[Result]:
-    """`compute` of each row, of which there is at least one, in equally many passes on every process."""
+    """Computes each row, at least one, in equally many passes on every process."""
     return [compute(row) for row, _ in pad_to_longest_rank(rows, rows[0])][: len(rows)]
 
 

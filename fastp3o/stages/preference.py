@@ -51,7 +51,7 @@ class PreferenceRow(PackedRow):
 
 
 class Preferences(SupervisedTask[PreferenceRow]):
-    """What pairs and single responses have in common: the reference, the loss, sampled evaluations.
+    """Base of pairs and single responses: the reference, the loss, sampled evaluations.
 
     Before the first step the reference's log-probs are computed, or found in their file; then the reference is dropped.
 

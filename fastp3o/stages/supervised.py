@@ -71,7 +71,7 @@ class SupervisedTask(ABC, Generic[Row]):
 
     @abstractmethod
     def count(self, examples: Examples) -> int:
-        """How many tokens, prompts or pairs a batch has, which its losses are averaged over."""
+        """Number of tokens, prompts or pairs in a batch, over which its losses are averaged."""
 
     def prepared_rows(self, model: nn.Module, examples: Examples) -> list[Row]:
         with self.context.accelerator.autocast():
@@ -138,7 +138,7 @@ def train_supervised(task: SupervisedTask) -> None:
 def make_run(
     task: SupervisedTask, optimizer: Optimizer, data: dict[str, Dataset], steps: int
 ) -> tuple[Run, Callable[[], dict[str, Dataset]]]:
-    """The run, and a function for the completed data."""
+    """Makes the run, and a function for the completed data."""
     complete = cache(lambda: task.complete(this_run.stop_or_save))
 
     def evaluation() -> dict[str, float]:
@@ -154,7 +154,7 @@ def make_run(
         evaluate=evaluation if "eval_data" in data or task.samples else None,
         data={**data, "eval_prompts": task.samples and task.samples.prompts},
     )
-    # The run holds the evaluation, which completes the data: if that held the run, it would stay, with its model.
+    # The run holds the evaluation. If that held the run, both would stay in memory, with the model.
     this_run = weakref.proxy(run)
     return run, complete
 
@@ -162,7 +162,7 @@ def make_run(
 def optimizer_step(
     task: SupervisedTask[Row], optimizer: Optimizer, rows: list[Row], count: int
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """One step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
+    """Makes one step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
     accelerator, device = task.context.accelerator, task.context.device
     mean_count = accelerator.reduce(torch.tensor(float(count), device=device), "mean")
     metrics: dict[str, Tensor] = {}

@@ -69,7 +69,7 @@ class Optimizer:
         self.scaler.scale(loss).backward()
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
-        """One step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
+        """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
 
         A step whose fp16 gradient overflows is skipped, and the scale halved. Raises NotFiniteError, before anything
         has moved, if `loss` or another gradient is not finite.

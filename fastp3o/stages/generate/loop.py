@@ -65,16 +65,12 @@ def generate(config: GenerateConfig) -> Generated:
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
     manifest, done = on_main_process(accelerator, lambda: find_progress(accelerator, config, prompts, samples))
-    models = None
-    if done < len(prompts):
-        models = load_models(context, config, prompts)
+    models = load_models(context, config, prompts) if done < len(prompts) else None
 
     folder = claim(accelerator, config)
     try:
         on_main_process(accelerator, lambda: begin(config, folder, manifest, samples, done))
-        speed = 0.0
-        if models is not None:
-            speed = sample_rest(context, config, prompts, *models, samples, done)
+        speed = 0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
         generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
         generated = generated._replace(tokens_per_second=speed)
     finally:
@@ -165,7 +161,7 @@ def sample_rest(
             examples = prompts[numbers]
             with phases("sampling"):
                 groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
-            # A model that is spread over processes needs all of them; other rewards are only asked for what is kept.
+            # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
             asked = {"reward": reward} if own or isinstance(reward, ModelReward) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(0))

@@ -76,7 +76,7 @@ class SamplesFile:
         sync(self.path.parent)
 
     def line_ends(self) -> Iterator[int]:
-        """Where each prompt's line ends in the file, up to the first damaged line."""
+        """Yields the end of each prompt's line in the file, up to the first damaged line."""
         if not self.path.exists():
             return
         end = 0

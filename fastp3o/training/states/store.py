@@ -50,7 +50,7 @@ CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: its state without the tensors.
+    """The progress of a run: its state without the tensors.
 
     evaluated: whether the evaluation that is due after `step` was made. counters: states of the optimizer and other
     parts, by name. generators: states of this process's random generators.
