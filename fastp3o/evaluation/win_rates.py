@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -109,12 +110,8 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> li
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
-        split=config.split,
-        limit=config.limit,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_characters=config.max_characters,
-        skip_bad_records=config.skip_bad_records,
         columns=asked_columns([config.reward], config) if config.reward else None,
+        **config.prompt_options,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return make_prompts(prompts[:])
@@ -150,16 +147,13 @@ def win_rates(
     config: WinRateConfig, judge: Judge | None, first: Responses, second: Responses
 ) -> Iterator[tuple[str, WinRate]]:
     """Win rates of the first checkpoint, by "reward" and by "judge" as configured, each as soon as it is known."""
+    rate = partial(win_rate, responses_per_prompt=config.responses_per_prompt, seed=config.seed)
     if config.reward:
-        yield "reward", rate_of(by_reward(first, second), config)
+        yield "reward", rate(by_reward(first, second))
     if judge is not None:
         prompts, first_responses = texts(first.groups)
         _, second_responses = texts(second.groups)
-        yield "judge", rate_of(judge(prompts, first_responses, second_responses), config)
-
-
-def rate_of(verdicts: list[Verdict], config: WinRateConfig) -> WinRate:
-    return win_rate(verdicts, responses_per_prompt=config.responses_per_prompt, seed=config.seed)
+        yield "judge", rate(judge(prompts, first_responses, second_responses))
 
 
 def by_reward(first: Responses, second: Responses) -> list[Verdict]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from fastp3o.config import TOKENS_PER_ROW, SamplerConfig, option, required
 from fastp3o.data.encoding import LONGEST_TEXT
+from fastp3o.data.loading import Options
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.sampler import SamplingSettings
 
@@ -40,6 +41,17 @@ class SamplingConfig(SamplerConfig):
         at_least=0,
         at_most=1,
     )
+
+    @property
+    def prompt_options(self) -> Options:
+        """Options of `load_prompts`."""
+        return {
+            "split": self.split,
+            "limit": self.limit,
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "max_characters": self.max_characters,
+            "skip_bad_records": self.skip_bad_records,
+        }
 
     def sampling_settings(self) -> SamplingSettings:
         return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)

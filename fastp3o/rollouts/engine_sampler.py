@@ -127,14 +127,11 @@ class EngineSampler:
         """The last engine, so that its graph serves again, if its shapes stay and it has the room; but not if it takes
         more than the memory (bytes) allowed now: an optimizer takes its own after the first rollouts.
         """
-        last = self.engine
-        if last is None or not last.static or not last.room.holds(room) or not self.fits(last.room, room, memory):
+        last, most_tokens = self.engine, max(room.tokens, memory // self.bytes_per_token())
+        if last is None or not last.static or not last.room.holds(room) or last.room.tokens > most_tokens:
             self.engine = None  # gives its memory back before the next one takes any
             self.engine = self.new_engine(room, end_ids)
         return cast(Engine, self.engine)
-
-    def fits(self, larger: Room, room: Room, memory: int) -> bool:
-        return larger.tokens <= max(room.tokens, memory // self.bytes_per_token())
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
         given = self.policy, self.shapes, room, end_ids, self.settings

@@ -54,13 +54,9 @@ def generate(config: GenerateConfig) -> Generated:
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
-        split=config.split,
-        limit=config.limit,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_characters=config.max_characters,
-        skip_bad_records=config.skip_bad_records,
         columns=asked_columns([config.reward], config),
         as_given=True,
+        **config.prompt_options,
     )
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
