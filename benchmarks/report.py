@@ -20,7 +20,7 @@ RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
 BOTH = "forward and backward"
-# Levels with runs of their own on a CPU, where they take long.
+# Levels that run by themselves on a CPU, where they take long.
 SEPARATE_RUNS = ("iteration", "rollouts")
 # The operation that a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}

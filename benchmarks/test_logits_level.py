@@ -44,7 +44,7 @@ class Logits:
     def restored(self) -> Tensor:
         with torch.no_grad():
             self.leaf.copy_(self.source)
-        # Not a leaf, whose values would have to be kept.
+        # A leaf's values would have to be kept.
         return self.leaf.view_as(self.leaf)
 
     def copy(self) -> bare_operations.BareOperation:

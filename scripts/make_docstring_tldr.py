@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-MIN_PROSE_WORDS = 8  # a list of parameters alone is no post
+MIN_PROSE_WORDS = 8  # a bare list of parameters is no post
 FIRST_PACKAGES = ("torch", "numpy")
 # Docstrings of tests repeat each other; the other folders hold copies of packages.
 SKIPPED_FOLDERS = {
@@ -194,7 +194,7 @@ def is_summary(line: str, bounds: Bounds) -> bool:
 
 
 def readable_body(text: str, bounds: Bounds) -> str | None:
-    """The leading blocks within the maximum length; None where they are too short or have too little prose."""
+    """The leading blocks within the maximum length; None if they are too short or have too little prose."""
     kept: list[Block] = []
     words = 0
     for block in blocks(text):
@@ -404,7 +404,7 @@ def write_split(folder: Path, split: str, pairs: list[Pair], rng: random.Random)
 
 
 def totals(sources: list[Source]) -> str:
-    """What was found, in one line; the first source is the standard library."""
+    """Describes what was found in one line; the first source is the standard library."""
     library, *packages = (len(source.pairs) for source in sources)
     given = f", {sum(packages)} from {sum(map(bool, packages))} packages" if any(packages) else ""
     return f"{library + sum(packages)} docstrings with a summary: {library} from the standard library{given}"

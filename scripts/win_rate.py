@@ -1,4 +1,4 @@
-"""How often one checkpoint's responses beat another's. `python scripts/win_rate.py --help` explains every option.
+"""The win rate of one checkpoint against another. `python scripts/win_rate.py --help` explains every option.
 
 python scripts/win_rate.py --first runs/p3o/model --second runs/ppo/model --prompts data.jsonl --reward runs/rm/model
 """

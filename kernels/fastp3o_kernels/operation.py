@@ -57,7 +57,7 @@ def uncompiled(function: Function) -> Function:
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function, which raises RuntimeError where a graph of the gradients is asked for.
+    """Makes the backward of an autograd function raise RuntimeError if a graph of the gradients is asked for.
 
     PyTorch would take the gradients for constants, so that a penalty on them would train nothing.
     """

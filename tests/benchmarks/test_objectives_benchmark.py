@@ -1,4 +1,4 @@
-"""What is timed beside each other computes the same."""
+"""The ways that are timed against each other compute the same."""
 
 import pytest
 import torch

@@ -126,7 +126,7 @@ def advantage_difference(
 
 
 def preference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """How much more than the reference a policy prefers y1 to y2, [Q]: u of the joint loss."""
+    """A policy's preference of y1 over y2 less the reference's, [Q]: u of the joint loss."""
     log_ratios = logprobs - ref_logprobs
     return log_ratios[:, 0] - log_ratios[:, 1]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# As ignore_index: no label is ignored.
+# This ignore_index ignores no label.
 NO_LABEL = -(2**31)
 
 

@@ -22,7 +22,7 @@ STATISTICS = ("entropy", "mean_logit", "is_top")
 
 @copyable
 class TokenOutputs(NamedTuple):
-    """[N] each; None where it was not asked for. A token whose label is ignored has 0, and False.
+    """Values of N tokens, [N] each; None if not asked for. A token whose label is ignored has 0, and False.
 
     logprobs: of the labels, in nats, differentiable.
     entropy: −Σ p log p in nats, differentiable. Tokens of probability 0 add nothing.

@@ -44,7 +44,7 @@ def make_models(folder: Path, tiny_model: str) -> None:
 
 
 def save_model(folder: Path, tiny_model: str, **settings: int) -> None:
-    """With a head of its own: a tied one cannot be missing."""
+    """A model with an untied head: a tied one cannot be missing."""
     torch.manual_seed(0)
     config = LlamaConfig.from_pretrained(tiny_model, tie_word_embeddings=False, **settings)
     LlamaForCausalLM(config).save_pretrained(folder)

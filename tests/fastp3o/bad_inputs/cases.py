@@ -1,4 +1,4 @@
-"""What users can get wrong, each with the line that they must read.
+"""Mistakes that users can make, each with the line that they must read.
 
 A case adds flags to a run that would work, writes files into its folder first, and ends in `message`: an error of its
 own, or one line under argparse's usage. Folders under `models/` are those of `broken_models.py`. CONFIGURED are the
@@ -401,7 +401,7 @@ PAIR = {"prompt": "Say tree:", "chosen": " tree", "rejected": " zzz"}
 DEMONSTRATION = {"prompt": "Say tree:", "label": " tree"}
 USER, REPLY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 
-# Of a second line behind a good one: (what it is, what is said behind `data.jsonl record 2`).
+# Second lines after a good one: (the line, the message after `data.jsonl record 2`).
 PROMPTS = [
     ("{", ": expected valid JSON, got text that is not"),
     ('{"prompt": "a"} {"prompt": "b"}', ": expected valid JSON, got text that is not (Extra data"),
@@ -489,7 +489,7 @@ UNPAIRED = [
     ({"prompt": "a", "completion": "b", "label": "b"}, " field 'label': expected true or false, whether the"),
     ({"prompt": "a", "label": True}, " field 'completion': expected text, got nothing: the field is missing"),
 ]
-# Of a first line, with the tokenizer of models/chat.
+# First lines, with the tokenizer of models/chat.
 MESSAGES = [
     ({"messages": []}, " field 'messages': expected a list of messages, got a list of 0"),
     ({"messages": "Hi"}, " field 'messages': expected a list of messages, got a string"),

@@ -76,7 +76,7 @@ class BegunError(BaseException):
 
 
 def taken(main: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> BegunError | None:
-    """How a script's main function begins; None if it refuses in one line, which is checked."""
+    """The beginning of a script's main function; None if it refuses in one line, which is checked."""
     capfd.readouterr()
     try:
         main()

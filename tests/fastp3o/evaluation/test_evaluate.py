@@ -18,7 +18,7 @@ K = 3
 
 @pytest.fixture
 def evaluation(tiny_model, tokenizer) -> Evaluation:
-    """Of a policy that has moved away from its reference; one reward is the response's length."""
+    """Evaluation of a policy that has moved away from its reference; one reward is the response's length."""
     policy = load_policy(tiny_model)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -37,7 +37,7 @@ def says(text: str | None, **more) -> bytes:
 
 
 class Question(NamedTuple):
-    """What a request asks, and the how-manieth request it is."""
+    """The content of a request, and its number."""
 
     prompt: str
     first: str

@@ -1,4 +1,4 @@
-"""What can go wrong between a loss and another trainer, and the tests that would notice.
+"""Mistakes between a loss and another trainer, and the tests that would notice.
 
 your own loop:
 - hidden states or mask shifted, prompts counted

@@ -116,7 +116,7 @@ GROUPS = {"pairs": PAIRS, "fours": FOURS}
 
 @dataclass
 class Rollout:
-    """What a loss knows of the responses next to the policy: moved a little since, and a reference further away."""
+    """A loss's constants of the responses: the old policy, moved a little since, and a reference further away."""
 
     old: list[Tensor]  # log-probabilities of each response's tokens
     ref: list[Tensor]

@@ -38,7 +38,7 @@ def test_a_difference_of_all_responses_is_measured_in_nats():
 
 
 def test_the_other_row_is_no_longer_than_the_one_that_trains(monkeypatch):
-    """Where many responses share a long prompt, each with a prompt of its own would be several times as long."""
+    """Where many responses share a long prompt, each with its own prompt would be several times as long."""
     model = PackedModel(random_model("llama"))
     rollouts, microbatch = rollouts_and_microbatch(model, FOURS)
     lengths = []
