@@ -220,7 +220,7 @@ class Loads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.references = 0
         self.in_memory: list[int] = []
-        load, prepared = models.load_policy, supervised.prepared_rows
+        load, prepared = models.load_policy, supervised.SupervisedTask.prepared_rows
 
         def loads(*arguments, **options) -> PackedModel:
             self.references += 1
@@ -231,7 +231,7 @@ class Loads:
             return prepared(*arguments)
 
         monkeypatch.setattr(models, "load_policy", loads)
-        monkeypatch.setattr(supervised, "prepared_rows", looks)
+        monkeypatch.setattr(supervised.SupervisedTask, "prepared_rows", looks)
 
 
 @pytest.fixture
