@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,7 +13,7 @@ from email.utils import parsedate_to_datetime
 from typing import TypeVar
 from urllib.request import getproxies, proxy_bypass
 
-import httpx2
+import httpx
 
 from fastp3o.errors import UserError
 
@@ -79,7 +80,7 @@ class Endpoint:
             raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
-        self.certificates = httpx2.create_ssl_context()
+        self.certificates = ssl.create_default_context()
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         """Posts a JSON body and returns `read_answer` of the answer's bytes. On a wrong answer `read_answer` raises
@@ -107,7 +108,7 @@ class Endpoint:
         except TimeoutError as error:
             late = f"timed out, no end of the answer within {self.timeout:g} s"
             raise AttemptError(f"does not answer: TimeoutError: {late}") from error
-        except (httpx2.HTTPError, OSError) as error:
+        except (httpx.HTTPError, OSError) as error:
             cause = first_cause(error)
             raise AttemptError(f"does not answer: {type(cause).__name__}: {cause}") from error
         what = f"answered with status {status}: {self.excerpt(answer)}"
@@ -128,7 +129,7 @@ class Endpoint:
         """
         async with (
             asyncio.timeout(self.timeout),
-            httpx2.AsyncClient(verify=self.certificates, proxy=self.proxy, trust_env=False, timeout=None) as client,
+            httpx.AsyncClient(verify=self.certificates, proxy=self.proxy, trust_env=False, timeout=None) as client,
             client.stream("POST", self.url, content=body, headers=self.headers) as response,
         ):
             answer = bytearray()
@@ -176,7 +177,7 @@ def check_url(url: str) -> str:
 
 def environment_proxy(url: str) -> str | None:
     """The environment's proxy for https. Raises ValueError if it cannot be one."""
-    parts, proxy = httpx2.URL(url), getproxies().get("https")
+    parts, proxy = httpx.URL(url), getproxies().get("https")
     if parts.scheme == "http" or not proxy or proxy_bypass(parts.host):
         return None
     proxy_url = proxy if "://" in proxy else f"http://{proxy}"
@@ -189,9 +190,9 @@ def environment_proxy(url: str) -> str | None:
 def names_server(url: str) -> bool:
     """Whether a URL is of http or https, with a host and a port that a socket can take."""
     try:
-        parts = httpx2.URL(url)
+        parts = httpx.URL(url)
         parts.host.encode("idna")  # refuses empty and overlong labels
-    except (httpx2.InvalidURL, UnicodeError):
+    except (httpx.InvalidURL, UnicodeError):
         return False
     host_fits = parts.host and "%" not in parts.host  # httpx quotes what no host can hold
     return bool(parts.scheme in ("http", "https") and host_fits and (parts.port is None or 0 < parts.port < 2**16))

@@ -75,7 +75,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(path: str, reply: Callable[[Any], Reply], question: Callable[[dict, int], Any]) -> Iterator[Server]:
     """question: makes of a request's body, and of its number from 1, what `reply` is called with."""
-    anyio.run(anyio.sleep, 0)  # httpx2 would load it with the first request, within that request's time limit
+    anyio.run(anyio.sleep, 0)  # httpx would load it with the first request, within that request's time limit
     server = Server(path, reply, question)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
