@@ -21,6 +21,11 @@ class Reply(NamedTuple):
     lacks: int = 0  # bytes that are announced and not sent
 
 
+def time_limit(reply: Reply) -> float:
+    """Seconds for an attempt: few only if the reply is late, since a busy machine is slow to send any other."""
+    return 0.2 if reply.delay or reply.drop or reply.head_drop else 5.0
+
+
 class Server(ThreadingHTTPServer):
     """Answers requests to its path with `reply(question(body, number))` and keeps them."""
 

@@ -26,7 +26,7 @@ from fastp3o.evaluation.judge import (
     parse_verdict,
 )
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile, win_rate
-from tests.fastp3o.local_server import Reply, Server, always, serving
+from tests.fastp3o.local_server import Reply, Server, always, serving, time_limit
 
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
 KEY = "sk-secret-of-the-tests"
@@ -87,7 +87,7 @@ def base(server: Server) -> str:
 
 
 def judge_at(url: str, path: Path | None = None, model: str = "m", requests: int = 4, **changes) -> EndpointJudge:
-    patience = {"timeout": 0.2, "retries": 2, "backoff": 0.01, "longest_wait": 2.0} | changes
+    patience = {"timeout": 5.0, "retries": 2, "backoff": 0.01, "longest_wait": 2.0} | changes
     return EndpointJudge(ChatEndpoint(url, model, **patience), path=path, requests=requests)
 
 
@@ -210,7 +210,7 @@ def test_agreement_does_not_depend_on_names_or_order(one, other):
 )
 def test_trouble_that_passes_is_sat_out(server, trouble):
     server.reply = then_fine(trouble, trouble)
-    assert judge_at(base(server))(["p"], ["long"], ["b"]) == [FIRST]
+    assert judge_at(base(server), timeout=time_limit(trouble))(["p"], ["long"], ["b"]) == [FIRST]
     assert len(server.requests) == 4
 
 
@@ -248,7 +248,7 @@ def test_retry_after_as_seconds_date_or_nonsense():
 def test_trouble_that_stays_is_an_error_after_retries(server, trouble, message):
     server.reply = lambda question: trouble
     with pytest.raises(EndpointError, match=f"(?s){base(server)}/chat/completions .*{message}"):
-        judge_at(base(server), requests=1)(["p"], ["long"], ["b"])
+        judge_at(base(server), requests=1, timeout=time_limit(trouble))(["p"], ["long"], ["b"])
     assert len(server.requests) == 3
 
 
@@ -288,7 +288,7 @@ def test_drops_take_no_longer_than_an_attempt_may(server, drops):
     server.reply = always(body=says("[[A]]"), **drops)
     start = time.monotonic()
     with pytest.raises(EndpointError, match="no end of the answer"):
-        judge_at(base(server), requests=1, retries=0)(["p"], ["long"], ["b"])
+        judge_at(base(server), requests=1, retries=0, timeout=0.2)(["p"], ["long"], ["b"])
     assert time.monotonic() - start < 1
 
 

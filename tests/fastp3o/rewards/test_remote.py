@@ -15,7 +15,7 @@ from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Prompt
 from tests.fastp3o.groups import groups_of_texts
-from tests.fastp3o.local_server import Reply, Server, always, serving
+from tests.fastp3o.local_server import Reply, Server, always, serving, time_limit
 
 
 class Question(NamedTuple):
@@ -48,7 +48,7 @@ class EndpointConfig(RemoteConfig):
 
 
 def reward_at(url: str, **settings) -> RemoteReward:
-    reward = RemoteReward(url, EndpointConfig(**({"reward_timeout": 0.3, "reward_retries": 2} | settings)))
+    reward = RemoteReward(url, EndpointConfig(**({"reward_timeout": 5.0, "reward_retries": 2} | settings)))
     reward.endpoint.backoff = 0.01
     return reward
 
@@ -115,7 +115,7 @@ def test_the_key_is_sent_along_and_never_shown(server, monkeypatch):
 )
 def test_trouble_that_passes_is_sat_out(server, trouble):
     server.reply = lambda question: trouble if question.number < 3 else lengths(question)
-    assert reward_at(server.url)(GROUPS).tolist() == RIGHT
+    assert reward_at(server.url, reward_timeout=time_limit(trouble))(GROUPS).tolist() == RIGHT
     assert len(server.requests) == 3
 
 
@@ -126,14 +126,14 @@ def test_trouble_that_passes_is_sat_out(server, trouble):
         (Reply(body=b"<html>Welcome</html>"), r"Welcome</html> — which is not JSON \(attempts: 3\)"),
         (Reply(body=b"[" * 100_000), r"which is not JSON \(attempts: 3\)"),
         (Reply(body=rewards([1] * 6), delay=0.6), r"does not answer: TimeoutError: .* \(attempts: 3\)"),
-        (Reply(body=rewards([1] * 6), drop=0.05), r"no end of the answer within 0.3 s \(attempts: 3\)"),
+        (Reply(body=rewards([1] * 6), drop=0.05), r"no end of the answer within 0.2 s \(attempts: 3\)"),
     ],
     ids=["broken", "another page", "nested", "late", "in drops"],
 )
 def test_trouble_that_stays_is_named_after_all_attempts(server, trouble, said):
     server.reply = lambda question: trouble
     with pytest.raises(EndpointError, match=f"(?s){server.url} .*{said}"):
-        reward_at(server.url)(GROUPS)
+        reward_at(server.url, reward_timeout=time_limit(trouble))(GROUPS)
     assert len(server.requests) == 3
 
 
@@ -191,8 +191,8 @@ def test_a_connection_that_opens_after_the_time_limit_is_not_used(server, monkey
         return find_address(*arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", find_late)
-    with pytest.raises(EndpointError, match=r"no end of the answer within 0.3 s \(attempts: 1\)"):
-        reward_at(server.url.replace("127.0.0.1", "localhost"), reward_retries=0)(GROUPS)
+    with pytest.raises(EndpointError, match=r"no end of the answer within 0.2 s \(attempts: 1\)"):
+        reward_at(server.url.replace("127.0.0.1", "localhost"), reward_retries=0, reward_timeout=0.2)(GROUPS)
     assert not server.requests
 
 
