@@ -4,10 +4,15 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 # Triton reads the variable when it is first imported, and transformers imports triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A busy machine takes longer than hypothesis's fifth of a second for an example that is fine.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
