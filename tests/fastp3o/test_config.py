@@ -105,7 +105,7 @@ def test_help_says_the_bounds(capsys):
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parse(P3OConfig, ["--help"])
-    assert "Beta, weight of the KL" in capsys.readouterr().out
+    assert "Beta, the weight of the KL" in capsys.readouterr().out
 
 
 def test_evaluations_come_regularly_at_given_updates_and_last():
