@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command and under 8 minutes: `bash benchmarks/run_gpu.sh [FOLDER]`.
 #
-# On a CUDA machine that has torch, triton and pytest-benchmark it runs the kernels' tests, compute-sanitizer where that
-# is installed, and the benchmark suite beside whichever peers are installed, and prints a short table last. Whole updates
-# of a policy need what fastp3o needs; where that is absent, the rest is measured. Results go to FOLDER, or to $OUT, or
-# to benchmarks/results. Uses `python3` as it is (FASTP3O_PYTHON for another). Wheels in a folder .whl, if there is one,
-# are unpacked beside it: pytest-benchmark and peers for a machine without a network. Without a GPU it does the same at
+# On a CUDA machine that has torch, triton and pytest-benchmark it runs the kernels' tests, compute-sanitizer if that is
+# installed, and the benchmark suite with the peers that are installed, and prints a short table last. Whole updates of a
+# policy need the trainer's packages; without them the rest is measured. Results go to FOLDER, or to $OUT, or to
+# benchmarks/results. It uses `python3` as it is (FASTP3O_PYTHON for another). Wheels in a folder .whl, if there is one,
+# are unpacked for it: pytest-benchmark and peers for a machine without a network. Without a GPU it does the same at
 # small sizes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -22,7 +22,7 @@ if compgen -G ".whl/*.whl" > /dev/null; then
 fi
 device=$("$PYTHON" -c 'import torch; print("gpu" if torch.cuda.is_available() else "cpu")') || exit 1
 
-# What runs at most how long: a part that hangs must not take the others' time.
+# run SECONDS LOG COMMAND...: stops a part that hangs, so that it does not take the others' time.
 run() {
     local seconds=$1 log=$2
     shift 2
@@ -39,15 +39,16 @@ mkdir -p "$RESULTS/tests"
 processes=()
 for file in "${files[@]}"; do
     [[ $file == *test_compile.py ]] && continue
-    run 150 "tests/$(basename "$file" .py).log" "$PYTHON" -m pytest "$file" -q -p no:cacheprovider --durations=3 &
+    name="${file#tests/kernels/}"
+    run 150 "tests/${name//\//-}.log" "$PYTHON" -m pytest "$file" -q -p no:cacheprovider --durations=3 &
     processes+=($!)
 done
-# Of the trainer: the attention's backends, and whole runs in every precision.
+# The trainer's tests on a GPU: the attention's backends, and whole runs in every precision.
 run 150 tests/test_trainer.log "$PYTHON" -m pytest tests/fastp3o/models/test_attention.py tests/fastp3o/models/test_reference.py \
     tests/fastp3o/models/test_packed_model.py tests/fastp3o/stages/test_online.py -k "gpu or flash or varlen or first_ratio or half_precision" \
     -q -p no:cacheprovider --durations=3 &
 processes+=($!)
-# Of the engine: CUDA graphs, compiled steps.
+# The engine's: CUDA graphs, compiled steps.
 run 150 tests/test_engine.log "$PYTHON" -m pytest tests/fastp3o/rollouts/test_engine_on_gpu.py -q -p no:cacheprovider --durations=3 &
 processes+=($!)
 tests=0
