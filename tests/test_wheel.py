@@ -97,6 +97,7 @@ def test_it_needs_torch_and_triton_alone_and_the_trainer_is_an_extra(distributio
     assert added_by("trainer") == {
         "accelerate",
         "datasets",
+        "httpx",
         "matplotlib",
         "psutil",
         "pyyaml",
