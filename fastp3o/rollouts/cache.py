@@ -81,12 +81,22 @@ def fitting_room(
 def available_memory(device: torch.device) -> int:
     """Bytes that the cache may take of the memory that is free now."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        free = torch.cuda.mem_get_info(device)[0] + unused
+        # What torch keeps after that is fragments beside tensors, and the cache is one piece.
+        return_unused_memory(device)
+        free = torch.cuda.mem_get_info(device)[0]
     else:
         # Processes of one machine share what is free.
         free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return int(SHARE * free)
+
+
+def return_unused_memory(device: torch.device) -> None:
+    """Returns whole blocks that torch keeps for later to the device. Without it, tensors that stay, such as an
+    optimizer's moments, would be put into the block of a cache that was released, and the next would need another.
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 class Cache:

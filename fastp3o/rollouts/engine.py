@@ -58,7 +58,7 @@ class Engine:
         self.body = CompiledBody(policy) if compiles else policy.hidden_states
         self.head = policy.head()
         self.captures = device.type == "cuda" if graph is None else graph
-        self.graph = StepGraph()
+        self.graph = StepGraph(device)
 
     @torch.no_grad()
     def run(self, prompts: Sequence[Ids], keys: Tensor) -> tuple[list[list[Ids]], list[list[list[float]]]]:

@@ -13,7 +13,7 @@ from fastp3o.config import SamplerConfig
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room
+from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room, return_unused_memory
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.prefill import layer_shapes
@@ -109,6 +109,7 @@ class EngineSampler:
             self.engine.release_memory()
         else:
             self.engine = None
+        return_unused_memory(self.policy.model.device)
 
     def room_for(self, prompts: list[Prompt], responses_per_prompt: int, memory: int) -> Room:
         longest = max(len(prompt.ids) for prompt in prompts) - 1

@@ -1,11 +1,13 @@
 """Faster steps of the engine: a step as a CUDA graph, and the body's pass compiled by torch."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 from transformers.utils.logging import get_logger
 
 from fastp3o.models.packed_model import PackedModel
@@ -21,46 +23,95 @@ class StepGraph:
     step is captured again once one has moved; weights may change in place between replays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.graph: torch.cuda.CUDAGraph | None = None
         self.addresses: list[int] = []
         self.fails = False
 
     def ready(self, step: Callable[[], None], tensors: Sequence[Tensor]) -> Callable[[], None]:
-        """A function that does one step, valid until a tensor moves. Capturing does two steps first.
+        """A function that does one step, valid until a tensor moves. Capturing does up to two steps first.
 
-        step: runs on the current stream, and never reads the device. tensors: all that it uses and that outlive it.
+        step: runs on the current stream, and never reads the device. One that fails on its way must have changed
+        nothing that the next one would not write again. tensors: all that it uses and that outlive it.
         """
         if self.fails:
             return step
         addresses = [tensor.data_ptr() for tensor in tensors]
         if self.graph is None or addresses != self.addresses:
             self.graph = None  # gives its memory back before the next one takes any
-            self.graph, self.addresses = self.capture(step), addresses
+            with torch.cuda.device(self.device):
+                self.graph, self.addresses = self.capture(step), addresses
         return step if self.graph is None else self.graph.replay
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Captures the step. Returns None, after a warning, if that fails."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            # In the first steps libraries set themselves up and kernels are compiled, which a capture forbids.
-            step()
-            step()
-        torch.cuda.current_stream().wait_stream(stream)
+        """Captures the step on the current device. Returns None, after a warning, if that fails."""
+        current, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+        side.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.stream(side):
+                # Libraries set themselves up in it and kernels are compiled, which a capture forbids.
                 step()
-        except Exception as error:  # whatever a model does that a graph cannot hold
-            self.fails = True
-            torch.cuda.synchronize()
-            logger.warning(
-                f"sampling runs without a CUDA graph, several times slower: capturing a step failed with: {error}"
-            )
-            return None
+            try:
+                # A capture that fails costs more than one that is not begun.
+                with torch.cuda.stream(side), waits_forbidden():
+                    step()
+                with capturing(graph, side):
+                    step()
+            except Exception as error:  # whatever a model does that a graph cannot hold
+                self.fails = True
+                torch.cuda.synchronize()
+                # Ending a capture that has failed raises an error of its own.
+                logger.warning(
+                    "sampling runs without a CUDA graph, several times slower: capturing a step failed with: "
+                    f"{error.__context__ or error}"
+                )
+                return None
+        finally:
+            current.wait_stream(side)
         return graph
+
+
+@functools.cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """The stream of all captures: libraries keep a workspace of tens of megabytes for each stream."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def waits_forbidden() -> Iterator[None]:
+    """Within the block torch raises where the host would wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """`torch.cuda.graph`, after whose failure the process can go on.
+
+    Where ending a capture raises, torch 2.11 leaves the side stream current, its allocator's pool open, so that memory
+    can no more be given back, and the generator of random numbers in the state of a capture, so that it refuses.
+    """
+    current, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    try:
+        # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            yield
+    except Exception:
+        torch.cuda.set_stream(current)
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # raised if the capture did end, and its pool with it
+            _cuda_endAllocateToPool(device, pool)
+            _cuda_releasePool(device, pool)
+        graph.reset()
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 # Caches of the steps in progress, the newest last: a custom operation takes only tensors and numbers.

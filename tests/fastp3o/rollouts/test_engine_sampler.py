@@ -135,6 +135,26 @@ def test_memory_limits_the_prompts_and_is_given_back(policy, tokenizer, prompts,
     assert sampler.engine.cache.memory.untyped_storage().nbytes() == 0
 
 
+def test_memory_that_is_given_back_goes_to_the_device(policy, tokenizer, prompts, monkeypatch):
+    """While torch keeps it, an optimizer's moments go into it, and the next cache has no room."""
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=3, batch_size=P, memory=10**6)
+    sizes = []
+
+    def returned(device):
+        engine = sampler.engine
+        sizes.append(0 if engine is None else engine.cache.memory.untyped_storage().nbytes())
+
+    def static(*given, **options):
+        return Engine(*given, static=True, **options)
+
+    monkeypatch.setattr(engine_sampler, "Engine", static)
+    monkeypatch.setattr(engine_sampler, "return_unused_memory", returned)
+    for _ in range(2):
+        sampler(tokenised(tokenizer, prompts), K, 0)
+    assert sizes == [0, 0]
+    assert sampler.engine is not None
+
+
 def test_an_engine_that_has_become_too_large_gives_way(policy, tokenizer, prompts, monkeypatch):
     """Its room was that of the first call; by the second an optimizer has taken most of it."""
     rooms = []

@@ -1,8 +1,11 @@
+from contextlib import nullcontext
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.rollouts.cache import MOST_SLOTS, Cache, LayerShape, Room, available_memory, fitting_room
+from fastp3o.rollouts import cache
+from fastp3o.rollouts.cache import MOST_SLOTS, SHARE, Cache, LayerShape, Room, available_memory, fitting_room
 
 
 def room(memory: int, *, prompts: int = 8, K: int = 2, longest: int = 10, response: int = 5) -> Room:
@@ -42,3 +45,19 @@ def test_the_cache_takes_what_the_room_says():
 
 def test_a_part_of_what_is_free_is_available():
     assert available_memory(torch.device("cpu")) > 0
+
+
+def test_fragments_beside_tensors_are_not_free(monkeypatch):
+    """Of 100 GB torch holds 40 in tensors, 30 in whole blocks and 20 in what is left of split ones."""
+    kept = {"whole": 30, "fragments": 20}
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.update(whole=0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 - sum(kept.values()), 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 + sum(kept.values()))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40)
+    assert available_memory(torch.device("cuda")) == int(SHARE * 40)
+
+
+def test_nothing_is_returned_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: 1 / 0)
+    cache.return_unused_memory(torch.device("cpu"))
