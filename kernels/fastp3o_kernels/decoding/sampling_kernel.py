@@ -32,21 +32,22 @@ def race_kernel(
     steps_ptr,  # [R] int64
     tokens_ptr,  # [R] int64, out
     logprobs_ptr,  # [R] fp32, out
+    sums_ptr,  # [R, BLOCKS] fp32, scratch
     row_stride,
     V: tl.constexpr,
     B: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_AT_ONCE: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,  # a power of two
 ):
     """As `sampling.race`: blocks of B tokens race first, by their logsumexp, then the tokens of the winning block."""
     slot = tl.program_id(0).to(tl.int64)
     logits_ptr += slot * row_stride
+    sums_ptr += slot * BLOCKS
     key = tl.load(keys_ptr + slot)
     number = tl.load(steps_ptr + slot) * (B + BLOCKS)
     in_block = tl.arange(0, B)
     t = tl.arange(0, BLOCKS_AT_ONCE)
-    best = tl.full([BLOCKS_AT_ONCE], -float("inf"), tl.float64)
-    winners = tl.zeros([BLOCKS_AT_ONCE], tl.int32)
     running_max = tl.full([BLOCKS_AT_ONCE], -float("inf"), tl.float32)
     total = tl.zeros([BLOCKS_AT_ONCE], tl.float32)
     for first in range(0, BLOCKS, BLOCKS_AT_ONCE):
@@ -57,15 +58,16 @@ def race_kernel(
         # If every logit is -inf there is no maximum to subtract.
         base = tl.where(block_max == -float("inf"), 0.0, block_max)
         block_sum = tl.sum(tl.exp(x - base[:, None]), axis=1)
-        score = (base + tl.log(block_sum)).to(tl.float64) - tl.log(exponentials(key, number + B + block))
-        better = score > best
-        best = tl.where(better, score, best)
-        winners = tl.where(better, block, winners)
+        tl.store(sums_ptr + block, base + tl.log(block_sum), mask=block < BLOCKS)
         new_max = tl.maximum(running_max, block_max)
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
         total = total * tl.exp(running_max - base) + block_sum * tl.exp(block_max - base)
         running_max = new_max
-    winner = tl.max(tl.where(t == tl.argmax(best, axis=0), winners, 0), axis=0)
+    # In the loop all threads of a warp would draw a block's number, in fp64; so each draws that of another block.
+    tl.debug_barrier()
+    block = tl.arange(0, ALL_BLOCKS)
+    sums = tl.load(sums_ptr + block, mask=block < BLOCKS, other=-float("inf"))
+    winner = tl.argmax(sums.to(tl.float64) - tl.log(exponentials(key, number + B + block)), axis=0)
     tokens = winner * B + in_block
     x = tl.load(logits_ptr + tokens, mask=tokens < V, other=-float("inf")).to(tl.float32)
     chosen = tl.argmax(x.to(tl.float64) - tl.log(exponentials(key, number + in_block)), axis=0)
@@ -77,16 +79,23 @@ def race_kernel(
 
 
 def tile(V: int, B: int) -> dict[str, int]:
-    return {"BLOCKS": triton.cdiv(V, B), "BLOCKS_AT_ONCE": max(min(TILE, triton.next_power_of_2(V)) // B, 1)}
+    blocks = triton.cdiv(V, B)
+    return {
+        "BLOCKS": blocks,
+        "BLOCKS_AT_ONCE": max(min(TILE, triton.next_power_of_2(V)) // B, 1),
+        "ALL_BLOCKS": triton.next_power_of_2(blocks),
+    }
 
 
 def launch_race(logits: Tensor, keys: Tensor, steps: Tensor, B: int) -> tuple[Tensor, Tensor]:
     """Tokens [R] int64 and their log-probabilities [R] fp32, in one launch. B: size of a block, a power of two."""
     R, V = logits.shape
+    blocks = tile(V, B)
     tokens = torch.empty(R, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(R, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(R, blocks["BLOCKS"], dtype=torch.float32, device=logits.device)
     with torch.cuda.device_of(logits):
         race_kernel[(R,)](
-            logits, keys, steps, tokens, logprobs, logits.stride(0), V=V, B=B, **tile(V, B), num_warps=WARPS
+            logits, keys, steps, tokens, logprobs, sums, logits.stride(0), V=V, B=B, **blocks, num_warps=WARPS
         )
     return tokens, logprobs

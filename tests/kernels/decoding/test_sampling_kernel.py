@@ -74,7 +74,7 @@ def test_layouts(view):
 
 @pytest.mark.skipif(not INTERPRET, reason="counted in the interpreter")
 def test_one_launch_reads_the_logits_once(monkeypatch):
-    R, V = 3, 20_000
+    R, V = 3, 128_256
     logits, numbers = torch.randn(R, V), torch.arange(R)
     with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
         sample_tokens(logits, numbers, numbers, impl="triton")
