@@ -121,7 +121,7 @@ def logits_configuration(
     """out: dtype of the gradient, None for a kernel without."""
     constants = {"HAS_BIAS": bias, "HAS_SOFTCAP": cap, "V": V, "BLOCK_V": logits_kernel.block_size(V)}
     pointers = {"logits_ptr": dtype, "bias_ptr": "bf16" if bias else "fp32"}
-    if kernel == "logprobs_kernel":
+    if out is None:
         constants["GROUP"] = logits_kernel.LOAD_BYTES // ELEMENT_BYTES[dtype]
     if out is not None:
         constants["HAS_ENTROPY"] = entropy

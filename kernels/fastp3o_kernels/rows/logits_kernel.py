@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastp3o_kernels.rows.approximations_kernel import LN2, LOG2E, exp2, reciprocal
 from fastp3o_kernels.rows.rows import Rows
 
 # One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
@@ -17,6 +18,10 @@ WARPS = 8
 # A thread's 16-byte load: the largest logit so far is kept for each of these groups, so that the loop over the
 # vocabulary needs no exchange between threads.
 LOAD_BYTES = 16
+# Where a maximum begins, in fp32: -inf minus it is -inf, and not NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Base-2 log-probability below which a probability is 0; a product with it is 0, too, and not NaN.
+LEAST_LOG2 = tl.constexpr(-256.0)
 
 
 @triton.jit
@@ -24,7 +29,7 @@ def tanh_and_slope(z):
     """tanh z, to an ulp or two of fp32, and 1 - tanh² z, also where tanh is rounded to 1."""
     size = tl.abs(z)
     # exp overflows to infinity where tanh is 1.
-    r = 1.0 / (tl.exp(2.0 * size) + 1.0)
+    r = reciprocal(exp2(size * (2.0 * LOG2E)) + 1.0)
     far = tl.where(z < 0.0, 2.0 * r - 1.0, 1.0 - 2.0 * r)
     # Near 0, 1 - 2 r would lose digits. Cephes' polynomial of tanhf serves up to 0.625.
     s = z * z
@@ -41,9 +46,15 @@ def load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS: tl.con
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     slope = 1.0
     if HAS_SOFTCAP:
-        tanh, slope = tanh_and_slope(x / softcap)
+        tanh, slope = tanh_and_slope(x * (1.0 / softcap))
         x = tl.where(inside, softcap * tanh, -float("inf"))
     return x, slope
+
+
+@triton.jit
+def grouped_columns(BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
+    """The columns of a block, [groups, GROUP]: each group is one load of a thread."""
+    return tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
@@ -58,22 +69,20 @@ def row_logsumexp(
     BLOCK_V: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Largest scaled logit of a row, and the log of the sum of exp(scaled logit - largest)."""
-    columns = tl.arange(0, BLOCK_V // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    running_max = tl.full([BLOCK_V // GROUP], -float("inf"), dtype=tl.float32)
+    """Largest logit of a row, and the log of the sum of exp((logit - largest) / temperature)."""
+    columns = grouped_columns(BLOCK_V, GROUP)
+    to_base_2 = inverse_temperature * LOG2E
+    running_max = tl.full([BLOCK_V // GROUP], LOWEST, dtype=tl.float32)
     sums = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         inside = start + columns < V
         x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-        x *= inverse_temperature
         new_max = tl.maximum(running_max, tl.max(x, axis=1))
-        # While every logit so far is -inf there is no maximum to subtract.
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        sums = sums * tl.exp(running_max - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
+        decay = exp2((running_max - new_max) * to_base_2)
+        sums = sums * decay + tl.sum(exp2((x - new_max[:, None]) * to_base_2), axis=1)
         running_max = new_max
     row_max = tl.max(running_max, axis=0)
-    base = tl.where(row_max == -float("inf"), 0.0, row_max)
-    return row_max, tl.log(tl.sum(sums * tl.exp(running_max - base), axis=0))
+    return row_max, tl.log(tl.sum(sums * exp2((running_max - row_max) * to_base_2), axis=0))
 
 
 @triton.jit
@@ -82,8 +91,8 @@ def logprobs_kernel(
     labels_ptr,  # [N]
     bias_ptr,  # [V] where HAS_BIAS
     logprobs_ptr,  # [N] fp32, out
-    max_ptr,  # [N] fp32, out: largest scaled logit of the row
-    log_sum_ptr,  # [N] fp32, out: log of the sum of exp(scaled logit - max); logsumexp = max + log_sum
+    max_ptr,  # [N] fp32, out: largest logit of the row, before the temperature
+    log_sum_ptr,  # [N] fp32, out: log of the sum of exp((logit - max) / temperature)
     row_stride,
     inverse_temperature,
     softcap,
@@ -105,11 +114,21 @@ def logprobs_kernel(
     within_vocabulary = (label >= 0) & (label < V)
     label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
     # Largest first: both terms are at most 0 in any rounding, so the log-probability never exceeds 0.
-    logprob = (label_logit * inverse_temperature - row_max) - log_sum
+    logprob = (label_logit - row_max) * inverse_temperature - log_sum
     logprob = tl.where(within_vocabulary, logprob, float("nan"))
     tl.store(logprobs_ptr + row, tl.where(label == ignore_index, 0.0, logprob))
     tl.store(max_ptr + row, row_max)
     tl.store(log_sum_ptr + row, log_sum)
+
+
+@triton.jit
+def log2_probability(x, row_max, log_sum, inverse_temperature):
+    return (x - row_max) * (inverse_temperature * LOG2E) - log_sum * LOG2E
+
+
+@triton.jit
+def at_least(x, lowest):
+    return tl.maximum(x, lowest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -130,29 +149,51 @@ def statistics_kernel(
     HAS_SOFTCAP: tl.constexpr,
     V: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     label = tl.load(labels_ptr + row)
     row_max = tl.load(max_ptr + row)
     log_sum = tl.load(log_sum_ptr + row)
-    columns = tl.arange(0, BLOCK_V)
+    columns = grouped_columns(BLOCK_V, GROUP)
     # Each thread sums its own columns; one exchange at the end.
-    entropies = tl.zeros([BLOCK_V], dtype=tl.float32)
-    totals = tl.zeros([BLOCK_V], dtype=tl.float32)
+    entropies = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
+    totals = tl.zeros([BLOCK_V // GROUP], dtype=tl.float32)
     for start in range(0, V, BLOCK_V):
         inside = start + columns < V
         x, _ = load_logits(logits_ptr, bias_ptr, start + columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-        x *= inverse_temperature
-        logprob = (x - row_max) - log_sum
-        entropies -= tl.where(logprob == -float("inf"), 0.0, tl.exp(logprob) * logprob)
-        totals += tl.where(inside, x, 0.0)
+        log2 = at_least(log2_probability(x, row_max, log_sum, inverse_temperature), LEAST_LOG2)
+        entropies += tl.sum(exp2(log2) * log2, axis=1)
+        totals += tl.sum(tl.where(inside, x, 0.0), axis=1)
     within_vocabulary = (label >= 0) & (label < V)
     label_logit, _ = load_logits(logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP)
     counts = label != ignore_index
-    tl.store(entropy_ptr + row, tl.where(counts, tl.sum(entropies, axis=0), 0.0))
-    tl.store(mean_ptr + row, tl.where(counts, tl.sum(totals, axis=0) / V, 0.0))
-    tl.store(is_top_ptr + row, counts & (label_logit * inverse_temperature >= row_max))
+    tl.store(entropy_ptr + row, tl.where(counts, -LN2 * tl.sum(entropies, axis=0), 0.0))
+    tl.store(mean_ptr + row, tl.where(counts, tl.sum(totals, axis=0) * inverse_temperature / V, 0.0))
+    tl.store(is_top_ptr + row, counts & (label_logit >= row_max))
+
+
+@triton.jit
+def logit_gradient(
+    x,
+    slope,
+    row_max,
+    log_sum,
+    inverse_temperature,
+    gradient,  # dL/d(log-prob of the row) / temperature
+    entropy,
+    entropy_gradient,  # dL/d(entropy of the row) / temperature
+    HAS_ENTROPY: tl.constexpr,
+    IS_LABEL: tl.constexpr,
+):
+    """dL/d(logit): of the label's alone, or as if no logit of x were the label's."""
+    log2 = log2_probability(x, row_max, log_sum, inverse_temperature)
+    p = exp2(log2)
+    dlogits = gradient * (1.0 - p) if IS_LABEL else gradient * -p
+    if HAS_ENTROPY:
+        dlogits -= entropy_gradient * p * (at_least(log2, LEAST_LOG2) * LN2 + entropy)
+    return dlogits * slope
 
 
 @triton.jit
@@ -183,6 +224,7 @@ def dlogits_kernel(
     label = tl.load(labels_ptr + row)
     gradient = tl.load(coefficients_ptr + row) * inverse_temperature
     nothing = gradient == 0.0
+    entropy_gradient = 0.0
     if HAS_ENTROPY:
         entropy_gradient = tl.load(entropy_coefficients_ptr + row) * inverse_temperature
         nothing = nothing & (entropy_gradient == 0.0)
@@ -195,21 +237,39 @@ def dlogits_kernel(
     else:
         row_max = tl.load(max_ptr + row)
         log_sum = tl.load(log_sum_ptr + row)
+        entropy = 0.0
         if HAS_ENTROPY:
             entropy = tl.load(entropy_ptr + row)
+        within_vocabulary = (label >= 0) & (label < V)
+        # The label's entry is stored last, by itself: a comparison of every column with the label would cost a sixth of
+        # all instructions. It is rounded once, from fp32: adding to a stored value loses it where p is near 1.
+        label_logit, label_slope = load_logits(
+            logits_ptr, bias_ptr, label, within_vocabulary, softcap, HAS_BIAS, HAS_SOFTCAP
+        )
+        label_entry = logit_gradient(
+            label_logit,
+            label_slope,
+            row_max,
+            log_sum,
+            inverse_temperature,
+            gradient,
+            entropy,
+            entropy_gradient,
+            HAS_ENTROPY,
+            True,
+        )
+        # Some thread may overwrite the label's logit, or store its entry, before another one has come here.
+        tl.debug_barrier()
         for start in range(0, V, BLOCK_V):
             columns = start + tl.arange(0, BLOCK_V)
             inside = columns < V
             x, slope = load_logits(logits_ptr, bias_ptr, columns, inside, softcap, HAS_BIAS, HAS_SOFTCAP)
-            logprob = (x * inverse_temperature - row_max) - log_sum
-            p = tl.exp(logprob)
-            # The label's entry is rounded once, from fp32: adding to a stored value loses it where p is near 1.
-            dlogits = gradient * (tl.where(columns == label, 1.0, 0.0) - p)
-            if HAS_ENTROPY:
-                dlogits -= entropy_gradient * p * tl.where(p == 0.0, 0.0, logprob + entropy)
-            if HAS_SOFTCAP:
-                dlogits *= slope
+            dlogits = logit_gradient(
+                x, slope, row_max, log_sum, inverse_temperature, gradient, entropy, entropy_gradient, HAS_ENTROPY, False
+            )
             tl.store(dlogits_ptr + columns, dlogits.to(dlogits_ptr.dtype.element_ty), mask=inside)
+        tl.debug_barrier()
+        tl.store(dlogits_ptr + label, label_entry.to(dlogits_ptr.dtype.element_ty), mask=within_vocabulary)
 
 
 def block_size(V: int) -> int:
@@ -265,6 +325,7 @@ def launch_statistics(rows: Rows, row_max: Tensor, log_sum: Tensor) -> tuple[Ten
             entropy_ptr=entropy,
             mean_ptr=mean_logit,
             is_top_ptr=is_top,
+            GROUP=LOAD_BYTES // rows.logits.element_size(),
         )
     return entropy, mean_logit, is_top
 
