@@ -34,7 +34,7 @@ import fastp3o_kernels
 from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
 from fastp3o_kernels.head import scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
-from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD
+from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD, P3OSettings
 from fastp3o_kernels.rows import logits_kernel, sequence_kernel
 
 # The file of each kernel.
@@ -43,6 +43,7 @@ KERNELS = {
     "dlogits_kernel": logits_kernel,
     "statistics_kernel": logits_kernel,
     "pair_kernel": pair_kernel,
+    "results_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
     "scale_kernel": scale_kernel,
     "partial_attention_kernel": attention_kernel,
@@ -66,7 +67,7 @@ SCALARS = {
     "row_stride": "i64",
     "dlogits_row_stride": "i64",
     "ignore_index": "i32",
-    **dict.fromkeys(("S", "P", "size"), "i32"),
+    **dict.fromkeys(("S", "P", "size", "terms_stride", "mean_over"), "i32"),
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
     **dict.fromkeys(("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
@@ -93,7 +94,12 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     for clipping, kl_reward, K, valid in product(CLIPPING, KL_REWARD, RESPONSES, (False, True)):
         constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "HAS_VALID": valid, "K": K}
         name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid
-        yield configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants | pair_kernel.block_sizes(K))
+        constants |= {
+            "MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)),
+            **pair_kernel.block_sizes(K),
+        }
+        yield configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants)
+    yield configuration("results_kernel", "", {}, {"BLOCK_R": pair_kernel.BLOCK_R}, warps=pair_kernel.RESULTS_WARPS)
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
     yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
@@ -186,7 +192,7 @@ def compiler_source(config: Configuration) -> ASTSource:
         else:
             signature[name] = SCALARS[name]
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
-        if name.endswith(("_ptr", "_stride")) or name == "size":
+        if (name.endswith(("_ptr", "_stride")) or name == "size") and name not in kernel.do_not_specialize:
             attributes[(position,)] = [["tt.divisibility", 16]]
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, positions, attributes)

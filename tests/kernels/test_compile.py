@@ -37,6 +37,7 @@ def check_hopper(tmp_path: Path, *options: str) -> None:
         "dlogits_kernel",
         "statistics_kernel",
         "pair_kernel",
+        "results_kernel",
         "sequence_sums_kernel",
         "scale_kernel",
         "partial_attention_kernel",

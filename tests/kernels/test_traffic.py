@@ -5,7 +5,7 @@ import torch
 
 from fastp3o_kernels import P3OSettings, logits_p3o_loss
 from fastp3o_kernels.operation import INTERPRET
-from fastp3o_kernels.p3o.pair_kernel import launch_pairs
+from fastp3o_kernels.p3o.pair_kernel import TERMS, launch_pairs
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
@@ -35,7 +35,7 @@ def test_off_policy_reads_the_logits_twice_and_writes_them_once(monkeypatch, pai
         loss = pairs.call(logits_p3o_loss, pairs.logits, UNCLIPPED, impl="triton").loss
     assert forward.loaded == about(2 * N * V)
     assert forward.stored < 0.02 * forward.loaded
-    assert launches == {"logprobs_kernel": 1, "pair_kernel": 1}
+    assert launches == {"logprobs_kernel": 1, "pair_kernel": 1, "results_kernel": 1}
     with counted_traffic(monkeypatch) as backward, counted_launches(monkeypatch) as launches:
         loss.backward()
     assert (backward.loaded, backward.stored) == (about(2 * N * V), about(2 * N * V))
@@ -81,10 +81,10 @@ def test_pairs(monkeypatch, pairs, clipping):
         inputs = PairInputs(*given, None, old_token_logprobs, torch.tensor(2.0))
         launch_pairs(pairs.old_token_logprobs, inputs, settings)
     # Two responses to two prompts. Their offsets are read for the sums, for what is empty and for the coefficients,
-    # which pass from one step to the other by way of memory, as the sums do. Metrics of responses are a step of their
-    # own, with offsets, sums, old and reference log-probs. The divisor is read for coefficients and for the loss.
-    responses, results = 4, 7 * 4
-    offsets, response_values, divisor = 4 * 2 * 4, 4 * 4 + 3 * 4, 4 + 4
+    # which pass from one step to the other by way of memory, as the sums do. The divisor is read for coefficients and
+    # for the loss. What a prompt adds to loss and metrics passes to a second launch.
+    responses, results, terms = 4, 7 * 4, 2 * TERMS * 4
+    offsets, response_values, divisor = 3 * 2 * 4, 4 * 4, 4 + 4
     if clipping == "token":
         # Each log-prob is summed first, and clipped against the old one when the sums are known.
         read, written = offsets + response_values + 2 * 4, 3 * 4
@@ -92,4 +92,4 @@ def test_pairs(monkeypatch, pairs, clipping):
     else:
         read, written = offsets + response_values + 4, 2 * 4
         loaded, stored = 4 * N + responses * read + divisor, 4 * N + responses * written + results
-    assert (traffic.loaded, traffic.stored) == (loaded, stored)
+    assert (traffic.loaded, traffic.stored) == (loaded + terms, stored + terms)

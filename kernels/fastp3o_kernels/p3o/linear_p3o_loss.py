@@ -26,7 +26,7 @@ from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
 
 if HAS_TRITON:
-    from fastp3o_kernels.p3o.pair_kernel import launch_pairs
+    from fastp3o_kernels.p3o.pair_kernel import empty_terms, launch_coefficients, launch_results
 
 
 class PairLoss:
@@ -36,6 +36,7 @@ class PairLoss:
 
     def __init__(self, pairs: PairInputs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
+        self.terms: Tensor | None = None  # [TERMS, P], with Triton, filled in chunk by chunk
         self.results: Tensor | None = None  # RESULTS [7], of the last chunk and then of all
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
@@ -44,8 +45,10 @@ class PairLoss:
     def coefficients(self, chunked: ChunkedHead, chunk: Chunk) -> tuple[Tensor, None]:
         pairs = self.pairs.part(chunk.groups)
         if chunked.triton:
-            self.results, coefficients = launch_pairs(chunked.logprobs, pairs, self.settings)
-            return coefficients[chunk.tokens], None
+            if self.terms is None:
+                self.terms = empty_terms(self.pairs)
+            terms = self.terms[:, chunk.groups]
+            return launch_coefficients(chunked.logprobs, pairs, self.settings, terms)[chunk.tokens], None
         old, tokens = pairs.old_token_logprobs, chunk.tokens
         pairs = replace(
             pairs,
@@ -60,11 +63,13 @@ class PairLoss:
         return coefficients, None
 
     def total(self, chunked: ChunkedHead) -> Tensor:
-        if self.results is None or len(chunked.plan.chunks) > 1:
-            if chunked.triton:
-                self.results, _ = launch_pairs(chunked.logprobs, self.pairs, self.settings)
-            else:
-                self.results = results_tensor(*oracle.token_loss(chunked.logprobs, self.pairs, self.settings))
+        if chunked.triton:
+            if self.terms is None:
+                self.terms = empty_terms(self.pairs)
+                launch_coefficients(chunked.logprobs, self.pairs, self.settings, self.terms)
+            self.results = launch_results(self.terms, self.pairs, self.settings)
+        elif self.results is None or len(chunked.plan.chunks) > 1:
+            self.results = results_tensor(*oracle.token_loss(chunked.logprobs, self.pairs, self.settings))
         return self.results[0].clone()
 
 

@@ -22,7 +22,7 @@ if HAS_TRITON:
 
 
 class TokenP3OLoss(torch.autograd.Function):
-    """One launch forward, which computes the gradient too. Returns the loss, and RESULTS [7] without a gradient."""
+    """Two launches forward, which compute the gradient too. Returns the loss, and RESULTS [7] without a gradient."""
 
     @staticmethod
     def forward(ctx, token_logprobs, pairs, settings):

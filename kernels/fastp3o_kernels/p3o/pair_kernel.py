@@ -15,16 +15,15 @@ from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
 from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
 
-# One program does all prompts, a tile of them at a time: a mean over programs would need atomics, whose order varies,
-# or a second launch. There are at most a million tokens or so (4 MB), little for one processor next to the head's
-# products.
+# Prompts of a program. Its sums over them go to memory, one a prompt, and a second launch adds them in a fixed order:
+# atomics would add in another order each time.
 BLOCK_P = 2
 # Pairs of a tile; a prompt with more of them in a square has a tile to itself.
 LARGEST_TILE = 256
-# Responses of a tile in the pass over their metrics: one a thread.
-RESPONSES_TILE = 512
-# Registers a thread: the only program may have all of a processor's. Left to itself, the compiler saves them for a
-# second one and spills.
+# Prompts that the second launch adds at once, two a thread, and its warps.
+BLOCK_R, RESULTS_WARPS = 256, 4
+# Registers a thread: a program may have all of a processor's. Left to itself, the compiler saves them for a second one
+# and spills.
 REGISTERS = 65536 // (32 * WARPS)
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
@@ -38,11 +37,19 @@ ADVANTAGE_MEAN_ABS = tl.constexpr(RESULTS.index("advantage_mean_abs"))
 ZERO_GRADIENT_FRACTION = tl.constexpr(RESULTS.index("zero_gradient_fraction"))
 KL = tl.constexpr(RESULTS.index("kl"))
 
+# What each prompt adds to the results, and its place: losses; pairs, and responses in pairs; of these the ratios, the
+# largest ratio and log π − log π_ref; how many pairs, responses or tokens are outside the clip range, and of how many;
+# |q|; whether there is a gradient.
+TERMS = 10
+LOSSES, PAIRS, RESPONSES, RATIOS, LARGEST_RATIO, KLS, OUTSIDE, CASES, ADVANTAGES, HAS_GRADIENT = (
+    tl.constexpr(place) for place in range(TERMS)
+)
+
 
 def block_sizes(K: int) -> dict[str, int]:
     block_k = triton.next_power_of_2(K)
     tile = max(1, min(BLOCK_P, LARGEST_TILE // block_k**2))
-    return {"BLOCK_P": tile, "BLOCK_K": block_k, "BLOCK_T": BLOCK_T, "BLOCK_R": max(1, RESPONSES_TILE // block_k)}
+    return {"BLOCK_P": tile, "BLOCK_K": block_k, "BLOCK_T": BLOCK_T}
 
 
 @triton.jit
@@ -112,64 +119,34 @@ def responses_in_pairs(begin_ptr, valid_ptr, is_response, HAS_VALID: tl.constexp
 
 
 @triton.jit
-def response_metrics(
-    sums_ptr,
-    cu_seqlens_ptr,
-    old_logprobs_ptr,
-    ref_logprobs_ptr,
-    valid_ptr,
-    P,
-    clip_range,
-    HAS_VALID: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    """Numbers of prompts with pairs, of pairs, and of responses in pairs; over these responses the sum and the largest
-    of the ratios, the number outside the clip range, and the sum of log π − log π_ref.
-    """
-    prompts = tl.zeros([BLOCK_R], dtype=tl.float32)
-    pairs = tl.zeros([BLOCK_R], dtype=tl.float32)
-    in_pairs = tl.zeros([BLOCK_R], dtype=tl.float32)
-    ratios = tl.zeros([BLOCK_R], dtype=tl.float32)
-    ratio_max = tl.zeros([BLOCK_R], dtype=tl.float32)
-    outside = tl.zeros([BLOCK_R], dtype=tl.float32)
-    kl = tl.zeros([BLOCK_R], dtype=tl.float32)
-    responses = tl.arange(0, BLOCK_K)
-    first = 0
-    while first < P:
-        prompt = first + tl.arange(0, BLOCK_R)
-        is_response = (prompt < P)[:, None] & (responses < K)[None, :]
-        place = prompt[:, None] * K + responses[None, :]
-        counts, number = responses_in_pairs(cu_seqlens_ptr + place, valid_ptr + place, is_response, HAS_VALID)
-        prompts += tl.where(number > 0.0, 1.0, 0.0)
-        pairs += number * (number - 1.0) / 2.0
-        in_pairs += number
-        logprob = tl.load(sums_ptr + place, mask=counts, other=0.0)
-        old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
-        ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
-        ratio = tl.where(counts, limited_ratio(logprob - old), 0.0)
-        ratios += tl.sum(ratio, axis=1)
-        ratio_max = larger(ratio_max, tl.reduce(ratio, 1, larger))
-        is_outside = counts & (clip(ratio, 1 - clip_range, 1 + clip_range) != ratio)
-        outside += tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1)
-        kl += tl.sum(logprob - ref, axis=1)
-        first += BLOCK_R
-    return (
-        tl.sum(prompts, axis=0),
-        tl.sum(pairs, axis=0),
-        tl.sum(in_pairs, axis=0),
-        tl.sum(ratios, axis=0),
-        tl.reduce(ratio_max, 0, larger),
-        tl.sum(outside, axis=0),
-        tl.sum(kl, axis=0),
-    )
+def store_term(terms_ptr, terms_stride, place, values, prompt, P):
+    tl.store(terms_ptr + place * terms_stride + prompt, values, mask=prompt < P)
 
 
 @triton.jit
-def at_least_one(number):
-    """A count as a divisor: sums over nothing are 0."""
-    return tl.maximum(number, 1.0)
+def store_response_terms(terms_ptr, terms_stride, log_ratio, log_ratio_to_ref, counts, number, prompt, P, clip_range):
+    """Stores the terms that are sums over a prompt's responses in pairs, and returns how many of these are outside the
+    clip range, [p]. Log-ratios are [p, K], and so are the flags of responses in pairs, whose number is [p].
+    """
+    ratio = tl.where(counts, limited_ratio(log_ratio), 0.0)
+    store_term(terms_ptr, terms_stride, PAIRS, number * (number - 1.0) / 2.0, prompt, P)
+    store_term(terms_ptr, terms_stride, RESPONSES, number, prompt, P)
+    store_term(terms_ptr, terms_stride, RATIOS, tl.sum(ratio, axis=1), prompt, P)
+    store_term(terms_ptr, terms_stride, LARGEST_RATIO, tl.reduce(ratio, 1, larger), prompt, P)
+    store_term(terms_ptr, terms_stride, KLS, tl.sum(log_ratio_to_ref, axis=1), prompt, P)
+    is_outside = counts & (clip(ratio, 1 - clip_range, 1 + clip_range) != ratio)
+    return tl.sum(tl.where(is_outside, 1.0, 0.0), axis=1)
+
+
+@triton.jit
+def load_term(terms_ptr, place, prompt, P):
+    return tl.load(terms_ptr + place * P + prompt, mask=prompt < P, other=0.0)
+
+
+@triton.jit
+def share(values, counts):
+    """The sum of values over the sum of counts, 0 where nothing counts."""
+    return tl.sum(values, axis=0) / tl.maximum(tl.sum(counts, axis=0), 1.0)
 
 
 @triton.jit
@@ -194,7 +171,7 @@ def clip_tokens(
     begin,
     end,
     clip_range,
-    cases,  # that the loss is a mean over
+    mean_over,  # divides the sum over tokens
     BLOCK_P: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -215,7 +192,7 @@ def clip_tokens(
         clipped = clip(logprob, old - clip_range, old + clip_range)
         # max(w logprob, w clipped): the larger of the two if w is positive, the smaller if it is negative.
         slope = tl.where(logprob > clipped, positive, tl.where(logprob < clipped, negative, positive + negative))
-        coefficient = slope / cases
+        coefficient = slope / mean_over
         tl.store(coefficients_ptr + tokens, coefficient, mask=mask)
         losses += positive * larger(logprob, clipped) - negative * larger(-logprob, -clipped)
         outside += tl.where(mask & (clipped != logprob), 1.0, 0.0)
@@ -291,7 +268,7 @@ def store_tokens(
     valid,
     counts,
     clip_range,
-    CASES: tl.constexpr,
+    MEAN_OVER: tl.constexpr,
     CLIPPING: tl.constexpr,
     K: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -318,7 +295,7 @@ def store_tokens(
                 begin,
                 end,
                 clip_range,
-                tl.load(divisor_ptr) * CASES,
+                tl.load(divisor_ptr) * MEAN_OVER,
                 BLOCK_P,
                 BLOCK_T,
             )
@@ -334,7 +311,7 @@ def store_tokens(
     return losses, outside, counted_tokens, with_gradient
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "terms_stride"])
 def pair_kernel(
     logprobs_ptr,  # [N] fp32, of tokens
     cu_seqlens_ptr,  # [P K + 1]
@@ -349,8 +326,9 @@ def pair_kernel(
     positive_weights_ptr,  # [P, K] fp32, scratch, where it is: sum of a response's positive weights in its pairs
     negative_weights_ptr,  # [P, K] fp32, scratch, where it is: sum of its negative ones
     coefficients_ptr,  # [N] fp32, out: dL/d log π of each token
-    results_ptr,  # [7] fp32, out: RESULTS
+    terms_ptr,  # [TERMS, P] fp32, out, rows at any stride
     P,
+    terms_stride,
     clip_range,
     ratio_cap,
     kl_coef,
@@ -358,133 +336,152 @@ def pair_kernel(
     KL_REWARD: tl.constexpr,
     HAS_VALID: tl.constexpr,
     K: tl.constexpr,
+    MEAN_OVER: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
-    losses = tl.zeros([BLOCK_P], dtype=tl.float32)
-    outside = tl.zeros([BLOCK_P], dtype=tl.float32)
-    advantages = tl.zeros([BLOCK_P], dtype=tl.float32)
-    with_gradient = tl.zeros([BLOCK_P], dtype=tl.float32)
-    counted_tokens = tl.zeros([BLOCK_P], dtype=tl.float32)
-    # For each prompt or token that is divided by: a pair has half the weight of a mean over the prompt's.
-    CASES: tl.constexpr = K - 1 if CLIPPING == "token" else K * (K - 1)
-
     responses = tl.arange(0, BLOCK_K)
-    first = 0
-    while first < P:
-        prompt = first + tl.arange(0, BLOCK_P)
-        valid = prompt < P
-        store_sums(logprobs_ptr, cu_seqlens_ptr, sums_ptr, prompt, valid, K, BLOCK_P, BLOCK_T)
-        # One thread's stores are other threads' loads.
-        tl.debug_barrier()
+    prompt = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    valid = prompt < P
+    store_sums(logprobs_ptr, cu_seqlens_ptr, sums_ptr, prompt, valid, K, BLOCK_P, BLOCK_T)
+    # One thread's stores are other threads' loads.
+    tl.debug_barrier()
 
-        is_response = valid[:, None] & (responses < K)[None, :]
-        place = prompt[:, None] * K + responses[None, :]
-        counts, _ = responses_in_pairs(cu_seqlens_ptr + place, valid_ptr + place, is_response, HAS_VALID)
-        loss, slope_1, slope_2, tile_advantages, pairs_outside = pair_terms(
-            tl.load(sums_ptr + place, mask=counts, other=0.0),
-            tl.load(old_logprobs_ptr + place, mask=counts, other=0.0),
-            tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0),
-            tl.load(rewards_ptr + place, mask=counts, other=0.0),
-            counts,
-            clip_range,
-            ratio_cap,
-            kl_coef,
-            CLIPPING,
-            KL_REWARD,
-            BLOCK_K,
-        )
-        advantages += tile_advantages
-        if CLIPPING == "token":
-            positive_weight = sums_over_pairs(larger(slope_1, 0.0), larger(slope_2, 0.0))
-            negative_weight = -sums_over_pairs(larger(slope_2, 0.0), larger(slope_1, 0.0))
-            tl.store(positive_weights_ptr + place, positive_weight, mask=is_response)
-            tl.store(negative_weights_ptr + place, negative_weight, mask=is_response)
-        else:
-            losses += tl.sum(tl.sum(loss, axis=2), axis=1)
-            outside += pairs_outside
-            coefficient = sums_over_pairs(slope_1, slope_2) / (tl.load(divisor_ptr) * CASES)
-            tl.store(response_coefficients_ptr + place, coefficient, mask=is_response)
-        tl.debug_barrier()
-
-        token_losses, tokens_outside, tokens, tokens_with_gradient = store_tokens(
-            logprobs_ptr,
-            cu_seqlens_ptr,
-            old_token_logprobs_ptr,
-            divisor_ptr,
-            response_coefficients_ptr,
-            positive_weights_ptr,
-            negative_weights_ptr,
-            coefficients_ptr,
-            prompt,
-            valid,
-            counts,
-            clip_range,
-            CASES,
-            CLIPPING,
-            K,
-            BLOCK_P,
-            BLOCK_K,
-            BLOCK_T,
-        )
-        if CLIPPING == "token":
-            losses += token_losses
-            outside += tokens_outside
-            counted_tokens += tokens
-        with_gradient += tl.where(tokens_with_gradient > 0.0, 1.0, 0.0)
-        first += BLOCK_P
-
-    # A pass over many prompts at once.
-    prompts, pairs, in_pairs, ratios, ratio_max, responses_outside, kl = response_metrics(
-        sums_ptr,
-        cu_seqlens_ptr,
-        old_logprobs_ptr,
-        ref_logprobs_ptr,
-        valid_ptr,
-        P,
-        clip_range,
-        HAS_VALID,
-        K,
-        BLOCK_K,
-        BLOCK_R,
+    is_response = valid[:, None] & (responses < K)[None, :]
+    place = prompt[:, None] * K + responses[None, :]
+    counts, number = responses_in_pairs(cu_seqlens_ptr + place, valid_ptr + place, is_response, HAS_VALID)
+    logprob = tl.load(sums_ptr + place, mask=counts, other=0.0)
+    old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
+    ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
+    reward = tl.load(rewards_ptr + place, mask=counts, other=0.0)
+    loss, slope_1, slope_2, advantages, pairs_outside = pair_terms(
+        logprob, old, ref, reward, counts, clip_range, ratio_cap, kl_coef, CLIPPING, KL_REWARD, BLOCK_K
+    )
+    responses_outside = store_response_terms(
+        terms_ptr, terms_stride, logprob - old, logprob - ref, counts, number, prompt, P, clip_range
     )
     if CLIPPING == "token":
-        clip_fraction = tl.sum(outside, axis=0) / at_least_one(tl.sum(counted_tokens, axis=0))
-    elif CLIPPING == "separate":
-        clip_fraction = responses_outside / at_least_one(in_pairs)
+        positive_weight = sums_over_pairs(larger(slope_1, 0.0), larger(slope_2, 0.0))
+        negative_weight = -sums_over_pairs(larger(slope_2, 0.0), larger(slope_1, 0.0))
+        tl.store(positive_weights_ptr + place, positive_weight, mask=is_response)
+        tl.store(negative_weights_ptr + place, negative_weight, mask=is_response)
     else:
-        clip_fraction = tl.sum(outside, axis=0) / at_least_one(pairs)
-    without_gradient = prompts - tl.sum(with_gradient, axis=0)
-    tl.store(results_ptr + LOSS, tl.sum(losses, axis=0) / (tl.load(divisor_ptr) * CASES))
-    tl.store(results_ptr + CLIP_FRACTION, clip_fraction)
-    tl.store(results_ptr + RATIO_MEAN, ratios / at_least_one(in_pairs))
-    tl.store(results_ptr + RATIO_MAX, ratio_max)
-    tl.store(results_ptr + ADVANTAGE_MEAN_ABS, tl.sum(advantages, axis=0) / at_least_one(pairs))
-    tl.store(results_ptr + ZERO_GRADIENT_FRACTION, without_gradient / at_least_one(prompts))
-    tl.store(results_ptr + KL, kl / at_least_one(in_pairs))
+        coefficient = sums_over_pairs(slope_1, slope_2) / (tl.load(divisor_ptr) * MEAN_OVER)
+        tl.store(response_coefficients_ptr + place, coefficient, mask=is_response)
+    tl.debug_barrier()
+
+    losses, outside, cases, tokens_with_gradient = store_tokens(
+        logprobs_ptr,
+        cu_seqlens_ptr,
+        old_token_logprobs_ptr,
+        divisor_ptr,
+        response_coefficients_ptr,
+        positive_weights_ptr,
+        negative_weights_ptr,
+        coefficients_ptr,
+        prompt,
+        valid,
+        counts,
+        clip_range,
+        MEAN_OVER,
+        CLIPPING,
+        K,
+        BLOCK_P,
+        BLOCK_K,
+        BLOCK_T,
+    )
+    if CLIPPING != "token":
+        losses = tl.sum(tl.sum(loss, axis=2), axis=1)
+        if CLIPPING == "separate":
+            outside, cases = responses_outside, number
+        else:
+            outside, cases = pairs_outside, number * (number - 1.0) / 2.0
+    store_term(terms_ptr, terms_stride, LOSSES, losses, prompt, P)
+    store_term(terms_ptr, terms_stride, OUTSIDE, outside, prompt, P)
+    store_term(terms_ptr, terms_stride, CASES, cases, prompt, P)
+    store_term(terms_ptr, terms_stride, ADVANTAGES, advantages, prompt, P)
+    store_term(terms_ptr, terms_stride, HAS_GRADIENT, tl.where(tokens_with_gradient > 0.0, 1.0, 0.0), prompt, P)
+
+
+@triton.jit(do_not_specialize=["P", "mean_over"])
+def results_kernel(
+    terms_ptr,  # [TERMS, P] fp32
+    divisor_ptr,  # [] fp32, as in `pair_kernel`
+    results_ptr,  # [7] fp32, out: RESULTS
+    P,
+    mean_over,
+    BLOCK_R: tl.constexpr,
+):
+    zeros = tl.zeros([BLOCK_R], dtype=tl.float32)
+    losses, prompts, pairs, responses, ratios = zeros, zeros, zeros, zeros, zeros
+    largest_ratio, kls, outside, cases, advantages, with_gradient = zeros, zeros, zeros, zeros, zeros, zeros
+    first = 0
+    while first < P:
+        prompt = first + tl.arange(0, BLOCK_R)
+        prompts_pairs = load_term(terms_ptr, PAIRS, prompt, P)
+        prompts += tl.where(prompts_pairs > 0.0, 1.0, 0.0)
+        pairs += prompts_pairs
+        losses += load_term(terms_ptr, LOSSES, prompt, P)
+        responses += load_term(terms_ptr, RESPONSES, prompt, P)
+        ratios += load_term(terms_ptr, RATIOS, prompt, P)
+        largest_ratio = larger(largest_ratio, load_term(terms_ptr, LARGEST_RATIO, prompt, P))
+        kls += load_term(terms_ptr, KLS, prompt, P)
+        outside += load_term(terms_ptr, OUTSIDE, prompt, P)
+        cases += load_term(terms_ptr, CASES, prompt, P)
+        advantages += load_term(terms_ptr, ADVANTAGES, prompt, P)
+        with_gradient += load_term(terms_ptr, HAS_GRADIENT, prompt, P)
+        first += BLOCK_R
+    all_prompts = tl.sum(prompts, axis=0)
+    without_gradient = all_prompts - tl.sum(with_gradient, axis=0)
+    tl.store(results_ptr + LOSS, tl.sum(losses, axis=0) / (tl.load(divisor_ptr) * mean_over))
+    tl.store(results_ptr + CLIP_FRACTION, share(outside, cases))
+    tl.store(results_ptr + RATIO_MEAN, share(ratios, responses))
+    tl.store(results_ptr + RATIO_MAX, tl.reduce(largest_ratio, 0, larger))
+    tl.store(results_ptr + ADVANTAGE_MEAN_ABS, share(advantages, pairs))
+    tl.store(results_ptr + ZERO_GRADIENT_FRACTION, without_gradient / tl.maximum(all_prompts, 1.0))
+    tl.store(results_ptr + KL, share(kls, responses))
 
 
 def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
-    """RESULTS [7], and dL/d log π of each token of the pairs [N], undefined for other tokens; one launch."""
+    """RESULTS [7], and dL/d log π of each token of the pairs [N], undefined for other tokens; two launches."""
+    terms = empty_terms(pairs)
+    coefficients = launch_coefficients(token_logprobs, pairs, settings, terms)
+    return launch_results(terms, pairs, settings), coefficients
+
+
+def empty_terms(pairs: PairInputs) -> Tensor:
+    """[TERMS, P] fp32, not yet filled in."""
+    return torch.empty(TERMS, len(pairs.rewards), dtype=torch.float32, device=pairs.rewards.device)
+
+
+def mean_over(K: int, settings: P3OSettings) -> int:
+    """For each prompt or token that is divided by: a pair has half the weight of a mean over the prompt's."""
+    return K - 1 if settings.clipping == "token" else K * (K - 1)
+
+
+def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings, terms: Tensor) -> Tensor:
+    """dL/d log π of each token of the pairs [N], undefined for other tokens; one launch.
+
+    It fills in terms [TERMS, P], which may be columns of a larger tensor: what each prompt adds to the results.
+    """
     P, K = pairs.rewards.shape
     scratch = torch.empty(4, P, K, dtype=torch.float32, device=token_logprobs.device)
     sums, response_coefficients, positive_weights, negative_weights = scratch
     coefficients = torch.empty_like(token_logprobs)
-    results = torch.empty(len(RESULTS), dtype=torch.float32, device=token_logprobs.device)
     # The policy's own are those that the kernel has summed before it reads any old one.
     old_logprobs = sums if pairs.old_logprobs is None else pairs.old_logprobs
     old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
     valid = pairs.valid_responses
+    blocks = block_sizes(K)
     with torch.cuda.device_of(token_logprobs):
-        pair_kernel[(1,)](
+        pair_kernel[(triton.cdiv(P, blocks["BLOCK_P"]),)](
             token_logprobs,
             pairs.cu_seqlens.contiguous(),
             old_logprobs.float().contiguous(),
             pairs.ref_logprobs.float().contiguous(),
             pairs.rewards.float().contiguous(),
-            results if valid is None else valid.contiguous().view(torch.uint8),
+            terms if valid is None else valid.contiguous().view(torch.uint8),
             old_token_logprobs.float().contiguous(),
             pairs.divisor,
             sums,
@@ -492,8 +489,9 @@ def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSetting
             positive_weights,
             negative_weights,
             coefficients,
-            results,
+            terms,
             P,
+            terms.stride(0),
             settings.clip_range,
             settings.ratio_cap,
             settings.kl_coef,
@@ -501,8 +499,20 @@ def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSetting
             KL_REWARD=settings.kl_reward,
             HAS_VALID=valid is not None,
             K=K,
-            **block_sizes(K),
+            MEAN_OVER=mean_over(K, settings),
+            **blocks,
             num_warps=WARPS,
             maxnreg=REGISTERS,
         )
-    return results, coefficients
+    return coefficients
+
+
+def launch_results(terms: Tensor, pairs: PairInputs, settings: P3OSettings) -> Tensor:
+    """[TERMS, P] -> RESULTS [7]; one launch."""
+    P, K = pairs.rewards.shape
+    results = torch.empty(len(RESULTS), dtype=torch.float32, device=terms.device)
+    with torch.cuda.device_of(terms):
+        results_kernel[(1,)](
+            terms, pairs.divisor, results, P, mean_over(K, settings), BLOCK_R=BLOCK_R, num_warps=RESULTS_WARPS
+        )
+    return results

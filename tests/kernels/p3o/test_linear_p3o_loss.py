@@ -371,7 +371,8 @@ def test_launches(monkeypatch, own):
     states, pairs = problem()
     with counted_launches(monkeypatch) as launches:
         run(states, pairs, impl="triton", own=own)
-    assert launches == {"logprobs_kernel": 1, "pair_kernel": 1, "dlogits_kernel": 1, "scale_kernel": 2}
+    once = ("logprobs_kernel", "pair_kernel", "results_kernel", "dlogits_kernel")
+    assert launches == dict.fromkeys(once, 1) | {"scale_kernel": 2}
 
 
 def test_token_clipping_needs_old_log_probs_of_both_kinds_or_of_none():

@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -144,15 +146,15 @@ def test_launches(monkeypatch):
             launched.append(self.kernel.__name__)
             return self.kernel[grid]
 
-    kernels = (logits_kernel, "logprobs_kernel"), (logits_kernel, "dlogits_kernel"), (pair_kernel, "pair_kernel")
-    for module, name in kernels:
+    row_kernels, pair_kernels = ("logprobs_kernel", "dlogits_kernel"), ("pair_kernel", "results_kernel")
+    for module, name in [*product([logits_kernel], row_kernels), *product([pair_kernel], pair_kernels)]:
         monkeypatch.setattr(module, name, Counting(getattr(module, name)))
     pairs = random_pairs([3, 4], 40, DEVICE)
     logits = pairs.logits.requires_grad_()
     output = pairs.call(logits_p3o_loss, logits, JOINT, impl="triton")
-    assert launched == ["logprobs_kernel", "pair_kernel"]
+    assert launched == ["logprobs_kernel", "pair_kernel", "results_kernel"]
     output.loss.backward()
-    assert launched[2:] == ["dlogits_kernel"]
+    assert launched[3:] == ["dlogits_kernel"]
 
 
 def test_the_incoming_gradient_scales(impl):

@@ -74,6 +74,25 @@ def test_maxima_far_apart_between_blocks():
     check(logits, torch.tensor([10, 5000, 8999], device=DEVICE))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_masked_by_the_lowest_number(dtype):
+    """A finite mask: rows of it keep a distribution, and no product that overflows makes a NaN."""
+    lowest = torch.finfo(dtype).min
+    logits = torch.randn(3, 9000, device=DEVICE).to(dtype)
+    logits[0, 10:] = lowest
+    logits[1] = lowest
+    logits[2, :4096] = lowest
+    logits.requires_grad_()
+    labels = torch.tensor([3, 5, 8999], device=DEVICE)
+    logprobs = token_logprobs(logits, labels, impl="triton")
+    expected = logits.detach().double().log_softmax(1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.detach().double(), expected, rtol=1e-5, atol=0)
+    logprobs.sum().backward()
+    assert logits.grad.isfinite().all()
+    assert (logits.grad[0, 10:] == 0).all()
+    assert (logits.grad[2, :4096] == 0).all()
+
+
 def test_minus_infinity_anywhere():
     """flash-attn #1930, TRL #7221: no NaN from a block, or a label, that is -inf."""
     logits = torch.randn(4, 9000, device=DEVICE)
