@@ -12,9 +12,10 @@ from transformers import get_scheduler
 from fastp3o.config import StageConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.sharding import shard, whole
+from fastp3o.models.sharding import local_part, shard
 from fastp3o.precision import Precision
-from fastp3o.training.processes import NotFiniteError, require_finite
+from fastp3o.training.processes import sum_over_processes
+from fastp3o.training.step_guard import StepGuard
 
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
 
@@ -45,7 +46,7 @@ class Optimizer:
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
         self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = GuardedAdamW(
             parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -61,36 +62,26 @@ class Optimizer:
             name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
         )
         self.learning_rate = self.next_learning_rate()
-        # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
-        fp16 = precision.weights == torch.float16
-        self.scaler = torch.amp.GradScaler(accelerator.device.type, init_scale=2.0**12, enabled=fp16)
+        self.replicas = 1 if mesh is None else accelerator.num_processes // mesh.size(-1)
+        self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        self.guard.scaled(loss).backward()
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
         """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
 
-        A step whose fp16 gradient overflows is skipped, and the scale halved. Raises NotFiniteError, before anything
-        has moved, if `loss` or another gradient is not finite.
+        Does not wait for the device. If `loss` or the gradient is not finite, neither this step nor a later one moves
+        anything, and `require_finite` raises. A step whose fp16 gradient overflows is skipped, and the scale halved.
         """
-        self.scaler.unscale_(self.optimizer)
-        # Each group has a norm of its own: a critic's large gradients must not shrink the policy's.
-        groups = self.optimizer.param_groups
-        norms = [whole(nn.utils.clip_grad_norm_(group["params"], self.max_grad_norm)) for group in groups]
-        norm = norms[0]
-        if not self.scaler.is_enabled():
-            require_finite(self.accelerator, "the loss or the gradient", torch.stack([loss, *norms]))
-            self.optimizer.step()
-            metrics = {"grad_norm": norm}
-        else:
-            require_finite(self.accelerator, "the loss", loss)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            scale = self.scaler.get_scale()
-            if scale < 1:
-                raise NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
-            metrics = {"grad_norm": norm.nan_to_num(0.0, 0.0), "loss_scale": norm.new_tensor(scale)}
+        scale, norms = self.guard.scale, self.gradient_norms()
+        norms = norms if scale is None else norms / scale
+        factors = (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
+        factors = factors if scale is None else factors / scale
+        self.optimizer.step(factors, self.guard.skips(loss, norms))
+        metrics = {"grad_norm": norms[0]}
+        if scale is not None:
+            metrics = {"grad_norm": norms[0].nan_to_num(0.0, 0.0), "loss_scale": scale.clone()}
         if self.masters is not None:
             self.masters.round()
         self.optimizer.zero_grad()
@@ -98,6 +89,28 @@ class Optimizer:
         self.schedule.step()
         self.steps += 1
         return metrics
+
+    def gradient_norms(self) -> Tensor:
+        """The norm of each group's gradients, [groups] fp32.
+
+        Each group has a norm of its own: a critic's large gradients must not shrink the policy's.
+        """
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
+        norms = torch.stack([nn.utils.get_total_norm([g for g in group if g.numel()]) for group in gradients])
+        if self.accelerator.num_processes == 1:
+            return norms
+        return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()
+
+    def require_finite(self) -> None:
+        """Waits for the steps so far. Raises NotFiniteError if the loss or the gradient of one was not finite: it and
+        those after it have moved nothing, and do not count as `steps`.
+        """
+        unread = len(self.guard.unread)
+        made, error = self.guard.steps_before_failure()
+        self.steps -= unread - made
+        if error is not None:
+            raise error
 
     def next_learning_rate(self) -> float:
         return self.schedule.get_last_lr()[0]
@@ -125,8 +138,9 @@ class Optimizer:
             self.masters.round()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that is not in tensors: the schedule's steps and the loss scale."""
-        return {"steps": self.schedule.last_epoch, "loss_scale": self.scaler.state_dict()}
+        """The state that is not in tensors: the schedule's steps and the loss scale. Raises as `require_finite`."""
+        self.require_finite()
+        return {"steps": self.schedule.last_epoch, "loss_scale": self.guard.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores that state. Learning rates and AdamW's other settings stay as they are configured now."""
@@ -135,8 +149,22 @@ class Optimizer:
             self.schedule.load_state_dict(self.schedule.state_dict() | before)
             self.schedule.step()
             self.learning_rate = self.next_learning_rate()
-        if state["loss_scale"]:
-            self.scaler.load_state_dict(state["loss_scale"])
+        self.guard.load_state_dict(state["loss_scale"])
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """Fused AdamW that leaves out a step as the device decides."""
+
+    @torch.no_grad()
+    def step(self, factors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
+        """Makes a step, or moves nothing.
+
+        factors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0.
+        """
+        for group, factor in zip(self.param_groups, factors, strict=True):
+            torch._foreach_mul_([local_part(p.grad) for p in group["params"] if p.grad is not None], factor)
+        self.found_inf = skip
+        super().step()
 
 
 def parameter_groups(
@@ -185,8 +213,7 @@ class Masters:
 def add_gradient(trained: Tensor, master: Tensor) -> None:
     """Adds the gradient of a half-precision parameter, which must have one, to its master's, and frees it."""
     assert trained.grad is not None
-    gradient = trained.grad.float()
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    master.grad = trained.grad.float() if master.grad is None else master.grad.add_(trained.grad)
     trained.grad = None
 
 

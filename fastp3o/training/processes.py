@@ -49,12 +49,21 @@ def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, Excep
         return None, error
 
 
+def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
+    return values if accelerator.num_processes == 1 else accelerator.reduce(values, reduction="sum")
+
+
 def require_finite(accelerator: Accelerator, what: str, values: Tensor) -> None:
     """Raises NotFiniteError on every process if any of them holds a value that is not finite."""
-    bad = (~torch.isfinite(values)).sum().to(accelerator.device)
-    count = int(accelerator.reduce(bad, reduction="sum"))
-    if count:
-        raise NotFiniteError(f"{what} is NaN or infinite ({count} value{'s' if count > 1 else ''})")
+    bad = (~torch.isfinite(values)).sum()
+    if accelerator.num_processes > 1:
+        bad = accelerator.reduce(bad.to(accelerator.device), reduction="sum")
+    if count := int(bad):
+        raise not_finite_error(what, count)
+
+
+def not_finite_error(what: str, count: int) -> NotFiniteError:
+    return NotFiniteError(f"{what} is NaN or infinite ({count} value{'s' if count > 1 else ''})")
 
 
 @torch.no_grad()

@@ -154,11 +154,13 @@ class Run:
 
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
-        """Wraps the work of a step. After a NotFiniteError, or an error of an endpoint or a user's function, saves the
-        model, saves the state too if the step has not moved it, and says so in the error.
+        """Wraps the work of a step, and waits at its end for its optimizer steps. After a NotFiniteError, or an error
+        of an endpoint or a user's function, saves the model, saves the state too if the step has not moved it, and says
+        so in the error.
         """
         try:
             yield
+            self.optimizer.require_finite()
         except (NotFiniteError, EndpointError, FunctionError) as error:
             where = f"{self.steps.name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"

@@ -173,7 +173,7 @@ def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
     """
     optimizer = optimizer_for("fp16")
     # At this scale nothing else overflows.
-    optimizer.scaler.load_state_dict(optimizer.scaler.state_dict() | {"scale": 4.0})
+    optimizer.guard.set_scale(4.0, finite_steps=0)
     step(optimizer)
     here = dist.get_rank() == process
     loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])

@@ -150,7 +150,7 @@ def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, 
     assert torch.equal(resumed.model.weight, tensors["weights.weight"].to(dtype))
     assert run(resumed, range(3, 6)) == expected
     assert resumed.learning_rate == optimizer.learning_rate
-    assert resumed.scaler.get_scale() == optimizer.scaler.get_scale()
+    assert resumed.state_dict() == optimizer.state_dict()
 
 
 def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
@@ -218,7 +218,9 @@ def test_an_fp16_gradient_that_is_never_finite_stops():
     def step():
         # Its loss is finite.
         backward(optimizer, [float("inf"), 0.0])
-        return optimizer.step(torch.zeros(()))
+        metrics = optimizer.step(torch.zeros(()))
+        optimizer.require_finite()
+        return metrics
 
     for _ in range(12):
         assert step()["grad_norm"] == 0
@@ -232,8 +234,9 @@ def test_a_loss_that_is_not_finite_moves_nothing(dtype):
     model = Weights([1.0, 2.0])
     optimizer = optimizer_for(model, dtype)
     loss = backward(optimizer, [1.0, 1.0]) * float("nan")
+    optimizer.step(loss)
     with pytest.raises(NotFiniteError, match="the loss"):
-        optimizer.step(loss)
+        optimizer.require_finite()
     assert [p.tolist() for p in optimizer.parameters.values()] == [[1.0, 2.0]]
     assert model.weight.tolist() == [1.0, 2.0]
 
@@ -243,9 +246,55 @@ def test_without_a_scale_an_infinite_gradient_stops_at_once(dtype):
     model = Weights([1.0, 2.0])
     optimizer = optimizer_for(model, dtype)
     backward(optimizer, [float("inf"), 1.0])
+    optimizer.step(torch.zeros(()))
     with pytest.raises(NotFiniteError, match="the loss or the gradient"):
-        optimizer.step(torch.zeros(()))
+        optimizer.require_finite()
     assert model.weight.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype):
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype)
+    optimizer.step(backward(optimizer, [1.0, 1.0]))
+    optimizer.require_finite()
+    optimizer.step(backward(optimizer, [1.0, 1.0]))
+    before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    optimizer.step(backward(optimizer, [1.0, 1.0]) * float("nan"))
+    optimizer.step(backward(optimizer, [1.0, 1.0]))
+    assert optimizer.steps == 4
+    with pytest.raises(NotFiniteError, match=r"NaN or infinite \(1 value\)"):
+        optimizer.require_finite()
+    assert optimizer.steps == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.tensors().items())
+
+
+def test_a_state_with_the_keys_of_torchs_scaler_goes_on():
+    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float16)
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    torchs.scale(torch.zeros(()))  # which makes its tensors
+    assert optimizer.state_dict()["loss_scale"] == torchs.state_dict()
+    optimizer.load_state_dict({"steps": 0, "loss_scale": torchs.state_dict() | {"scale": 8.0, "_growth_tracker": 1999}})
+    metrics = optimizer.step(backward(optimizer, [1.0, 1.0]))
+    assert metrics["loss_scale"] == 16
+    assert optimizer.state_dict()["loss_scale"] == torchs.state_dict() | {"scale": 16.0}
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_clipping_within_adamw_is_as_exact_as_before_it(dtype):
+    """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
+    model, plain = Weights([1.0, -3.0]), nn.Parameter(torch.tensor([1.0, -3.0]))
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer, torchs = (
+        optimizer_for(model, dtype, max_grad_norm=0.3, adam_eps=1e-8),
+        torch.optim.AdamW([plain], **settings),
+    )
+    (own,) = optimizer.parameters.values()
+    for step in range(20):
+        optimizer.step(backward(optimizer, [0.5, step / 8]))
+        plain.grad = torch.tensor([0.5, step / 8])
+        nn.utils.clip_grad_norm_([plain], 0.3)
+        torchs.step()
+    torch.testing.assert_close(own.detach(), plain.detach(), atol=0.0, rtol=1e-6)
 
 
 def test_gradients_are_scaled_down_to_a_norm():
@@ -261,7 +310,7 @@ def test_fp32_weights_are_their_own_masters():
     model = Weights([1.0, 2.0])
     optimizer = optimizer_for(model, torch.float32)
     assert [id(p) for p in optimizer.parameters.values()] == [id(model.weight)]
-    assert not optimizer.scaler.is_enabled()
+    assert optimizer.guard.scale is None
 
 
 @HALVES
@@ -323,6 +372,7 @@ def test_a_submodule_that_explodes_stops_the_step():
         Accelerator(cpu=True), model, choose_precision("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
     )
     optimizer.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
+    optimizer.step(torch.zeros(()))
     with pytest.raises(NotFiniteError):
-        optimizer.step(torch.zeros(()))
+        optimizer.require_finite()
     assert model.weight.item() == 1
