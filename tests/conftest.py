@@ -1,6 +1,7 @@
 """Makes the Triton kernels run in the interpreter where there is no GPU, and skips tests marked `gpu` there."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +10,10 @@ from hypothesis import settings
 # Triton reads the variable when it is first imported, and transformers imports triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from tests.interpreter import quicken
+
+        quicken()
 
 # A busy machine takes longer than hypothesis's fifth of a second for an example that is fine.
 settings.register_profile("no deadline", deadline=None)

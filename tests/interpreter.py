@@ -1,0 +1,46 @@
+"""Triton's interpreter, faster and with the same results.
+
+For a launch, and for each call of a function from a kernel, it replaces hundreds of functions of triton.language, and
+puts them back after the launch: more than half of a small launch's time. Here they are replaced once and stay.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+
+import numpy
+from triton import language
+from triton.runtime import interpreter
+
+
+def quicken() -> None:
+    """For the rest of the process. Nothing can be compiled in it."""
+    for name, faster in {"_patch_lang": replace_once, "_get_np_dtype": look_up_once}.items():
+        if hasattr(interpreter, name):  # another version of Triton may have none
+            setattr(interpreter, name, faster(getattr(interpreter, name)))
+
+
+def replace_once(replace: Callable) -> Callable:
+    replaced: set[int] = set()
+    nothing_to_put_back = SimpleNamespace(restore=lambda: None)
+
+    def for_function(function: Callable) -> SimpleNamespace:
+        modules = {id(value) for value in function.__globals__.values()} & {id(language), id(language.core)}
+        if not modules <= replaced:
+            replace(function)
+            replaced.update(modules)
+        return nothing_to_put_back
+
+    return cache(for_function)
+
+
+def look_up_once(numpy_dtype: Callable) -> Callable:
+    known: dict[str, numpy.dtype] = {}
+
+    def for_dtype(dtype: language.dtype) -> numpy.dtype:
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = numpy_dtype(dtype.scalar)
+        return known[name]
+
+    return for_dtype
