@@ -1,8 +1,5 @@
 """The loss within a model's forward call: bare, with adapters, under DDP and FSDP2, and what is refused."""
 
-import os
-import subprocess
-import sys
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -27,6 +24,7 @@ from transformers import (
 
 from fastp3o_kernels import expose_head, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
+from tests.fastp3o.together import together
 from tests.kernels import exposed_heads
 from tests.kernels.exposed_heads import (
     CONFIGS,
@@ -38,8 +36,6 @@ from tests.kernels.exposed_heads import (
     p3o_of,
     tiny_causal_lm,
 )
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *FAMILIES])
@@ -217,15 +213,8 @@ def test_what_is_refused():
 
 
 def test_two_processes_have_the_gradients_of_one(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*torchrun, exposed_heads.__file__, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = together(Path(exposed_heads.__file__), str(tmp_path))
+    assert done.returncode == 0, done.stdout
     for kind, (name, tolerance) in exposed_heads.WRAPPERS.items():
         model = expose_head(tiny_causal_lm(name))
         model(**p3o_of(slice(0, 4))).backward()

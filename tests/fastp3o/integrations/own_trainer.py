@@ -1,9 +1,6 @@
 """fastp3o's own update on the rollouts of another trainer, which that trainer's update must equal."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -20,8 +17,8 @@ from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.training.minibatches import make_microbatches, pack_minibatches
 from tests.fastp3o.groups import groups_of_ids
+from tests.fastp3o.together import together
 
-ROOT = Path(__file__).parents[3]
 LEARNING_RATE = 0.5
 
 
@@ -124,16 +121,8 @@ def leave(folder: str, name: str, trainer, microbatches: list[list[Group]]) -> N
 
 
 def two_processes(program: str, folder: Path, model: str) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*torchrun, program, str(folder), model],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = together(Path(program), str(folder), model)
+    assert done.returncode == 0, done.stdout
 
 
 def left_by_two(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], list[list[Group]]]:

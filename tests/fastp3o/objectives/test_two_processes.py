@@ -12,7 +12,7 @@ BESIDE = {
 }
 
 
-def test_two_processes_train_what_one_does(workplace, tiny_model):
+def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model):
     runs = {name: [name, *flags(SETTINGS.get(name, {}))] for name in NEW} | BESIDE
     common = [*ONLINE, *FP32, "--model", tiny_model, "--updates", "2"]
     for folder, processes in (("one", 1), ("two", 2)):
@@ -20,17 +20,13 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
     for name in runs:
         assert furthest(f"one/{name}", f"two/{name}") <= 3e-6, name
         assert_same_metrics(name)
+    # Those with something beside the objective go on in two.
+    begun = {name: ["online.py", *common, "--objective", *own] for name, own in BESIDE.items()}
+    train({name: [*run, "--updates", "1", "--save_every", "1"] for name, run in begun.items()}, "resumed", 2)
+    train({name: [*run, "--resume"] for name, run in begun.items()}, "resumed", 2)
+    for name in begun:
+        assert furthest(f"resumed/{name}", f"two/{name}") == 0, name
 
 
 def flags(settings: dict) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-
-
-def test_runs_of_two_processes_go_on_in_two(workplace, tiny_model):
-    common = ["online.py", *ONLINE, *FP32, "--model", tiny_model]
-    runs = {name: [*common, "--objective", *own] for name, own in BESIDE.items()}
-    train({name: [*run, "--updates", "1", "--save_every", "1"] for name, run in runs.items()}, "runs", 2)
-    resumed = {name: [*run, "--updates", "2", "--resume"] for name, run in runs.items()}
-    train(resumed | {f"whole {name}": [*run, "--updates", "2"] for name, run in runs.items()}, "runs", 2)
-    for name in runs:
-        assert furthest(f"runs/{name}", f"runs/whole {name}") == 0, name

@@ -20,7 +20,7 @@ from tests.fastp3o.torchrun import ROOT, torchrun
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
 # Rows of few tokens: processes have different numbers of them.
 COMMON = ["--report_to", "none", "--tokens_per_row", "60"]
-ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--max_response_tokens", "6", "--updates", "3", "--samples_every", "0"]
+ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--max_response_tokens", "6", "--updates", "2", "--samples_every", "0"]
 ONLINE += ["--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
 ONLINE += ["--learning_rate", "3e-4", "--reward", "rewards_for_tests:varied"]
 EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "5", "--eval_responses_per_prompt", "2"]
@@ -155,78 +155,54 @@ def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplac
 
 
 def test_a_reward_function_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
-    flags = ["--reward", "rewards_for_tests:raises_on_third_call", "--output_dir", "run"]
+    flags = ["--reward", "rewards_for_tests:raises_on_third_call", "--updates", "3", "--output_dir", "run"]
     done = together(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
     assert done.returncode != 0
     assert done.stdout.count("KeyError: 'lost'; the model before that is in run/stopped-in-000003") == 2
     assert Path("run/state/step-000002").is_dir()
 
 
-DIES_ONCE = """
+ENDS_OFTEN = """
 import os, pathlib, signal
 from rewards_for_tests import varied
 
-CALLS = 0
-
-def dies_once(prompts, responses):
-    global CALLS
-    CALLS += 1
-    once = pathlib.Path("died")
-    if CALLS == 3 and os.environ["RANK"] == "1" and not once.exists():
-        once.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return varied(prompts, responses)
-"""
-
-
-def test_a_run_that_torchrun_starts_again_ends_as_an_unbroken_one(workplace, tiny_model):
-    Path("dying.py").write_text(DIES_ONCE)
-    p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "4"]
-    p3o += ["--learning_rate", "1e-2", "--save_every", "1", "--resume"]
-    whole = together(*p3o, "--output_dir", "whole")
-    assert whole.returncode == 0, whole.stdout
-    dying = [*p3o, "--reward", "dying:dies_once", "--output_dir", "run"]
-    broken = torchrun(*dying, options=("--max-restarts", "1"))
-    assert broken.returncode == 0, broken.stderr
-    assert Path("died").exists()
-    assert "resuming after update 2, from run/state/step-000002" in broken.stdout
-    assert metrics("run") == metrics("whole")
-    assert_equal(weights("run"), weights("whole"))
-    # One process reads what two wrote.
-    alone = together(*dying, "--updates", "5", processes=1)
-    assert alone.returncode == 0, alone.stdout
-    assert "resuming on another number of processes: 2 before, 1 now" in alone.stdout
-    assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5]
-
-
-STOPS_TWICE = """
-import os, pathlib, signal
-from rewards_for_tests import varied
-
-def stops_twice(prompts, responses):
+def ends_often(prompts, responses):
     if os.environ["RANK"] == "1":
         calls = pathlib.Path("calls")
         count = len(calls.read_text()) if calls.exists() else 0
         calls.write_text("x" * (count + 1))
-        if count == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        if count == 4:
+        if count == 2:  # in update 3
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == 4:  # in update 4
             # It comes as from Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
             os.killpg(0, signal.SIGTERM)
+        if count == 6:  # in update 5
+            os.kill(os.getpid(), signal.SIGUSR1)
     return varied(prompts, responses)
 """
 
 
-def test_a_signal_to_one_process_or_all_stops_where_the_run_can_go_on(workplace, tiny_model):
-    Path("stopping.py").write_text(STOPS_TWICE)
-    p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "4", "--resume"]
-    p3o += ["--learning_rate", "1e-2", "--reward", "stopping:stops_twice"]
-    for signal, update in (("SIGUSR1", 2), ("SIGTERM", 3)):
-        stopped = torchrun(*p3o, "--output_dir", "run")
-        assert stopped.returncode != 0
-        assert f"{signal}: stopped after update {update}; --resume goes on from there" in stopped.stdout
-    for folder in ("run", "whole"):
-        done = together(*p3o, "--output_dir", folder)
-        assert done.returncode == 0, done.stdout
+def test_a_run_that_torchrun_starts_again_and_signals_stop_ends_as_an_unbroken_one(workplace, tiny_model):
+    Path("ending.py").write_text(ENDS_OFTEN)
+    p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "5"]
+    p3o += ["--learning_rate", "1e-2", "--save_every", "2", "--resume"]
+    whole = together(*p3o, "--output_dir", "whole")
+    assert whole.returncode == 0, whole.stdout
+    ending = [*p3o, "--reward", "ending:ends_often", "--output_dir", "run"]
+    broken = torchrun(*ending, options=("--max-restarts", "1"))
+    assert broken.returncode != 0
+    assert "resuming after update 2, from run/state/step-000002" in broken.stdout
+    assert "SIGTERM: stopped after update 3; --resume goes on from there" in broken.stdout
+    signalled = together(*ending)
+    assert signalled.returncode != 0
+    assert "resuming after update 3, from run/state/step-000003" in signalled.stdout
+    assert "SIGUSR1: stopped after update 4; --resume goes on from there" in signalled.stdout
+    done = together(*ending)
+    assert done.returncode == 0, done.stdout
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))
+    # One process reads what two wrote.
+    alone = together(*ending, "--updates", "6", processes=1)
+    assert alone.returncode == 0, alone.stdout
+    assert "resuming on another number of processes: 2 before, 1 now" in alone.stdout
+    assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5, 6]
