@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -198,26 +199,45 @@ def compiler_source(config: Configuration) -> ASTSource:
     return ASTSource(kernel, signature, positions, attributes)
 
 
-def compiled(config: Configuration, architecture: int) -> dict[str, object]:
-    """Registers a thread, bytes of stack (spills show there) and of shared memory, and instructions of interest."""
+class Code(NamedTuple):
+    """A compiled kernel: registers a thread, bytes of stack (spills show there) and of shared memory, the layouts of
+    tensors in that, and the disassembly.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    layouts: list[str]
+    sass: str
+
+
+def disassembled(config: Configuration, architecture: int) -> Code:
     options = {"num_warps": config.warps, "maxnreg": getattr(KERNELS[config.kernel], "REGISTERS", None)}
     result = triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
         usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
-        code = run(TOOLS / "nvdisasm", "-c", file.name)
+        sass = run(TOOLS / "nvdisasm", "-c", file.name)
+    layouts = re.findall(r"#ttg\.\w*shared<\{.*?\}>", result.asm["ttgir"])
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    return Code(registers, stack, result.metadata.shared, layouts, sass)
+
+
+def compiled(config: Configuration, architecture: int) -> dict[str, object]:
+    """What a kernel takes, and instructions of interest."""
+    code = disassembled(config, architecture)
     return {
         "kernel": config.kernel,
         "configuration": config.name,
         "architecture": f"sm_{architecture}",
         "warps": config.warps,
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        "shared": result.metadata.shared,
-        "wide_loads": len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128\b", code)),
-        "tensor_core": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|QGMMA)\b", code)),
+        "registers": code.registers,
+        "stack": code.stack,
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code.sass)),
+        "shared": code.shared,
+        "wide_loads": len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128\b", code.sass)),
+        "tensor_core": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|QGMMA)\b", code.sass)),
     }
 
 
