@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 import fastp3o_kernels
 from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
@@ -211,9 +211,13 @@ class Code(NamedTuple):
     sass: str
 
 
-def disassembled(config: Configuration, architecture: int) -> Code:
+def compile_for(config: Configuration, architecture: int) -> CompiledKernel:
     options = {"num_warps": config.warps, "maxnreg": getattr(KERNELS[config.kernel], "REGISTERS", None)}
-    result = triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
+    return triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def disassembled(config: Configuration, architecture: int) -> Code:
+    result = compile_for(config, architecture)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
