@@ -65,7 +65,9 @@ def speedups(results: Results, level: str, names: Callable[[str], bool]) -> list
     return [
         other["ratio_to_bare"] / mine["ratio_to_bare"]
         for mine in ours(results, level, passes)
-        for other in select(results, level=level, passes=passes, N=mine["N"], D=mine["D"], V=mine["V"])
+        for other in select(
+            results, level=level, passes=passes, **{key: mine.get(key) for key in ("N", "D", "V", "dtype")}
+        )
         if names(other["implementation"])
     ]
 
@@ -89,7 +91,13 @@ def extra_gb(results: Results) -> list[float]:
 def growth(results: Results, figure: Callable[[dict], float | None]) -> list[float]:
     """The growth of a figure from fewer tokens to more of the same head; 1 if it stays."""
     both = [result for result in ours(results, "hidden", "forward and backward") if figure(result) is not None]
-    pairs = [(few, many) for few in both for many in select(both, D=few["D"], V=few["V"]) if many["N"] > few["N"]]
+    heads = [{key: few.get(key) for key in ("D", "V", "dtype")} for few in both]
+    pairs = [
+        (few, many)
+        for few, head in zip(both, heads, strict=True)
+        for many in select(both, **head)
+        if many["N"] > few["N"]
+    ]
     return [figure(many) / figure(few) for few, many in pairs]
 
 
@@ -110,11 +118,13 @@ def over_padded(results: Results) -> list[float]:
 def over_generate(results: Results, cuda: bool, **shape: object) -> list[float]:
     """The engine's tokens a second over those of `generate`."""
     rollouts = select(results, level="rollouts", cuda=cuda, **shape)
-    return [result["ways"]["fastp3o engine"]["ratio"] for result in rollouts]
+    return [result["ways"]["fastp3o engine"]["ratio"] for result in rollouts if "fastp3o engine" in result["ways"]]
 
 
 def share_of_floor(results: Results) -> list[float]:
-    engines = [result["ways"]["fastp3o engine"] for result in select(results, level="rollouts", cuda=True, **ONE_B)]
+    """The floor, operations of the prompts and bytes of the steps, over the time."""
+    found = [result["ways"] for result in select(results, level="rollouts", cuda=True, **ONE_B)]
+    engines = [ways["fastp3o engine"] for ways in found if "fastp3o engine" in ways]
     return [engine["floor_ms"] / engine["ms"] for engine in engines]
 
 

@@ -55,7 +55,7 @@ def logits_compiled(logits: Tensor, inputs: Inputs) -> Tensor:
 
 
 def hidden_fastp3o(inputs: Inputs) -> Tensor:
-    given = inputs.labels, inputs.cu_seqlens, *inputs.pairs
+    given = inputs.labels, inputs.host_cu_seqlens, *inputs.pairs
     return linear_p3o_loss(inputs.hidden, inputs.weight, *given).loss
 
 

@@ -19,7 +19,8 @@ class Inputs:
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
     labels: Tensor  # [N]
-    cu_seqlens: Tensor  # [2P + 1]
+    cu_seqlens: Tensor  # [2P + 1] on the device
+    host_cu_seqlens: Tensor  # the same on the CPU, where the head reads them: it would wait for the device's
     sums: Tensor  # [P, 2], the policy's own log-probs
     old_logprobs: Tensor  # [P, 2]
     ref_logprobs: Tensor  # [P, 2]
@@ -47,17 +48,21 @@ class Inputs:
         )
 
 
-def random_inputs(head: HeadSizes, tokens: int) -> Inputs:
-    """Pairs that moved since the rollout, but within the clip range: all of them have a gradient."""
-    generator = torch.Generator(DEVICE).manual_seed(0)
+def random_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype | None = None) -> Inputs:
+    """Pairs that moved since the rollout, but within the clip range: all of them have a gradient.
+
+    dtype: DTYPE if None.
+    """
+    generator, dtype = torch.Generator(DEVICE).manual_seed(0), dtype or DTYPE
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=DEVICE)
 
-    hidden = randn(tokens, head.hidden).to(DTYPE)
-    weight = (randn(head.vocabulary, head.hidden) * (LOGITS_STD / head.hidden**0.5)).to(DTYPE)
+    hidden = randn(tokens, head.hidden).to(dtype)
+    weight = (randn(head.vocabulary, head.hidden) * (LOGITS_STD / head.hidden**0.5)).to(dtype)
     labels = torch.randint(head.vocabulary, (tokens,), generator=generator, device=DEVICE)
-    cu_seqlens = torch.arange(0, tokens + 1, RESPONSE_TOKENS, dtype=torch.int32, device=DEVICE)
+    host_cu_seqlens = torch.arange(0, tokens + 1, RESPONSE_TOKENS, dtype=torch.int32)
+    cu_seqlens = host_cu_seqlens.to(DEVICE)
     with torch.no_grad():
         sums = sequence_logprobs(linear_logprobs(hidden, weight, labels), cu_seqlens).view(-1, 2)
     pairs = len(sums)
@@ -66,6 +71,7 @@ def random_inputs(head: HeadSizes, tokens: int) -> Inputs:
         weight=weight,
         labels=labels,
         cu_seqlens=cu_seqlens,
+        host_cu_seqlens=host_cu_seqlens,
         sums=sums,
         old_logprobs=sums + 0.02 * randn(pairs, 2),
         ref_logprobs=sums + randn(pairs, 2),

@@ -153,7 +153,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 def ours(problem: Problem, name: str) -> Tensor:
     inputs = problem.inputs
-    given = inputs.hidden, inputs.weight, inputs.labels, inputs.cu_seqlens, OBJECTIVES[name]
+    given = inputs.hidden, inputs.weight, inputs.labels, inputs.host_cu_seqlens, OBJECTIVES[name]
     known = {"token_tensors": problem.token_tensors, "response_tensors": problem.response_tensors}
     return linear_loss(*given, responses_per_group=2, **known).loss
 

@@ -8,16 +8,19 @@ Every number comes from the JSON; a number that it lacks is written "not measure
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
 from benchmarks.iteration_report import iterations, plot_iterations, unit
 from benchmarks.objectives_report import WAYS, objectives
+from benchmarks.results_file import joined
 from benchmarks.rollouts_report import plot_rollouts, rollouts
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
+FRONT_PAGE = FOLDER.parent / "README.md"
 PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
 BOTH = "forward and backward"
 # Levels that run by themselves on a CPU, where they take long.
@@ -27,7 +30,8 @@ BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
 
 
 def load(path: Path) -> dict:
-    return json.loads(path.read_text())
+    record = json.loads(path.read_text())
+    return record | {"benchmarks": joined(record["benchmarks"])} if "benchmarks" in record else record
 
 
 def described(environment: dict) -> str:
@@ -43,9 +47,10 @@ def comparison(results: Results, level: str) -> list[list[str]]:
     """Forward and backward at each shape, fastest first. Header first."""
     lines = [["D, V", "N", "implementation", "ms", f"× {BARE_OPERATIONS[level]}", "extra GB"]]
     both = select(results, level=level, passes=BOTH)
+    several = len({result.get("dtype") for result in both}) > 1
     for result in sorted(both, key=lambda result: (result["V"], result["D"], result["N"], result["ms"])):
         extra = NOT_MEASURED if result["extra_gb"] is None else f"{result['extra_gb']:.2f}"
-        shape = f"{result['D']}, {result['V']}"
+        shape = f"{result['D']}, {result['V']}" + (f", {result['dtype']}" if several else "")
         figures = [f"{result['ms']:.2f}", f"{result['ratio_to_bare']:.2f}", extra]
         lines.append([shape, str(result["N"]), result["implementation"], *figures])
     return lines
@@ -54,10 +59,11 @@ def comparison(results: Results, level: str) -> list[list[str]]:
 def other_passes(results: Results) -> list[list[str]]:
     """Passes of fastp3o other than forward and backward together. Header first."""
     lines = [["level", "pass", "D, V", "N", "ms", "× bare operation", "GB/s", "TFLOP/s"]]
+    several = len({result["dtype"] for result in results if "dtype" in result}) > 1
     for result in results:
         if result["implementation"] == "fastp3o" and result.get("passes", BOTH) != BOTH:
             rates = [f"{result[key]:.0f}" if result[key] else "" for key in ("gb_per_s", "tflop_per_s")]
-            shape = f"{result['D']}, {result['V']}"
+            shape = f"{result['D']}, {result['V']}" + (f", {result['dtype']}" if several else "")
             figures = [f"{result['ms']:.2f}", f"{result['ratio_to_bare']:.2f}", *rates]
             lines.append([result["level"], result["passes"], shape, str(result["N"]), *figures])
     return lines
@@ -129,7 +135,8 @@ def plot(record: dict, path: Path) -> None:
 
     results = select(record["benchmarks"], level="hidden", passes=BOTH)
     D, V = results[0]["D"], results[0]["V"]
-    results = sorted(select(results, D=D, V=V), key=lambda result: result["N"])
+    same = {key: results[0].get(key) for key in ("D", "V", "dtype")}
+    results = sorted(select(results, **same), key=lambda result: result["N"])
     with_memory = any(result["extra_gb"] for result in results)
     figure = Figure(figsize=(6 * (1 + with_memory), 5))
     axes = figure.subplots(1, 1 + with_memory, squeeze=False)
@@ -159,17 +166,21 @@ def plot(record: dict, path: Path) -> None:
 
 
 def benchmarks_section(record: dict, on_gpu: bool) -> str:
+    """What a run that ended early lacks is named."""
     parts = [measured_on(record)]
     if not on_gpu:
         parts.append("No GPU figure has been measured yet; [`goals.md`](goals.md) has the open cells.")
     results = record["benchmarks"]
-    parts += [
-        "From hidden states to gradients, forward and backward, next to the three bare matrix products:",
-        markdown(comparison(results, "hidden")),
-        "From logits, next to a bare copy of the bytes that must move:",
-        markdown(comparison(results, "logits")),
-        "![time over N](results/kernels.png)",
-    ]
+    tables = {
+        "From hidden states to gradients, forward and backward, next to the three bare matrix products:": comparison(
+            results, "hidden"
+        ),
+        "From logits, next to a bare copy of the bytes that must move:": comparison(results, "logits"),
+    }
+    for title, table in tables.items():
+        parts += [title, markdown(table) if table[1:] else "Not measured."]
+    if select(results, level="hidden", passes=BOTH):
+        parts.append("![time over N](results/kernels.png)")
     if updates := select(results, level="training"):
         parts += [f"Training on packed rows: {policy_description(updates[0])}", markdown(packing(results))]
     if select(results, level="memory"):
@@ -252,26 +263,57 @@ def write() -> None:
     record = load(gpu if on_gpu else cpu)
     write_between(README, "benchmarks", benchmarks_section(record, on_gpu))
     write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
-    device = (
-        described(record["environment"])
-        if on_gpu
-        else "no GPU has been measured; precision, rollouts and iterations on a CPU"
-    )
-    records = [record, *(load(path) for level in SEPARATE_RUNS for path in sorted(RESULTS.glob(f"{level}.?pu.json")))]
-    goals = f"# Goals\n\nThe worst of all heads and numbers of tokens. Results of: {device}.\n\n"
-    goals += markdown(goals_table(judged(*records))) + "\n"
-    if on_gpu:
-        goals += f"\nAll passes of fastp3o:\n\n{markdown(other_passes(record['benchmarks']))}\n"
-    goals += f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else ""
-    (FOLDER / "goals.md").write_text(goals)
-    plot(record, RESULTS / "kernels.png")
+    (FOLDER / "goals.md").write_text(goals_page(record, on_gpu))
+    if select(record["benchmarks"], level="hidden", passes=BOTH):
+        plot(record, RESULTS / "kernels.png")
     write_between(README, "objectives", objectives_section(*objective_records()))
+    write_between(README, "gpu", gpu_sentence(record if on_gpu else None))
+    FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record if on_gpu else None))
     record = level_record("iteration")
     write_between(README, "iteration", iteration_section(record))
     plot_iterations(record, RESULTS / "iteration.png")
     record = level_record("rollouts")
     write_between(README, "rollouts", rollouts_section(record))
     plot_rollouts(record, RESULTS / "rollouts.png")
+
+
+def goals_page(record: dict, on_gpu: bool) -> str:
+    """The goals with what the GPU's results say of them, and the CPU's where a goal names one."""
+    device = "no GPU has been measured; precision, rollouts and iterations on a CPU"
+    if on_gpu:
+        device = f"{described(record['environment'])}; rollouts and iterations on a CPU where a goal says so"
+    records = [record, *(load(path) for level in SEPARATE_RUNS for path in sorted(RESULTS.glob(f"{level}.?pu.json")))]
+    page = f"# Goals\n\nThe worst of all heads and numbers of tokens. Results of: {device}.\n\n"
+    page += markdown(goals_table(judged(*records))) + "\n"
+    if on_gpu:
+        page += f"\nAll passes of fastp3o:\n\n{markdown(other_passes(record['benchmarks']))}\n"
+    return page + (f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else "")
+
+
+def goals_met(record: dict) -> str:
+    verdicts = [goal.verdict(judged(record)).met for goal in GOALS if "CPU" not in goal.what]
+    measured = [verdict for verdict in verdicts if verdict != NOT_MEASURED]
+    return f"{measured.count('met')} of {len(measured)} goals that were measured are met, {len(verdicts)} were set"
+
+
+def gpu_sentence(record: dict | None) -> str:
+    """What is known of GPUs."""
+    if record is None:
+        no_gpu = "no GPU has been measured; [`goals.md`](goals.md) has the open cells."
+        return f"- All timings are from a CPU and small models: {no_gpu}"
+    return f"- On {described(record['environment'])}: [{goals_met(record)}](goals.md)."
+
+
+def with_gpu_limit(front_page: str, record: dict | None) -> str:
+    """The front page with its line about GPUs."""
+    tested = "kernels are tested in an interpreter, and compiled for sm_80 to sm_100"
+    line = f"- [No GPU timings](benchmarks/README.md) yet: {tested}."
+    if record is not None:
+        line = f"- [GPU timings](benchmarks/README.md) are of one machine: {record['environment']['device']}."
+    changed, found = re.subn(r"(?m)^- \[(No )?GPU timings\].*$", lambda _: line, front_page)
+    if found != 1:
+        raise ValueError(f"{FRONT_PAGE} must have one line about GPU timings, and has {found}")
+    return changed
 
 
 def objective_records() -> tuple[dict, dict | None]:
@@ -297,19 +339,23 @@ def main() -> None:
     if not arguments.results and not arguments.write:
         parser.error("give a JSON for a table, or --write")
     if arguments.results:
-        record = load(arguments.results)
-        results = record["benchmarks"]
-        print(plain(goals_table(judged(record))), absent(record), sep="\n\n")
-        for level in ("hidden", "logits"):
-            measured = select(results, level=level)
-            first = select(measured, **{key: measured[0][key] for key in "NDV"}) if measured else []
-            print("", plain(comparison(first, level)), sep="\n")
-        print("", plain(packing(results)), "", plain(memory(results)), "", plain(iterations(results)), sep="\n")
-        print("", plain(rollouts(results)), sep="\n")
-        by_device = ([], results) if record["environment"]["cuda"] else (results, [])
-        print("", plain(objectives(*by_device)), sep="\n")
+        print(summary(load(arguments.results)))
     if arguments.write:
         write()
+
+
+def summary(record: dict) -> str:
+    """Every table of a run's results, for a terminal."""
+    results = record["benchmarks"]
+    parts = [plain(goals_table(judged(record))), absent(record)]
+    for level in ("hidden", "logits"):
+        measured = select(results, level=level)
+        first = select(measured, **{key: measured[0][key] for key in "NDV"}) if measured else []
+        parts.append(plain(comparison(first, level)) if first else "")
+    tables = [packing(results), memory(results), iterations(results), rollouts(results)]
+    by_device = ([], results) if record["environment"]["cuda"] else (results, [])
+    tables.append(objectives(*by_device))
+    return "\n\n".join([part for part in parts if part] + [plain(table) for table in tables if table[1:]])
 
 
 if __name__ == "__main__":

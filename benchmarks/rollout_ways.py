@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from benchmarks.shapes import CUDA
+from benchmarks.shapes import CUDA, LARGE
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.engine_sampler import EngineSampler
@@ -184,4 +184,4 @@ WAYS: dict[str, Way] = {
     "TRL GRPO": by_trl,
 }
 # They compile for each shape.
-SLOW_TO_START = {"fastp3o engine, compiled"} | ({"generate, static cache"} if CUDA else set())
+SLOW_TO_START = {"fastp3o engine, compiled"} | ({"generate, static cache"} if LARGE else set())

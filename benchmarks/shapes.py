@@ -1,5 +1,6 @@
 """The heads that are measured, and the numbers of tokens N."""
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -12,14 +13,22 @@ class HeadSizes(NamedTuple):
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+# Sizes that are worth measuring need a GPU; FASTP3O_SMALL=1 tries the suite itself on one.
+LARGE = CUDA and os.environ.get("FASTP3O_SMALL") != "1"
 
-# Llama 3 8B, Qwen 2.5 7B, Gemma 2 2B, and the largest in use; on a CPU one small enough to wait for.
+# Llama 3 8B, Qwen 2.5 7B, Gemma 2 2B, and the largest in use; else one small enough to wait for.
 HEADS = (
     [HeadSizes(4096, 128256), HeadSizes(3584, 152064), HeadSizes(2304, 256000), HeadSizes(3584, 262144)]
-    if CUDA
+    if LARGE
     else [HeadSizes(256, 8192)]
 )
 # The most interesting come first: a run that ends early has measured them.
-TOKENS = [8192, 32768, 2048] if CUDA else [512, 2048]
-DTYPE = torch.bfloat16 if CUDA else torch.float32
+TOKENS = [8192, 32768, 2048] if LARGE else [512, 2048]
+# On a GPU P3O trains in fp16 unless told otherwise; peers are made for bf16.
+DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
+DTYPE = DTYPES[0]
 RESPONSE_TOKENS = 128
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

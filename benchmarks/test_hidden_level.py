@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import bare_operations, implementations, peers
 from benchmarks.inputs import Inputs, random_inputs
 from benchmarks.measure import Case, measure, release
-from benchmarks.shapes import DTYPE, HEADS, TOKENS, HeadSizes
+from benchmarks.shapes import DTYPE, DTYPES, HEADS, TOKENS, HeadSizes, dtype_name
 
 OURS = {"fastp3o": implementations.hidden_fastp3o, "fastp3o linear_logprobs": implementations.hidden_fastp3o_logprobs}
 EVERYWHERE = {"eager": implementations.hidden_eager, "TRL": peers.hidden_trl, "CCE": peers.hidden_cce}
@@ -35,17 +35,17 @@ def named(implementations: dict[str, Callable]) -> list:
 
 
 @cache
-def latest(head: HeadSizes, tokens: int) -> Inputs:
-    return random_inputs(head, tokens)
+def latest(head: HeadSizes, tokens: int, dtype: torch.dtype) -> Inputs:
+    return random_inputs(head, tokens, dtype)
 
 
-def fresh_inputs(head: HeadSizes, tokens: int) -> Inputs:
+def fresh_inputs(head: HeadSizes, tokens: int, dtype: torch.dtype = DTYPE) -> Inputs:
     """One set of inputs at a time in memory, with fresh leaves."""
-    if latest.cache_info().currsize and (head, tokens) != fresh_inputs.latest:
+    if latest.cache_info().currsize and (head, tokens, dtype) != fresh_inputs.latest:
         latest.cache_clear()
         release()
-    fresh_inputs.latest = head, tokens
-    inputs = latest(head, tokens)
+    fresh_inputs.latest = head, tokens, dtype
+    inputs = latest(head, tokens, dtype)
     inputs.hidden, inputs.weight = (tensor.detach().requires_grad_() for tensor in (inputs.hidden, inputs.weight))
     return inputs
 
@@ -53,7 +53,7 @@ def fresh_inputs(head: HeadSizes, tokens: int) -> Inputs:
 def make_case(name: str, passes: str, inputs: Inputs, products: int, gradients: tuple[Tensor, ...]) -> Case:
     (N, D), V = inputs.hidden.shape, len(inputs.weight)
     gradient_bytes = sum(tensor.numel() * tensor.element_size() for tensor in gradients)
-    dtype = str(DTYPE).removeprefix("torch.")
+    dtype = dtype_name(inputs.hidden.dtype)
     return Case("hidden", name, passes, N, D, V, dtype, 0, 2.0 * products * N * V * D, gradient_bytes)
 
 
@@ -95,13 +95,18 @@ def run_frozen(benchmark, name, compute_loss, inputs) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "compute_loss"), named(OURS | EVERYWHERE))
+def names_and_dtypes() -> list[tuple[str, torch.dtype]]:
+    first = [(name, DTYPE) for name in OURS | EVERYWHERE]
+    return first + [(name, dtype) for dtype in DTYPES[1:] for name in ("fastp3o", "eager")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), names_and_dtypes(), ids=lambda value: str(value).removeprefix("torch."))
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_forward_and_backward(benchmark, name, compute_loss, head, tokens):
-    inputs = fresh_inputs(head, tokens)
+def test_forward_and_backward(benchmark, name, dtype, head, tokens):
+    inputs, compute_loss = fresh_inputs(head, tokens, dtype), (OURS | EVERYWHERE)[name]
     run_both(benchmark, name, compute_loss, inputs)
-    if tokens == min(TOKENS) and "GRPO" not in name:
+    if tokens == min(TOKENS) and dtype == DTYPE:
         benchmark.extra_info |= errors(compute_loss, inputs)
 
 
@@ -122,10 +127,11 @@ def test_fastp3o_with_a_third_of_the_pairs_clipped(benchmark, head, tokens):
     run_both(benchmark, "fastp3o", implementations.hidden_fastp3o, inputs, "forward and backward, a third clipped")
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_fastp3o_with_a_frozen_head(benchmark, head, tokens):
-    run_frozen(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens))
+def test_fastp3o_with_a_frozen_head(benchmark, head, tokens, dtype):
+    run_frozen(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens, dtype))
 
 
 @pytest.mark.parametrize(("name", "compute_loss"), named(EVERYWHERE))

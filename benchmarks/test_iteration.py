@@ -10,23 +10,34 @@ import random
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from benchmarks.iteration_trainers import CLOCK, EPOCHS, PHASES, TRAINERS, Seconds, Stopwatch, Task, save_model
+from benchmarks.iteration_trainers import (
+    CLOCK,
+    EPOCHS,
+    PHASES,
+    PRECISION,
+    TRAINERS,
+    Seconds,
+    Stopwatch,
+    Task,
+    save_model,
+)
 from benchmarks.measure import release
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.peers import AbsentError
-from benchmarks.shapes import CUDA
+from benchmarks.shapes import CUDA, LARGE
 from benchmarks.test_rollouts import MODELS
 
 TURNS = 2
 # Iterations of a turn; the first one is left out.
 ITERATIONS = 2
 # Passes of a minibatch through TRL's models, so that activations fit.
-PASSES = 8 if CUDA else 1
+PASSES = 8 if LARGE else 1
 
 
 class Iteration(NamedTuple):
@@ -42,41 +53,62 @@ class Iteration(NamedTuple):
 # The quickstart's; TL;DR's lengths; and on a CPU, fewer and shorter prompts for the model that would train for minutes.
 SHAPES = [
     ("quickstart", 32, 100, 32),
-    ("quickstart", 64 if CUDA else 8, 350, 40),
-    ("policy", 64, 350, 40) if CUDA else ("policy", 8, 48, 16),
+    ("quickstart", 64 if LARGE else 8, 350, 40),
+    ("policy", 64, 350, 40) if LARGE else ("policy", 8, 48, 16),
 ]
 CASES = [Iteration(*shape, K) for shape in SHAPES for K in (2, 4)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+IDS = {case: "-".join(map(str, case)) for case in CASES}
+OURS, *PEERS = TRAINERS
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS.get)
 def test_iteration_of_fastp3o(benchmark, case, tmp_path):
     """`trainers`: of each, the iteration of median length. ratio: the median of its length to fastp3o's in a turn."""
+    benchmark.extra_info |= run_in_turns(benchmark, case, [OURS], tmp_path)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("case", CASES, ids=IDS.get)
+def test_iteration_of_peers(benchmark, case, name, tmp_path):
+    """In turns with fastp3o's."""
+    try:
+        found = run_in_turns(benchmark, case, [OURS, name], tmp_path)
+        del found["trainers"][OURS]
+    except (ImportError, AbsentError) as error:
+        found = record(case, {name: {"absent": str(error)}})
+    except torch.OutOfMemoryError:
+        found = record(case, {name: {"absent": "out of memory"}})
+    benchmark.extra_info |= found
+
+
+def run_in_turns(benchmark, case: Iteration, names: list[str], folder: Path) -> dict[str, object]:
     config = MODELS[case.model]
-    task = Task(tmp_path / "model", random_prompts(case, config.vocab_size), case.response, case.K, PASSES)
+    task = Task(folder / "model", random_prompts(case, config.vocab_size), case.response, case.K, PASSES)
     save_model(config, task.model)
-    iterations: dict[str, list[Seconds]] = {name: [] for name in TRAINERS}
+    iterations: dict[str, list[Seconds]] = {name: [] for name in names}
     peaks: dict[str, list[int]] = {}
-    absent: dict[str, str] = {}
 
     def turn(number: int) -> None:
-        for name in [name for name in TRAINERS if name not in absent]:
-            folder = tmp_path / f"{name}-{number}"
-            folder.mkdir()
-            try:
-                with ExitStack() as first_iteration:
-                    # Counting slows down what is left out anyhow.
-                    peaks.setdefault(name, first_iteration.enter_context(peak_memory()) if number == 0 else [])
-                    stopwatch = Stopwatch(first_iteration.close)
-                    iterations[name] += TRAINERS[name](task, ITERATIONS, folder, stopwatch)[1:]
-            except (ImportError, AbsentError) as error:
-                absent[name] = str(error)
-            except torch.OutOfMemoryError:
-                absent[name] = "out of memory"
+        for name in names:
+            own_folder = folder / f"{name}-{number}"
+            own_folder.mkdir()
+            with ExitStack() as first_iteration:
+                # Counting slows down what is left out anyhow.
+                peaks.setdefault(name, first_iteration.enter_context(peak_memory()) if number == 0 else [])
+                stopwatch = Stopwatch(first_iteration.close)
+                iterations[name] += TRAINERS[name](task, ITERATIONS, own_folder, stopwatch)[1:]
             release()
 
     numbers = iter(range(TURNS))
     benchmark.pedantic(lambda: turn(next(numbers)), rounds=TURNS)
-    benchmark.extra_info |= case._asdict() | {
+    return record(case, {name: figures(iterations, name) | {"peak_gb": peaks[name][0] / 1e9} for name in names})
+
+
+def record(case: Iteration, trainers: dict[str, dict]) -> dict[str, object]:
+    config = MODELS[case.model]
+    return case._asdict() | {
         "level": "iteration",
         "implementation": "fastp3o",
         "D": config.hidden_size,
@@ -84,13 +116,8 @@ def test_iteration_of_fastp3o(benchmark, case, tmp_path):
         "layers": config.num_hidden_layers,
         "epochs": EPOCHS,
         "clock": CLOCK,
-        "dtype": "float32",
-        "trainers": {
-            name: {"absent": absent[name]}
-            if name in absent
-            else figures(iterations, name) | {"peak_gb": peaks[name][0] / 1e9}
-            for name in TRAINERS
-        },
+        "dtype": PRECISION,
+        "trainers": trainers,
     }
 
 

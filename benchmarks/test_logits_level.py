@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import bare_operations, implementations, peers
 from benchmarks.inputs import Inputs
 from benchmarks.measure import Case, measure
-from benchmarks.shapes import CUDA, DTYPE, HEADS, TOKENS
+from benchmarks.shapes import CUDA, DTYPES, HEADS, TOKENS, dtype_name
 from benchmarks.test_hidden_level import fresh_inputs, named
 from fastp3o_kernels import sequence_logprobs, token_logprobs
 
@@ -56,7 +56,7 @@ def make_case(name: str, passes: str, logits: Logits, accesses: int) -> Case:
     (N, D), V = logits.inputs.hidden.shape, len(logits.inputs.weight)
     size = logits.source.numel() * logits.source.element_size()
     gradient_bytes = 0 if passes == "forward" or name in IN_PLACE else size
-    dtype = str(DTYPE).removeprefix("torch.")
+    dtype = dtype_name(logits.source.dtype)
     return Case("logits", name, passes, N, D, V, dtype, float(accesses * size), 0, gradient_bytes)
 
 
@@ -97,10 +97,11 @@ def test_forward_and_backward_of_peers(benchmark, name, compute_loss, head, toke
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("head", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_fastp3o_forward_and_backward_alone(benchmark, passes, head, tokens):
-    run_alone(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens), passes)
+def test_fastp3o_forward_and_backward_alone(benchmark, passes, dtype, head, tokens):
+    run_alone(benchmark, "fastp3o", OURS["fastp3o"], fresh_inputs(head, tokens, dtype), passes)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.shapes import CUDA, DEVICE, DTYPE
+from benchmarks.shapes import CUDA, DEVICE, DTYPE, dtype_name
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.objectives.base import Microbatch
@@ -139,7 +139,7 @@ def peak_bytes(model: PackedModel, run: Callable[[], object]) -> int:
 
 def shape_record(responses: list[list[Ids]]) -> dict[str, object]:
     N = sum(map(len, chain.from_iterable(responses)))
-    return {"N": N, "D": CONFIG.hidden_size, "V": CONFIG.vocab_size, "dtype": str(DTYPE).removeprefix("torch.")}
+    return {"N": N, "D": CONFIG.hidden_size, "V": CONFIG.vocab_size, "dtype": dtype_name(DTYPE)}
 
 
 def count_parameters(model: PackedModel) -> int:

@@ -2,14 +2,15 @@
 
     python -m pytest benchmarks/test_rollouts.py
 
-All sample K responses to each of P prompts, in turns in one process. Where lengths are ragged, prompts are uniformly
-from half to one and a half times their mean long, and each token ends its response with probability 1 / mean.
+All sample K responses to each of P prompts, each way in turns with `generate` in one process. Where lengths are
+ragged, prompts are uniformly from half to one and a half times their mean long, and each token ends its response with
+probability 1 / mean.
 """
 
 import heapq
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
 from unittest.mock import patch
@@ -23,8 +24,9 @@ from benchmarks.bare_operations import copy
 from benchmarks.host_work import host_work
 from benchmarks.measure import milliseconds
 from benchmarks.peers import AbsentError
+from benchmarks.recording import device_is_lost
 from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
-from benchmarks.shapes import CUDA, DEVICE, DTYPE
+from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, dtype_name
 from benchmarks.training_shapes import llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
@@ -33,7 +35,7 @@ from fastp3o.rollouts.cache import MOST_SLOTS
 from fastp3o.rollouts.engine import STEPS_PER_LOOK
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
 
-PROMPTS = 64 if CUDA else 32
+PROMPTS = 64 if LARGE else 32
 ROUNDS = 3
 # Seconds of a round that only one more follows.
 LONG_ROUND = 60
@@ -43,7 +45,7 @@ HOPELESS = 3
 UNSEEN_ON_CPUS = ("generate_batch", "fastp3o engine, compiled")
 # Llama 3.2 1B; on a CPU 20 M parameters, and what the quickstart trains.
 MODELS = {
-    "policy": llama(2048, 8192, 16, 32, 8, 128256) if CUDA else llama(512, 1408, 4, 8, 4, 16384),
+    "policy": llama(2048, 8192, 16, 32, 8, 128256) if LARGE else llama(512, 1408, 4, 8, 4, 16384),
     "quickstart": llama(128, 384, 4, 4, 4, 4096),
 }
 SHAPES = [("policy", 350, 40, None), ("policy", 128, 128, None), ("policy", 350, 128, 40), ("policy", 128, 128, 64)]
@@ -78,7 +80,7 @@ def end_ids(case: Rollouts, vocabulary: int) -> set[int]:
 
 
 def possible_ways(case: Rollouts) -> list[str]:
-    compiles = case.K == 2 and case.mean is None and (case.prompt == 350 if CUDA else case.model == "quickstart")
+    compiles = case.K == 2 and case.mean is None and (case.prompt == 350 if LARGE else case.model == "quickstart")
     # The slowest of all by far where it has no GPU.
     left_out = () if CUDA or (case.K == 2 and case.prompt < 128) else ("generate_batch",)
     return [way for way in WAYS if way not in left_out and (compiles or way not in SLOW_TO_START)]
@@ -130,13 +132,12 @@ def steps_of_slots(lengths: list[int], slots: int) -> int:
 
 
 class Figures:
-    """Each way's times of its turns, tokens a second, and counts in its last turn, or why there are none."""
+    """Each way's times of its turns, tokens a second, and counts in its last turn."""
 
     def __init__(self, ways: list[str]):
         self.ms: dict[str, list[float]] = {way: [] for way in ways}
         self.rates: dict[str, list[float]] = {way: [] for way in ways}
         self.counts: dict[str, dict[str, float]] = {}
-        self.reasons: dict[str, str] = {}
 
     def forget(self, way: str) -> None:
         self.ms[way].clear()
@@ -144,8 +145,6 @@ class Figures:
 
     def summary(self, way: str, bytes_per_token: int) -> dict[str, object]:
         """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token: of a cached one."""
-        if not self.rates[way]:
-            return {"absent": self.reasons[way]}
         ratios = [mine / base for mine, base in zip(self.rates[way], self.rates["generate"], strict=False)]
         counts, ms = self.counts[way], statistics.median(self.ms[way])
         return counts | {
@@ -158,19 +157,18 @@ class Figures:
         }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-def test_rollouts_of_fastp3o(benchmark, policies, case):
-    """`ways`: figures of rounds in which every way has its turn, and of one more that counts what the host does
-    a step.
-    """
-    policy = policies[case.model]
-    vocabulary = policy.model.config.vocab_size
-    prompts = random_prompts(case, vocabulary)
-    policy.model.generation_config.eos_token_id = sorted(end_ids(case, vocabulary))
-    figures = Figures(possible_ways(case))
-    waiting = list(figures.ms)
+class Measurement:
+    """Turns of a way and of `generate` in a case."""
 
-    def turn(way: str, seed: int) -> None:
+    def __init__(self, policy: PackedModel, case: Rollouts, way: str):
+        self.policy, self.case, self.way = policy, case, way
+        self.vocabulary = policy.model.config.vocab_size
+        self.prompts = random_prompts(case, self.vocabulary)
+        policy.model.generation_config.eos_token_id = sorted(end_ids(case, self.vocabulary))
+        self.figures = Figures([way, "generate"])
+
+    def turn(self, way: str, seed: int) -> None:
+        policy, prompts, case, figures = self.policy, self.prompts, self.case, self.figures
         result: list[Sampled] = []
         with counted_tokens(policy) if way == "fastp3o engine" and not CUDA else nullcontext() as rows:
             ms = milliseconds(lambda: result.append(WAYS[way](policy, prompts, case, seed)))
@@ -178,40 +176,81 @@ def test_rollouts_of_fastp3o(benchmark, policies, case):
         figures.ms[way].append(ms)
         figures.rates[way].append(1e3 * figures.counts[way]["tokens"] / ms)
 
-    def one_round(seed: int) -> None:
-        for way in list(waiting):
-            try:
-                turn(way, seed)
-            except Exception as error:
-                if "fastp3o" in way:
-                    raise
-                absent = isinstance(error, ImportError | AbsentError)
-                reason = str(error).partition("\n")[0][:200]
-                figures.reasons[way] = reason if absent else f"{type(error).__name__}: {reason}"
-                waiting.remove(way)
+    def one_round(self, seed: int) -> None:
+        for way in self.figures.ms:
+            self.turn(way, seed)
 
-    seeds = iter(range(ROUNDS + 1))
-    one_round(next(seeds))  # compiles and captures, and finds caches cold
-    (generate_ms,) = figures.ms["generate"]
-    long = sum(map(sum, figures.ms.values())) > 1e3 * LONG_ROUND
-    for way in list(waiting):
-        if way in SLOW_TO_START or figures.ms[way][0] < HOPELESS * generate_ms:
-            figures.forget(way)
-        else:
-            waiting.remove(way)
-    benchmark.pedantic(lambda: one_round(next(seeds)), rounds=1 if long else ROUNDS)
-    for way in waiting if CUDA else [way for way in waiting if way not in UNSEEN_ON_CPUS]:
-        work = host_work(lambda: WAYS[way](policy, prompts, case, 1 if long else ROUNDS))  # noqa: B023
-        steps = figures.counts[way]["steps"]
-        figures.counts[way] |= {f"{name}_per_step": value / steps for name, value in work.items()}
-    bytes_per_token = sum(shape.bytes_per_token for shape in cache_shapes(policy).values())
-    ways = {way: figures.summary(way, bytes_per_token) for way in figures.ms}
+    def run(self, benchmark) -> None:
+        """The first round compiles and captures, and finds caches cold; it stands only where no other follows."""
+        seeds = iter(range(ROUNDS + 1))
+        self.one_round(next(seeds))
+        way_ms, generate_ms = (self.figures.ms[way][0] for way in (self.way, "generate"))
+        if self.way not in SLOW_TO_START and way_ms > HOPELESS * generate_ms:
+            benchmark.pedantic(lambda: None, rounds=1)
+            return
+        rounds = 1 if way_ms + generate_ms > 1e3 * LONG_ROUND else ROUNDS
+        for way in self.figures.ms:
+            self.figures.forget(way)
+        benchmark.pedantic(lambda: self.one_round(next(seeds)), rounds=rounds)
+
+    def count_host_work(self, way: str) -> None:
+        if way in UNSEEN_ON_CPUS and not CUDA:
+            return
+        work = host_work(lambda: WAYS[way](self.policy, self.prompts, self.case, ROUNDS))
+        steps = self.figures.counts[way]["steps"]
+        self.figures.counts[way] |= {f"{name}_per_step": value / steps for name, value in work.items()}
+
+    def record(self, ways: list[str]) -> dict[str, object]:
+        """Figures of these ways."""
+        config = self.policy.model.config
+        bytes_per_token = sum(shape.bytes_per_token for shape in cache_shapes(self.policy).values())
+        found = {way: self.figures.summary(way, bytes_per_token) for way in ways}
+        shape = {"P": PROMPTS, "D": config.hidden_size, "layers": config.num_hidden_layers}
+        shape |= {"V": self.vocabulary, "dtype": dtype_name(DTYPE)}
+        return self.case._asdict() | shape | {"level": "rollouts", "implementation": "fastp3o", "ways": found}
+
+
+def cases_and_ways(ours: bool) -> list:
+    """Each way in the cases that it can do; fastp3o's engine comes with `generate`, which all are compared with."""
+    return [
+        pytest.param(case, way, id="-".join(map(str, (*case, way))))
+        for case in CASES
+        for way in possible_ways(case)
+        if way != "generate" and ours == ("fastp3o" in way)
+    ]
+
+
+@pytest.mark.parametrize(("case", "way"), cases_and_ways(ours=True))
+def test_rollouts_of_fastp3o(benchmark, policies, case, way):
+    """`ways`: figures of rounds in which both ways have their turn, and of one more that counts what the host does a
+    step.
+    """
+    policy = policies[case.model]
+    measurement = Measurement(policy, case, way)
+    measurement.run(benchmark)
+    ways = ["generate", way] if way == "fastp3o engine" else [way]
+    for each in ways:
+        measurement.count_host_work(each)
+    found = measurement.record(ways)
     if CUDA:
-        engine = ways["fastp3o engine"]
-        engine["floor_ms"] = floor_ms(policy, engine)
-    shape = {"P": PROMPTS, "D": policy.model.config.hidden_size, "layers": policy.model.config.num_hidden_layers}
-    shape |= {"V": vocabulary, "dtype": str(DTYPE).removeprefix("torch.")}
-    benchmark.extra_info |= case._asdict() | shape | {"level": "rollouts", "implementation": "fastp3o", "ways": ways}
+        figures = found["ways"][way]
+        figures |= floor(policy, figures, [len(ids) - 1 for ids in measurement.prompts])
+    benchmark.extra_info |= found
+
+
+@pytest.mark.parametrize(("case", "way"), cases_and_ways(ours=False))
+def test_rollouts_of_peers(benchmark, policies, case, way):
+    measurement = Measurement(policies[case.model], case, way)
+    try:
+        measurement.run(benchmark)
+        measurement.count_host_work(way)
+        benchmark.extra_info |= measurement.record([way])
+    except Exception as error:
+        if device_is_lost():
+            raise
+        absent = isinstance(error, ImportError | AbsentError)
+        reason = ("" if absent else f"{type(error).__name__}: ") + str(error).partition("\n")[0][:200]
+        benchmark.extra_info |= measurement.record([]) | {"ways": {way: {"absent": reason}}}
 
 
 @torch.no_grad()
@@ -233,11 +272,34 @@ def counted_tokens(policy: PackedModel) -> Iterator[list[int]]:
         yield rows
 
 
-def floor_ms(policy: PackedModel, engine: dict[str, float]) -> float:
-    """Time of reading the weights, keys and values of all steps at the bandwidth of a copy."""
+def floor(policy: PackedModel, engine: dict[str, float], prompt_lengths: list[int]) -> dict[str, float]:
+    """Milliseconds that a rollout takes at least. prefill: operations of the prompts at the rate of a large product.
+    decode: bytes of the weights, keys and values of all steps at the bandwidth of a copy. prompt_lengths: tokens that
+    are computed before the first step.
+    """
     source = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
-    run = copy(source, torch.empty_like(source))
-    run()
-    bytes_per_ms = 2 * source.numel() / min(milliseconds(run) for _ in range(5))
+    bytes_per_ms = 2 * source.numel() / fastest_ms(copy(source, torch.empty_like(source)))
+    size = 8192 if LARGE else 256
+    square = torch.randn(size, size, device=DEVICE, dtype=DTYPE)
+    operations_per_ms = 2 * size**3 / fastest_ms(lambda: torch.mm(square, square))
     weights = sum(parameter.numel() * parameter.element_size() for parameter in policy.parameters())
-    return (weights * engine["steps"] + engine["bytes_read_per_token"] * engine["tokens"]) / bytes_per_ms
+    prefill = prefill_operations(policy, prompt_lengths) / operations_per_ms
+    decode = (weights * engine["steps"] + engine["bytes_read_per_token"] * engine["tokens"]) / bytes_per_ms
+    return {"floor_ms": prefill + decode, "floor_prefill_ms": prefill, "floor_decode_ms": decode}
+
+
+def fastest_ms(run: Callable[[], object]) -> float:
+    run()
+    return min(milliseconds(run, queued=True) for _ in range(5))
+
+
+def prefill_operations(policy: PackedModel, lengths: list[int]) -> float:
+    """Floating-point operations of the layers for prompts of these lengths: products with the weights, and attention
+    of each token to those up to it. The head has no part.
+    """
+    config = policy.model.config
+    embeddings = {id(module.weight) for module in (policy.model.get_input_embeddings(), policy.head())}
+    weights = sum(parameter.numel() for parameter in policy.parameters() if id(parameter) not in embeddings)
+    heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * heads
+    return sum(2 * weights * length + attention * length * (length + 1) / 2 for length in lengths)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from transformers import LlamaConfig
 
-from benchmarks.shapes import CUDA
+from benchmarks.shapes import LARGE
 from fastp3o.packing.packed_row import Ids
 
 
@@ -21,7 +21,7 @@ LENGTHS = [Lengths(350, 40), Lengths(128, 128), Lengths(1024, 256)]
 # K, to each prompt.
 RESPONSES = [2, 4]
 # Tokens of an update, about, if nothing is shared or padded; and of one of its passes.
-TOKENS = 16384 if CUDA else 6144
+TOKENS = 16384 if LARGE else 6144
 TOKENS_PER_PASS = TOKENS // 2
 
 
@@ -40,7 +40,7 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: in
 
 
 # Llama 3.2 1B; on a CPU one small enough to wait for.
-CONFIG = llama(2048, 8192, 16, 32, 8, 128256) if CUDA else llama(128, 344, 2, 4, 2, 2048)
+CONFIG = llama(2048, 8192, 16, 32, 8, 128256) if LARGE else llama(128, 344, 2, 4, 2, 2048)
 
 
 def random_groups(lengths: Lengths, responses: int) -> tuple[list[Ids], list[list[Ids]]]:

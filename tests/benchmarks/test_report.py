@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,48 @@ def test_what_is_committed_is_what_the_results_give():
     precision = report.precision_section(report.load(report.RESULTS / "policy_precision.json"))
     written = report.PRECISION_README.read_text()
     assert report.between_markers(written, "precision", precision) == written
+
+
+def gpu_record(record, *levels):
+    """What a run on a GPU that ended early has measured."""
+    ways = {"generate": {"tokens_per_s": 300.0, "ratio": 1.0, "ms_per_step": 20.0, "computed_per_token": 4.0}}
+    ways["generate"] |= {"bytes_read_per_token": 2e6, "ms": 800.0}
+    engine = ways["generate"] | {"ratio": 12.0, "ms": 80.0, "floor_ms": 60.0}
+    rollout = {"level": "rollouts", "D": 2048, "layers": 16, "V": 128256, "prompt": 350, "response": 40, "mean": None}
+    rollout |= {"K": 2, "implementation": "fastp3o"}
+    smoke = {"level": "smoke", "implementation": "fastp3o"}
+    rollouts = [rollout | {"ways": ways}, rollout | {"ways": {"fastp3o engine": engine}}]
+    every = {"hidden": record["benchmarks"], "rollouts": rollouts, "smoke": [smoke]}
+    environment = record["environment"] | {"cuda": "13.0"}
+    found = [entry for level in levels for entry in every[level]]
+    return {"environment": environment, "benchmarks": found, "not_measured": record["not_measured"]}
+
+
+@pytest.mark.parametrize("levels", [("smoke",), ("smoke", "hidden"), ("smoke", "hidden", "rollouts"), ("rollouts",)])
+def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(record, tmp_path, monkeypatch, levels):
+    results = tmp_path / "results"
+    shutil.copytree(report.RESULTS, results, ignore=shutil.ignore_patterns("frontier", "quickstart"))
+    pages = {"README": report.README, "PRECISION_README": report.PRECISION_README, "FRONT_PAGE": report.FRONT_PAGE}
+    for name, page in pages.items():
+        shutil.copy(page, tmp_path / f"{name}.md")
+        monkeypatch.setattr(report, name, tmp_path / f"{name}.md")
+    monkeypatch.setattr(report, "FOLDER", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", results)
+    for plot in ("plot", "plot_rollouts", "plot_iterations"):
+        monkeypatch.setattr(report, plot, lambda *_: None)
+    (results / "kernels.gpu.json").write_text(json.dumps(gpu_record(record, *levels)))
+    report.write()
+    readme, goals = (tmp_path / "README.md").read_text(), (tmp_path / "goals.md").read_text()
+    assert "no GPU has" not in readme
+    assert (
+        "- [GPU timings](benchmarks/README.md) are of one machine: a GPU." in (tmp_path / "FRONT_PAGE.md").read_text()
+    )
+    assert "Results of: a GPU" in goals
+    assert ("| hidden-level loss, forward + backward | ≤ 1.15 × three bare products | 1.00 × | met |" in goals) == (
+        "hidden" in levels
+    )
+    assert ("| ≥ 60% of the floor | 75% | met |" in goals) == ("rollouts" in levels)
+    assert ("| 12.00 | 20.0 |" in readme) == ("rollouts" in levels)
 
 
 def test_the_suite_stops_in_time_and_says_what_it_left_out(tmp_path):

@@ -1,0 +1,143 @@
+"""A plugin of pytest that writes results as soon as each is measured: `-p benchmarks.recording --results=FILE`.
+
+    --resume        goes on with a file of results: what it has is not run again
+    FASTP3O_BENCHMARK_SECONDS    tests that would begin later than this after the start are skipped, and recorded so
+
+A test that leaves the GPU unusable ends the process with DEVICE_LOST, so that a new one can go on with the next.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.results_file import (
+    OUT_OF_TIME,
+    empty,
+    end_running,
+    load,
+    name_of,
+    unbegun,
+    without_the_unbegun,
+    write,
+)
+
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "trl", "flash-attn")
+STARTED = time.monotonic()
+RECORD = pytest.StashKey[dict]()
+# The exit status of a process whose CUDA context is unusable.
+DEVICE_LOST = 75
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="JSON to write, anew after every test.")
+    parser.addoption("--resume", action="store_true", help="Go on with the JSON of --results.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.option.results = config.getoption("--results") and config.getoption("--results").resolve()
+    record = without_the_unbegun(load(path)) if path and config.getoption("--resume") else empty()
+    config.stash[RECORD] = record | {"environment": environment()}
+    file(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    finished = set(config.stash[RECORD]["finished"])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in finished])
+    items[:] = [item for item in items if item.nodeid not in finished]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = float(os.environ.get("FASTP3O_BENCHMARK_SECONDS", "inf"))
+    if time.monotonic() - STARTED > limit:
+        pytest.skip(f"{OUT_OF_TIME}: {limit:.0f} seconds have passed")
+    item.config.stash[RECORD]["running"] = item.nodeid
+    file(item.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    report = yield
+    record = item.config.stash[RECORD]
+    if report.when == "call" and report.passed:
+        record["finished"].append(item.nodeid)
+        record["running"] = None
+        if "benchmark" in item.funcargs:
+            record["benchmarks"].append(item.funcargs["benchmark"].extra_info)
+    elif not report.passed:
+        reason = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else "failed"
+        record_without_figures(record, item, reason)
+    if not report.passed and device_is_lost():
+        item.config.get_terminal_writer().line(f"{item.nodeid}: {report.longreprtext}")
+        file(item.config)
+        sys.stdout.flush()
+        os._exit(DEVICE_LOST)
+    file(item.config)
+    return report
+
+
+def record_without_figures(record: dict, item: pytest.Item, reason: str) -> None:
+    """reason: "failed" of fastp3o's tests; a peer's has an own one, and of tests skipped elsewhere none is kept."""
+    if reason == "failed":
+        record["running"] = item.nodeid
+        record.update(end_running(record, reason))
+        return
+    out_of_time = reason.startswith(OUT_OF_TIME)
+    if out_of_time or "benchmarks/" in item.nodeid:
+        record["not_measured"].append({"name": name_of(item.nodeid), "reason": reason})
+    if not out_of_time:
+        record["finished"].append(item.nodeid)
+    record["running"] = None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.config.stash[RECORD]["running"] = None
+    file(session.config)
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if left := unbegun(config.stash[RECORD]):
+        terminalreporter.line(f"{left} tests were left out for lack of time")
+
+
+def file(config: pytest.Config) -> None:
+    if path := config.getoption("--results"):
+        write(path, config.stash[RECORD])
+
+
+def device_is_lost() -> bool:
+    """Whether CUDA refuses everything from now on, as after an illegal access to memory."""
+    try:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def environment() -> dict[str, object]:
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    git = f"git -C '{Path(__file__).parent}' describe --always --dirty"
+    commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else f"CPU ({torch.get_num_threads()} threads)",
+        "cuda": torch.version.cuda if cuda else None,
+        "python": platform.python_version(),
+        "packages": {name: installed(name) for name in PACKAGES},
+        "commit": commit or os.environ.get("FASTP3O_COMMIT"),
+        "date": time.strftime("%Y-%m-%d"),
+    }

@@ -1,0 +1,223 @@
+"""The parts of a run on a GPU, with small scripts in place of tests: order, failures, hangs, kills, resumption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_parts, results_file
+from benchmarks.gpu_parts import Part
+
+ROOT = Path(__file__).parents[2]
+# Measures two peers and one of ours, as `recording.py` files them: {results} is its JSON.
+SUITE = """
+import json, os, pathlib, signal, sys, time
+sys.path.insert(0, {root!r})
+from benchmarks import results_file
+path = pathlib.Path({results!r})
+record = results_file.without_the_unbegun(results_file.load(path))
+record["environment"] = {{"device": "a GPU", "cuda": "13", "packages": {{}}, "date": "today"}}
+for test in sys.argv[1:]:
+    name, _, what = test.partition("=")
+    test = f"benchmarks/test_x.py::test_{{name}}"
+    if test in record["finished"]:
+        continue
+    record["running"] = test
+    results_file.write(path, record)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "lose":
+        os._exit(75)
+    if what == "hang":
+        time.sleep(60)
+    record["finished"].append(test)
+    record["running"] = None
+    record["benchmarks"].append({{"level": "smoke", "implementation": name, "pid": os.getpid()}})
+    results_file.write(path, record)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(gpu_parts, "MARGIN", 0.0)
+    monkeypatch.setattr(gpu_parts, "LOOK", 0.02)
+
+
+def suite(tmp_path: Path, name: str, *tests: str, **settings) -> Part:
+    """A part of tests, each a name or name=what it does."""
+    script = tmp_path / f"{name}.py"
+    script.write_text(SUITE.format(root=str(ROOT), results=str(tmp_path / "out" / "parts" / f"{name}.json")))
+    # The word stands for a file that the script knows already.
+    command = [sys.executable, "-S", str(script), *tests]
+    return Part(name, 20, {name: ["env", "RESULTS={results}", *command]}, **settings)
+
+
+def shell(name: str, script: str, seconds: float = 20) -> Part:
+    return Part(name, seconds, {name: ["sh", "-c", script]})
+
+
+def run(parts: list[Part], tmp_path: Path, seconds: float = 30, only=()) -> int:
+    return gpu_parts.run(parts, tmp_path / "out", "gpu", seconds, only)
+
+
+def merged(tmp_path: Path) -> dict:
+    return json.loads((tmp_path / "out" / "kernels.gpu.json").read_text())
+
+
+def measured(tmp_path: Path) -> list[str]:
+    return [result["implementation"] for result in merged(tmp_path)["benchmarks"]]
+
+
+def test_parts_run_in_order_and_one_that_fails_stops_no_other(tmp_path, capsys):
+    parts = [shell("a", "echo a >> order"), shell("b", "echo b >> order; exit 1"), shell("c", "echo c >> order")]
+    parts = [
+        part._replace(commands={n: ["sh", "-c", f"cd {tmp_path}; {c[2]}"] for n, c in part.commands.items()})
+        for part in parts
+    ]
+    assert run(parts, tmp_path) == 1
+    assert (tmp_path / "order").read_text() == "a\nb\nc\n"
+    printed = capsys.readouterr().out
+    assert "a: passed, 1 done" in printed
+    assert "b: failed, 0 done" in printed
+    assert "    failed: b" in printed
+    assert run([parts[0], parts[2]], tmp_path) == 0
+    # All have results, so none has run again.
+    assert (tmp_path / "order").read_text() == "a\nb\nc\n"
+    assert run(parts, tmp_path, only=["a"]) == 0
+    assert (tmp_path / "order").read_text() == "a\nb\nc\na\n"
+
+
+def test_what_a_peer_breaks_is_recorded_and_the_rest_goes_on_in_new_processes(tmp_path):
+    tests = ["fastp3o", "crashing_peer=kill", "peer", "losing_peer=lose", "last_peer"]
+    assert run([suite(tmp_path, "head", *tests)], tmp_path) == 0
+    found = merged(tmp_path)
+    assert measured(tmp_path) == ["fastp3o", "peer", "last_peer"]
+    assert len({result["pid"] for result in found["benchmarks"]}) == 3
+    assert found["not_measured"] == [
+        {"name": "test_crashing_peer", "reason": "failed: the process ended with SIGSEGV"},
+        {"name": "test_losing_peer", "reason": "failed: CUDA refused everything after it"},
+    ]
+    assert found["environment"]["cuda"] == "13"
+
+
+def test_what_breaks_our_own_test_fails_the_run_but_not_the_rest(tmp_path, capsys):
+    assert run([suite(tmp_path, "head", "fastp3o=kill", "peer")], tmp_path) == 1
+    assert measured(tmp_path) == ["peer"]
+    assert "    failed: benchmarks/test_x.py::test_fastp3o" in capsys.readouterr().out
+
+
+def test_a_test_that_hangs_is_ended(tmp_path):
+    assert run([suite(tmp_path, "head", "peer", "slow_peer=hang", "fastp3o", patience=1.5)], tmp_path) == 0
+    assert measured(tmp_path) == ["peer", "fastp3o"]
+    assert merged(tmp_path)["not_measured"] == [{"name": "test_slow_peer", "reason": "failed: no result in 2 seconds"}]
+
+
+def test_a_part_ends_with_its_time_and_goes_on_in_the_next_run(tmp_path, capsys):
+    slow = shell("slow", "sleep 60", seconds=0.3)
+    assert run([slow, suite(tmp_path, "head", "peer")], tmp_path, seconds=20) == 1
+    assert measured(tmp_path) == ["peer"]
+    assert "slow: unfinished, 0 done" in capsys.readouterr().out
+    (tmp_path / "started").touch()
+    assert run([shell("slow", f"test -f {tmp_path}/started")], tmp_path) == 0
+
+
+def test_no_part_begins_after_the_time_of_the_whole_run(tmp_path, capsys):
+    assert run([shell("a", "true"), shell("b", "true")], tmp_path, seconds=-1) == 1
+    assert capsys.readouterr().out.count("unfinished") == 2
+
+
+def test_a_command_that_cannot_start_its_tests_is_tried_twice_and_fails(tmp_path):
+    broken = Part("broken", 20, {"broken": ["sh", "-c", f"echo x >> {tmp_path}/tries; : {{results}}; exit 4"]})
+    assert run([broken], tmp_path) == 1
+    assert (tmp_path / "tries").read_text() == "x\nx\n"
+    mended = Part("broken", 20, {"broken": ["sh", "-c", ": {results}; exit 0"]})
+    assert run([mended], tmp_path) == 0
+
+
+def test_a_machine_that_goes_leaves_results_and_no_process(tmp_path):
+    parts = [suite(tmp_path, "head", "fastp3o"), suite(tmp_path, "rollouts", "peer", "fastp3o=hang")]
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"from benchmarks import gpu_parts\nfrom pathlib import Path\ngpu_parts.LOOK = 0.02\n"
+        f"gpu_parts.run([gpu_parts.Part(*part) for part in {[tuple(part) for part in parts]!r}], "
+        f"Path({str(tmp_path / 'out')!r}), 'gpu', 60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script)], env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+    )
+    rollouts = tmp_path / "out" / "parts" / "rollouts.json"
+    wait_for(lambda: results_file.load(rollouts)["running"] == "benchmarks/test_x.py::test_fastp3o")
+    wait_for(lambda: len(merged(tmp_path)["benchmarks"]) == 2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert measured(tmp_path) == ["fastp3o", "peer"]
+    wait_for(lambda: not processes_with(str(tmp_path)))
+    # What was interrupted is not its test's fault: it runs, and the others do not.
+    known = merged(tmp_path)["benchmarks"]
+    parts[1] = suite(tmp_path, "rollouts", "peer", "fastp3o")
+    assert run(parts, tmp_path) == 0
+    assert merged(tmp_path)["benchmarks"][:2] == known
+    assert measured(tmp_path) == ["fastp3o", "peer", "fastp3o"]
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text()
+        except OSError:
+            continue
+        if text in command and f"/proc/{os.getpid()}/" not in str(path) and "pytest" not in command:
+            found.append(command)
+    return found
+
+
+def test_files_of_results_are_replaced_whole(tmp_path):
+    path = tmp_path / "parts" / "x.json"
+    results_file.write(path, results_file.empty())
+    with pytest.raises(TypeError):
+        results_file.write(path, results_file.empty() | {"benchmarks": [object()]})
+    assert results_file.load(path) == results_file.empty()
+
+
+def test_samplers_that_were_measured_apart_stand_in_one_result():
+    shape = {"level": "rollouts", "D": 8}
+    results = [
+        shape | {"ways": {"a": 1}},
+        {"level": "hidden"},
+        shape | {"ways": {"b": 2}},
+        shape | {"D": 9, "ways": {}},
+    ]
+    assert results_file.joined(results) == [
+        {"level": "hidden"},
+        shape | {"ways": {"a": 1, "b": 2}},
+        shape | {"D": 9, "ways": {}},
+    ]
+
+
+def test_parts_name_files_that_exist():
+    for device in ("gpu", "cpu"):
+        for part in gpu_parts.parts(device):
+            for command in part.commands.values():
+                for word in command:
+                    assert not word.startswith(("benchmarks/", "tests/")) or (ROOT / word).exists(), word
+
+
+def test_a_part_that_is_not_there_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_parts", "--only", "smoke,haed"])
+    with pytest.raises(SystemExit):
+        gpu_parts.main()
+    assert "no part haed; there are smoke, head" in capsys.readouterr().err
