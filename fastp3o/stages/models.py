@@ -10,7 +10,8 @@ from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
-from fastp3o.models.sharding import WholeCopy, loading_device
+from fastp3o.models.sampling_copy import SamplingCopy
+from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rewards.model import ModelReward
@@ -30,20 +31,28 @@ WHILE_TRAINING = 16
 
 
 def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
-    """The policy, which is not spread over the processes yet, and the copy that is sampled once it is.
+    """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one.
 
     The copy is whole if every process has the memory for it. bytes_per_parameter: of everything that is spread.
     """
     accelerator, precision, _, mesh = context
-    if mesh is None:
-        return SampledModel(policy, None)
+    on_gpu = context.device.type == "cuda"
+    # A CPU gains nothing, and samples from the weights themselves.
+    dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
+    merges = on_gpu and getattr(policy.model, "_hf_peft_config_loaded", False)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
+    if mesh is None:
+        # Next to weights in half precision a copy without adapters takes as much again.
+        fits = parameters * (precision.weights.itemsize + dtype.itemsize) < available_memory(context.device)
+        if dtype == precision.weights and not (merges and fits):
+            return SampledModel(policy, None)
+        return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
     parts = bytes_per_parameter * parameters // mesh.size(-1)
-    fits = parts + parameters * precision.weights.itemsize < available_memory(context.device)
+    fits = parts + parameters * dtype.itemsize < available_memory(context.device)
     by_layer = not all(gather_object([fits]))
     if by_layer:
         accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
-    return SampledModel(policy, WholeCopy(policy, context.device, precision.weights, by_layer=by_layer))
+    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, by_layer=by_layer, merges=merges))
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:

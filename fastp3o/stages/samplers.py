@@ -6,8 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.sharding import WholeCopy
+from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
+from fastp3o.rollouts.cache import return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler, rollout_bytes
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
@@ -19,13 +20,15 @@ if TYPE_CHECKING:  # a run imports its own stage only
 
 
 class SampledModel(NamedTuple):
-    """A model to sample from. copy: sampled in its place if it is spread over processes; None for one process."""
+    """A model to sample from. copy: sampled in its place, if it is spread over processes, if its weights are finer than
+    its passes, or if it has adapters; None if it is sampled itself.
+    """
 
     model: PackedModel
-    copy: WholeCopy | None
+    copy: SamplingCopy | None
 
     @property
-    def whole(self) -> PackedModel:
+    def sampled(self) -> PackedModel:
         return self.model if self.copy is None else self.copy.model
 
     def gathered(self, sampler: Sampler) -> Sampler:
@@ -37,8 +40,11 @@ class SampledModel(NamedTuple):
             return sampler
 
         def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+            return_unused_memory(copy.memory.device)
             with copy.gathered(self.model):
-                return sampler(prompts, responses_per_prompt, seed)
+                groups = sampler(prompts, responses_per_prompt, seed)
+            return_unused_memory(copy.memory.device)
+            return groups
 
         return sample
 
@@ -53,7 +59,7 @@ def policy_sampler(
     """Builds the policy's sampler. batch_size: prompts sampled at once."""
     sampler = named_sampler(
         config,
-        policy.whole,
+        policy.sampled,
         tokenizer,
         max_response_tokens=config.max_response_tokens,
         batch_size=batch_size,
@@ -78,9 +84,9 @@ def with_mixture(
         if model.copy is not None and model.copy.by_layer:
             raise UserError("--mixture samples from two models, and a process has no room for both of them whole")
     mixture = MixtureSampler(
-        policy.whole,
+        policy.sampled,
         tokenizer,
-        reference.whole,
+        reference.sampled,
         config.mixture,
         max_response_tokens=config.max_response_tokens,
         batch_size=config.rollout_batch_size,

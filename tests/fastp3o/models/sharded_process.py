@@ -17,7 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fastp3o.config import StageConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, SecondModel
-from fastp3o.models.sharding import FrozenModel, WholeCopy, empty, is_main_process, process_mesh, shard, whole
+from fastp3o.models.sampling_copy import SamplingCopy
+from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.packing.packed_row import PackedRow
@@ -126,7 +127,7 @@ def copied(by_layer: bool) -> bool:
     """Whether a copy of the sharded model gives the same bits, also where one process makes more passes."""
     expected = labelled_logprobs(tied(), ROWS[0]).detach()
     model = given_by_main(tied())
-    whole_copy = WholeCopy(model, CPU, torch.float32, by_layer=by_layer)
+    whole_copy = SamplingCopy(model, CPU, torch.float32, by_layer=by_layer)
     shard(model, CPU, process_mesh(CPU))
     with torch.no_grad(), whole_copy.gathered(model):
         got = [labelled_logprobs(whole_copy.model, ROWS[0]) for _ in range(1 + 2 * dist.get_rank())]
