@@ -185,7 +185,8 @@ class StageConfig(RunConfig):
     precision: str = option(
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
-        "bf16-autocast: fp32 weights. bf16, fp16: half-precision weights, with fp32 master copies of what trains. "
+        "bf16-autocast: fp32 weights, and on a GPU a bf16 copy of them that is sampled. "
+        "bf16, fp16: half-precision weights, with fp32 master copies of what trains. "
         "auto: on a GPU fp16 for P3O and bf16-autocast for the other stages, else fp32.",
         choices=PRECISIONS,
         changeable=True,

@@ -62,7 +62,8 @@ def main(config: MemoryConfig) -> None:
     precision = choose_precision(config.precision, config.precision)
     update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
     frozen = frozen_memory(model, lengths, precision)
-    rollouts = rollout_memory(model, room(config), precision)
+    adapters = config.lora_rank > 0
+    rollouts = rollout_memory(model, room(config), precision, shards=config.shards, adapters=adapters)
     if config.gpus > 1:
         update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
         rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)

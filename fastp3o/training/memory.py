@@ -24,7 +24,7 @@ weights. Embeddings, head, and the layer that computes are whole, in the weights
 until it is added up over the processes in fp32. (On a GPU the next layer arrives meanwhile, and is whole too.)
 
 Rollouts, before the update, keep 2 R elements of each cached token in each layer; a step makes logits and probabilities
-in fp32.
+in fp32. Autocast and LoRA add a copy of the weights, in the precision of the passes, which is sampled.
 """
 
 from dataclasses import dataclass, replace
@@ -188,12 +188,21 @@ def frozen_memory(
     )
 
 
-def rollout_memory(model: Model, room: Room, precision: Precision) -> Memory:
-    """The memory of sampling on one device, next to masters and optimizer. It is given back before the update."""
-    item = precision.weights.itemsize
+def rollout_memory(
+    model: Model, room: Room, precision: Precision, *, shards: int = 1, adapters: bool = False
+) -> Memory:
+    """The memory of sampling on one device, next to masters and optimizer. It is given back before the update.
+
+    shards: processes that share the model, each of which samples from a whole copy. adapters: whether they are merged
+    into one.
+    """
+    item = (precision.autocast or precision.weights).itemsize
     row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labelled=0)
+    copied = shards > 1 or adapters or precision.autocast is not None
+    # Parts of a model in half precision are its masters.
+    own = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
     return Memory(
-        weights=model.parameters * item,
+        weights=own + (model.parameters * item if copied else 0),
         head=8 * room.slots * model.vocabulary,
         layer=feed_forward(model, row, item),
         cache=room.tokens * model.layers * 2 * model.keys * item,
