@@ -9,7 +9,9 @@ a CPU where layers were thin or rows short.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -62,12 +64,20 @@ def pad_to_longest_rank(rows: Sequence[Row], spare: Row) -> list[tuple[Row, bool
 
     Processes gather weights in every pass, so one that made fewer passes would leave the others waiting for ever.
     """
-    longest = len(rows)
-    if number_of_processes() > 1:
-        lengths: list[int] = [0] * number_of_processes()
-        dist.all_gather_object(lengths, len(rows))
-        longest = max(lengths)
-    return [(row, True) for row in rows] + [(spare, False)] * (longest - len(rows))
+    return padded(rows, spare, *longest_ranks([len(rows)]))
+
+
+def longest_ranks(lengths: list[int]) -> list[int]:
+    """The largest of each of these numbers over the processes. Each has equally many."""
+    if number_of_processes() == 1:
+        return lengths
+    gathered: list[list[int]] = [[]] * number_of_processes()
+    dist.all_gather_object(gathered, lengths)
+    return [max(column) for column in zip(*gathered, strict=True)]
+
+
+def padded(rows: Sequence[Row], spare: Row, length: int) -> list[tuple[Row, bool]]:
+    return [(row, True) for row in rows] + [(spare, False)] * (length - len(rows))
 
 
 def map_rows_in_lockstep(rows: Sequence[Row], compute: Callable[[Row], Result]) -> list[Result]:
@@ -176,25 +186,35 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 class FrozenModel:
-    """A model that does not train, whole or spread over a mesh. With `offload`, its weights are on the CPU between
-    uses.
+    """A model that does not train, whole or spread over a mesh. With `offload`, its weights are on the CPU, in pinned
+    memory, and the device has a copy only while they are used.
     """
 
     def __init__(self, model: PackedModel, device: torch.device, mesh: DeviceMesh | None, *, offload: bool):
         self.model, self.device = model.eval().requires_grad_(False), device
-        self.moves = offload and mesh is None
-        if self.moves:
-            model.to("cpu")
-        else:
+        self.offloaded = offload and mesh is None
+        if not self.offloaded:
             shard(model, device, mesh, offload=offload)
+            return
+        model.to("cpu")
+        for tensor in chain(model.parameters(), model.buffers()) if device.type == "cuda" else ():
+            tensor.data = tensor.data.pin_memory()
 
     @torch.no_grad()
     def map_rows(self, rows: Sequence[PackedRow], compute: Callable[[PackedModel, PackedRow], Tensor]) -> list[Tensor]:
         """`compute` of the model and each row, on the device."""
-        try:
-            if self.moves:
-                self.model.to(self.device)
+        with copied_to(self.device, self.model) if self.offloaded else nullcontext():
             return map_rows_in_lockstep(rows, partial(compute, self.model))
-        finally:
-            if self.moves:
-                self.model.to("cpu")
+
+
+@contextmanager
+def copied_to(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Within the block, the model is on the device. Nothing is copied back."""
+    on_host = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
+    try:
+        for tensor, data in on_host:
+            tensor.data = data.to(device, non_blocking=True)
+        yield
+    finally:
+        for tensor, data in on_host:
+            tensor.data = data

@@ -33,11 +33,12 @@ class Microbatch:
     metrics_weight: float = field(default=1.0, kw_only=True)  # the metrics', see LossAndMetrics
     response_share: float = field(default=1.0, kw_only=True)  # its share of the minibatch's `Objective.metric_count`
     counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
+    token_count: int | None = field(default=None, kw_only=True)  # tokens that take part, where reading `counted` waits
     prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
 
     def counted_tokens(self) -> int:
         """Number of tokens that take part in the loss."""
-        return counted_tokens(self.row, self.counted)
+        return counted_tokens(self.row, self.counted) if self.token_count is None else self.token_count
 
     def counted_responses(self) -> Tensor:
         """[P, K] bool: the responses that take part in the loss."""
@@ -166,6 +167,6 @@ class GroupwiseObjective(Objective):
 def mean_kl(minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses) -> float:
     """Mean of log π_old(y|x) − log π_ref(y|x) over the rollouts of all processes, in nats per response."""
     log_ratios = [batch.old_logprobs - batch.ref_logprobs for batch in chain.from_iterable(minibatches)]
-    sums = torch.stack([torch.stack([part.sum(), part.new_tensor(part.numel())]) for part in log_ratios]).sum(0)
+    sums = torch.stack([torch.stack([part.sum(), part.new_full((), part.numel())]) for part in log_ratios]).sum(0)
     total, count = sum_over_processes(sums).tolist()
     return total / count

@@ -205,7 +205,7 @@ class REINFORCE(RLOO):
     ) -> list[list[Microbatch]]:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         rewards = torch.cat([each.prepared["advantages"] for each in chain.from_iterable(minibatches)]).double()
-        total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_tensor(rewards.numel())])).tolist()
+        total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])).tolist()
         return [
             [replace(each, prepared={"advantages": each.prepared["advantages"] - total / count}) for each in minibatch]
             for minibatch in minibatches

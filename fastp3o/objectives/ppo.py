@@ -180,7 +180,7 @@ def estimate_advantages(rewards: Tensor, values: Tensor, lengths: tuple[int, ...
 def whiten(values: list[Tensor], sum_over_processes: SumOverProcesses) -> list[Tensor]:
     """Shifts and scales all values of all processes to mean 0 and standard deviation 1; shapes stay."""
     together = torch.cat(values).double()
-    sums = torch.stack([together.new_tensor(len(together)), together.sum(), together.square().sum()])
+    sums = torch.stack([together.new_full((), len(together)), together.sum(), together.square().sum()])
     count, total, squares = sum_over_processes(sums).tolist()
     mean = total / count
     deviation = max(squares / count - mean**2, 0.0) ** 0.5

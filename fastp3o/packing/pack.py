@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.errors import UserError
+from fastp3o.packing.on_device import to_device
 from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, plain_layout, shared_layout
 
 
@@ -69,7 +70,7 @@ def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:
     if responses_per_prompt is None or any(row.responses_per_prompt != responses_per_prompt for row in rows):
         raise UserError("groups with different numbers of responses have no common shape [P, K]")
     order = torch.tensor([group for row in rows for group in row.groups])
-    return torch.cat(list(values)).view(-1, responses_per_prompt)[order.argsort().to(values[0].device)]
+    return torch.cat(list(values)).view(-1, responses_per_prompt)[to_device(order.argsort(), values[0].device)]
 
 
 def group_sizes(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], packing: Packing) -> list[int]:

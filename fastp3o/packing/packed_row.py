@@ -11,30 +11,15 @@ T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fastp3o.packing.on_device import OnDevice
+
 Ids = list[int]
 NO_TOKENS = range(0)
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """A dataclass whose tensors move together."""
-
-    def to(self, device: torch.device) -> Any:
-        return type(self)(**{field.name: to_device(getattr(self, field.name), device) for field in fields(self)})
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor | OnDevice):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {name: to_device(part, device) for name, part in value.items()}
-    return tuple(to_device(part, device) for part in value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)

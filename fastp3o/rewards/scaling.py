@@ -9,7 +9,7 @@ from torch import Tensor
 def pairs(values: Tensor) -> Tensor:
     """(v_i, v_j) of all i < j, [P, K] -> [P, K (K − 1) / 2, 2]."""
     K = values.shape[1]
-    return values[:, torch.triu_indices(K, K, offset=1).T]
+    return values[:, torch.triu_indices(K, K, offset=1, device=values.device).T]
 
 
 def differences(values: Tensor) -> Tensor:

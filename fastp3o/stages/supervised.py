@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from datasets import Dataset
@@ -88,14 +88,10 @@ class SupervisedTask(ABC, Generic[Row]):
 
     def means(self, sums: list[dict[str, Tensor]], count: int) -> dict[str, float]:
         """Means over all processes. sums, count: of this process's rows."""
-        totals: dict[str, Tensor] = {}
-        for row in sums:
-            for name, value in row.items():
-                totals[name] = totals.get(name, 0.0) + value
-        totals["count"] = torch.tensor(float(count), device=self.context.device)
-        totals = {name: self.context.accelerator.reduce(value, "sum") for name, value in totals.items()}
-        total_count = totals.pop("count")
-        return {name: (value / total_count).item() for name, value in totals.items()}
+        totals = cast(Tensor, sum(torch.stack([*row.values()]) for row in sums))
+        counted = torch.full((1,), float(count), device=self.context.device)
+        totals = self.context.accelerator.reduce(torch.cat([totals, counted]), "sum")
+        return dict(zip(sums[0], (totals[:-1] / totals[-1]).tolist(), strict=True))
 
 
 def train_supervised(task: SupervisedTask) -> None:
@@ -128,7 +124,7 @@ def train_supervised(task: SupervisedTask) -> None:
             with run.phase("update"):
                 rows = task.prepared_rows(optimizer.model, batch)
                 metrics, shown = optimizer_step(task, optimizer, rows, task.count(batch))
-        values = {name: value.item() for name, value in metrics.items()}
+        values = dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
         values["epoch"] = step * config.batch_size / total
         values["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
         tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
@@ -164,13 +160,12 @@ def optimizer_step(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Makes one step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
     accelerator, device = task.context.accelerator, task.context.device
-    mean_count = accelerator.reduce(torch.tensor(float(count), device=device), "mean")
-    metrics: dict[str, Tensor] = {}
+    mean_count = accelerator.reduce(torch.full((), float(count), device=device), "mean")
+    totals: Tensor | float = 0.0
     for row, counts in pad_to_longest_rank(rows, rows[0]):
         with accelerator.autocast():
             losses = task.losses(optimizer.model, row.to(device))
             optimizer.backward(losses["loss"] * counts / mean_count)
-        for name, value in losses.items():
-            metrics[name] = metrics.get(name, 0.0) + value.detach() * counts / mean_count
-    metrics = {name: accelerator.reduce(value, "mean") for name, value in metrics.items()}
+        totals = totals + torch.stack([*losses.values()]).detach() * counts / mean_count
+    metrics = dict(zip(losses, accelerator.reduce(totals, "mean"), strict=True))
     return metrics | optimizer.step(metrics["loss"]), tuple(metrics)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
-from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
+from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
+from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rollouts.groups import Group, token_ids
@@ -78,14 +79,15 @@ def make_microbatches(
     rewards: [P, K] of all prompts, in the order they were sampled. counted: [P, K] bool, the responses that take
     part in the loss, None for all. objective: decides how rows are weighted.
     """
-    rows = [row.to(accelerator.device) for row in chain.from_iterable(minibatches)]
     every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
     weights = row_weights(accelerator, minibatches, every, objective)
+    on_host = list(chain.from_iterable(minibatches))
+    token_counts = [counted_tokens(row, every[list(row.groups)]) for row in on_host]
+    tables = ((rewards[list(row.groups)], None if counted is None else counted[list(row.groups)]) for row in on_host)
+    # One copy for all rows.
+    rows, own_tables = to_device((tuple(on_host), tuple(tables)), accelerator.device)
     old_logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
-    microbatches = (
-        make_microbatch(row, rewards, counted, old, ref, weight)
-        for row, old, ref, weight in zip(rows, old_logprobs, reference(rows), weights, strict=True)
-    )
+    microbatches = iter(map(make_microbatch, rows, own_tables, token_counts, old_logprobs, reference(rows), weights))
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
 
@@ -112,65 +114,105 @@ def row_weights(
 
     row_sizes = [[sizes(row) for row in rows] for rows in minibatches]
     sums = [[sum(column) for column in zip((0, 0, 0), *rows, strict=True)] for rows in row_sizes]
-    totals = torch.tensor(sums, device=accelerator.device, dtype=torch.float32)
-    totals = accelerator.reduce(totals, reduction="mean").tolist()
+    totals = torch.tensor(sums, dtype=torch.float32)
+    if accelerator.num_processes > 1:
+        totals = accelerator.reduce(to_device(totals, accelerator.device), reduction="mean")
     return [
         # If nothing counts, loss and metrics are 0 in any case.
         RowWeights(*(size / (total or 1.0) for size, total in zip(row, minibatch_totals, strict=True)))
-        for rows, minibatch_totals in zip(row_sizes, totals, strict=True)
+        for rows, minibatch_totals in zip(row_sizes, totals.tolist(), strict=True)
         for row in rows
     ]
 
 
 def make_microbatch(
-    row: PackedRow, rewards: Tensor, counted: Tensor | None, old: Tensor, ref: Tensor, weights: RowWeights
+    row: PackedRow,
+    tables: tuple[Tensor, Tensor | None],
+    token_count: int,
+    old: Tensor,
+    ref: Tensor,
+    weights: RowWeights,
 ) -> Microbatch:
-    """rewards, counted: [P, K] of all prompts. old, ref: [N] fp32, log-probs of the row's tokens."""
-    groups = list(row.groups)
+    """tables: rewards and counted responses of the row's groups, [P, K] each. old, ref: [N] fp32, log-probs of its
+    tokens.
+    """
+    rewards, counted = tables
     return Microbatch(
         row=row,
-        rewards=rewards[groups].to(old.device),
+        rewards=rewards,
         old_token_logprobs=old,
         ref_token_logprobs=ref,
-        old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(len(groups), -1),
-        ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(len(groups), -1),
+        old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(rewards.shape),
+        ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(rewards.shape),
         weight=weights.loss,
         metrics_weight=weights.metrics,
         response_share=weights.responses,
-        counted=None if counted is None else counted[groups].to(old.device),
+        counted=counted,
+        token_count=token_count,
     )
+
+
+Passes = list[tuple[Microbatch, bool]]  # the rows of a minibatch, and whether each counts
+
+
+def equal_passes(minibatches: list[list[Microbatch]]) -> list[Passes]:
+    """The minibatches with as many rows as the process with most has in each: further ones do not count."""
+    spare = first_microbatch(minibatches)
+    longest = longest_ranks([len(minibatch) for minibatch in minibatches])
+    return [padded(minibatch, spare, length) for minibatch, length in zip(minibatches, longest, strict=True)]
 
 
 def optimizer_step(
     optimizer: Optimizer,
-    minibatches: list[list[Microbatch]],
-    index: int,
+    passes: Passes,
     loss: Callable[[nn.Module, Microbatch], LossAndMetrics],
     further_passes: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Makes the backward passes over one of the minibatches, and one step. Returns its metrics as 0-d tensors: maxima
-    if their names end in `_max`, else means.
+    """Makes the backward passes over a minibatch, and one step. Returns its metrics as 0-d tensors: maxima if their
+    names end in `_max`, else means.
 
     further_passes: makes further backward passes for the step, and returns metrics of its own.
 
-    Raises NotFiniteError before the step when the loss or the gradient is not finite.
+    Does not wait for the device: whether loss and gradient were finite says `Optimizer.require_finite`.
     """
-    metrics: dict[str, Tensor] = {}
-    for microbatch, counts in pad_to_longest_rank(minibatches[index], spare=first_microbatch(minibatches)):
-        weight, metrics_weight = (microbatch.weight, microbatch.metrics_weight) if counts else (0.0, 0.0)
+    total = torch.zeros((), device=optimizer.accelerator.device)
+    metrics = MetricSums()
+    for microbatch, counts in passes:
         with optimizer.accelerator.autocast():
             value, row_metrics = loss(optimizer.model, microbatch)
-            optimizer.backward(value * weight)
-        metrics["loss"] = metrics.get("loss", 0.0) + weight * value.detach()
-        for name, metric in row_metrics.items():
-            if name.endswith("_max"):
-                metric = metric if counts else torch.full_like(metric, -torch.inf)
-                metrics[name] = torch.maximum(metrics[name], metric) if name in metrics else metric
-            else:
-                metrics[name] = metrics.get(name, 0.0) + metrics_weight * metric
-    if further_passes is not None:
-        metrics |= further_passes()
-    return metrics | optimizer.step(metrics["loss"])
+            weighted = value * (microbatch.weight if counts else 0.0)
+            optimizer.backward(weighted)
+        total = total + weighted.detach()
+        metrics.add(row_metrics, microbatch.metrics_weight, counts=counts)
+    further = {} if further_passes is None else further_passes()
+    return {"loss": total, **metrics.read(), **further} | optimizer.step(total)
+
+
+class MetricSums:
+    """Metrics of a minibatch, added up in a few launches a row."""
+
+    def __init__(self) -> None:
+        self.means: tuple[str, ...] = ()
+        self.maxima: tuple[str, ...] = ()
+        self.sums: Tensor | float = 0.0
+        self.largest: Tensor | None = None
+
+    def add(self, metrics: dict[str, Tensor], weight: float, *, counts: bool) -> None:
+        """Adds a row's metrics, the same names for every row. weight: the row's share of the means."""
+        self.maxima = tuple(name for name in metrics if name.endswith("_max"))
+        self.means = tuple(name for name in metrics if name not in self.maxima)
+        if self.means:
+            values = torch.stack([metrics[name] for name in self.means])
+            self.sums = self.sums + (weight if counts else 0.0) * values
+        if self.maxima:
+            values = torch.stack([metrics[name] for name in self.maxima])
+            values = values if counts else torch.full_like(values, -torch.inf)
+            self.largest = values if self.largest is None else torch.maximum(self.largest, values)
+
+    def read(self) -> dict[str, Tensor]:
+        """The metrics by name, 0-d."""
+        sums = dict(zip(self.means, self.sums, strict=True)) if isinstance(self.sums, Tensor) else {}
+        return sums | (dict(zip(self.maxima, self.largest, strict=True)) if self.largest is not None else {})
 
 
 def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:

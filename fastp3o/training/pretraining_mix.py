@@ -34,7 +34,7 @@ class PretrainingMix:
         """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token, 0-d."""
         optimizer, accelerator = self.optimizer, self.optimizer.accelerator
         rows = self.rows(optimizer.schedule.last_epoch)
-        tokens = torch.tensor(float(sum(len(row.labels) for row in rows)), device=accelerator.device)
+        tokens = torch.full((), float(sum(len(row.labels) for row in rows)), device=accelerator.device)
         mean_tokens = accelerator.reduce(tokens, "mean")
         loss = torch.zeros((), device=accelerator.device)
         for row, counts in pad_to_longest_rank(rows, rows[0]):

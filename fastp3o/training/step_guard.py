@@ -15,8 +15,8 @@ from fastp3o.training.processes import NotFiniteError, not_finite_error, sum_ove
 
 # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
 FIRST_SCALE = 2.0**12
-# The rule of torch.amp.GradScaler, with its names.
-RULE = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+# The rule of torch.amp.GradScaler.
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
 
 class StepGuard:
@@ -53,7 +53,7 @@ class StepGuard:
             failure, overflow = broken.sum(), None
         else:
             overflow = broken[1:].sum().clamp(max=1.0)
-            torch._amp_update_scale_(self.scale, self.finite_steps, overflow, *RULE.values())
+            torch._amp_update_scale_(self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL)
             failure = torch.where(self.scale < 1, math.inf, broken[0])
         self.failure = torch.where(self.failure > 0, self.failure, failure)
         self.unread.append(self.failure)
@@ -83,7 +83,8 @@ class StepGuard:
         if self.scale is None:
             return {}
         scale, finite_steps = self.known
-        return {"scale": scale, **RULE, "_growth_tracker": int(finite_steps)}
+        rule = {"growth_factor": GROWTH, "backoff_factor": BACKOFF, "growth_interval": INTERVAL}
+        return {"scale": scale, **rule, "_growth_tracker": int(finite_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the loss scale. Precisions without one ignore it."""

@@ -12,7 +12,13 @@ from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.groups import finished
 from fastp3o.stages.online.report import Update, report_update
 from fastp3o.stages.online.setup import set_up
-from fastp3o.training.minibatches import first_microbatch, gather_groups, make_microbatches, pack_minibatches
+from fastp3o.training.minibatches import (
+    equal_passes,
+    first_microbatch,
+    gather_groups,
+    make_microbatches,
+    pack_minibatches,
+)
 from fastp3o.training.order import derived_seed, shuffled
 from fastp3o.training.processes import require_finite
 from fastp3o.training.ratio_noise import ratio_noise
@@ -45,11 +51,12 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 minibatches = objective.prepare(policy, minibatches, partial(accelerator.reduce, reduction="sum"))
                 noise = ratio_noise(policy, rollouts, first_microbatch(minibatches))
             with run.phase("update"):
+                passes = equal_passes(minibatches)
                 step_metrics: list[dict[str, Tensor]] = []
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), derived_seed(config.seed, update, epoch)).tolist():
                         loss = objective.loss if step_metrics else objective.first_loss
-                        step_metrics.append(step(minibatches, index, loss))
+                        step_metrics.append(step(passes[index], loss))
                 reference.follow(policy, update)
         done = Update(update, rollouts, rewards, sampled_again, minibatches, noise, step_metrics)
         report_update(run, config, objective, done)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import OnlineConfig
+from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, efficiency
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
@@ -72,31 +73,47 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> dict[s
     log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
     # Processes have different numbers of responses: means over all are means of what each adds to them.
     processes = accelerator.num_processes
-    means = {
+    on_host = {
         "reward_difference": differences(rewards).abs().mean(),
         "tied_prompts": tied(rewards).float().mean(),
-        # Over the policy's responses, or over all if none is the policy's.
-        "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
-        "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
         "response_length": tokens.mean(),
         "missing_eos": 1 - finished(update.groups).float().mean(),
         "response_tokens": tokens.sum(),
+        **{name: table.mean() for name, table in update.rewards.items()},
+    }
+    on_device = {
+        # Over the policy's responses, or over all if none is the policy's.
+        "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
+        "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
         "ratio/noise": update.noise,
     }
-    means |= {name: table.mean() for name, table in update.rewards.items()}
     gap = sampler_gap(update.groups, microbatches)
     if gap is not None:
-        means["sampler_gap"] = gap
+        on_device["sampler_gap"] = gap
     largest = sorted(name for name in step_metrics[0] if name.endswith("_max"))
     # The loss's own KL is of the moving policy; the reported one is of the rollouts.
-    for name in step_metrics[0].keys() - {*largest, "kl"}:
-        means[name] = torch.stack([step[name] for step in step_metrics]).mean()
-    names = sorted(means)
-    values = accelerator.reduce(torch.stack([means[name].to(accelerator.device) for name in names]), reduction="mean")
-    maxima = {
-        name: accelerator.gather(torch.stack([step[name] for step in step_metrics])).max().item() for name in largest
-    }
-    return dict(zip(names, values.tolist(), strict=True)) | maxima
+    averaged = sorted(step_metrics[0].keys() - {*largest, "kl"})
+    means = torch.cat(
+        [
+            to_device(torch.stack([*on_host.values()]), accelerator.device),
+            torch.stack([*on_device.values()]),
+            step_table(step_metrics, averaged).mean(1),
+        ]
+    )
+    maxima = step_table(step_metrics, largest).amax(1)
+    if processes > 1:
+        means = accelerator.reduce(means, reduction="mean")
+        maxima = accelerator.gather(maxima[None]).amax(0)
+    # The host waits for the device once, for all of them.
+    values = torch.cat([means, maxima]).tolist()
+    by_name = dict(zip([*on_host, *on_device, *averaged, *largest], values, strict=True))
+    return {name: by_name[name] for name in [*sorted(by_name.keys() - {*largest}), *largest]}
+
+
+def step_table(step_metrics: Sequence[dict[str, Tensor]], names: Sequence[str]) -> Tensor:
+    """Metrics of S optimizer steps, [names, S]."""
+    values = [step[name] for name in names for step in step_metrics]
+    return torch.stack(values).view(len(names), -1) if names else step_metrics[0]["loss"].new_empty(0, 1)
 
 
 def sampler_gap(groups: Sequence[Group], microbatches: Sequence[Microbatch]) -> Tensor | None:
@@ -110,11 +127,11 @@ def sampler_gap(groups: Sequence[Group], microbatches: Sequence[Microbatch]) -> 
     old = by_group([m.row for m in microbatches], [m.old_logprobs.flatten() for m in microbatches])
     own = sorted(number for m in microbatches for number in m.row.groups)
     sampled = torch.tensor([[response.logprob for response in groups[number].responses] for number in own])
-    return (sampled.to(old) - old).square().mean().sqrt()
+    return (to_device(sampled, old.device) - old).square().mean().sqrt()
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
     """Mean tokens of a process, divided by those of the process with most in each minibatch, for which others wait."""
     own = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
-    tokens = accelerator.gather(torch.tensor([own], device=accelerator.device, dtype=torch.float32))
+    tokens = accelerator.gather(to_device(torch.tensor([own], dtype=torch.float32), accelerator.device))
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()

@@ -1,9 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel, WithoutAdapters
+from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.packed_row import PackedRow
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
 from tests.fastp3o.models.test_trainable import with_adapters
@@ -41,41 +44,25 @@ def test_a_second_model_is_frozen():
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-class Moving(PackedModel):
-    """Notes the devices that it moves to, and the one on which it is called."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back(monkeypatch, fails):
+    model = PackedModel(random_model("llama"))
+    frozen = FrozenModel(model, CPU, None, offload=True)
+    weight = model.model.lm_head.weight
+    before = weight.data_ptr(), weight.clone()
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
 
-    def __init__(self, model):
-        self.__dict__["moves"] = []
-        super().__init__(model)
+    def changes_the_copy(model: PackedModel, row: PackedRow) -> Tensor:
+        assert weight.data_ptr() != before[0]
+        weight.add_(1.0)
+        if fails:
+            raise RuntimeError("inside")
+        return weight.mean()
 
-    def to(self, device):
-        self.moves.append(str(device))
-        return self
-
-    def forward(self, *args):
-        self.moves.append("called")
-        return super().forward(*args)
-
-
-def test_offloading_moves_the_model_for_the_time_of_a_call():
-    there = torch.device("cuda", 0)  # never touched
-    model = Moving(random_model("llama"))
-    reference = SecondModel(model, there, offload=True)
-    reference([PAIRS.row(), FOURS.row()])
-    assert model.moves == ["cpu", "cuda:0", "called", "called", "cpu"]
-
-    def fails(model: PackedModel, row: PackedRow) -> Tensor:
-        raise RuntimeError("inside")
-
-    with pytest.raises(RuntimeError, match="inside"):
-        reference.frozen.map_rows([PAIRS.row()], fails)
-    assert model.moves[5:] == ["cuda:0", "cpu"]
-
-
-def test_without_offloading_it_stays_on_the_device():
-    model = Moving(random_model("llama"))
-    SecondModel(model, CPU, offload=False)([PAIRS.row()])
-    assert model.moves == ["cpu", "called"]
+    with pytest.raises(RuntimeError, match="inside") if fails else nullcontext():
+        frozen.map_rows([PAIRS.row()], changes_the_copy)
+    assert weight.data_ptr() == before[0]
+    assert torch.equal(weight, before[1])
 
 
 @pytest.mark.gpu
