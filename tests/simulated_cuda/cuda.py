@@ -1,0 +1,248 @@
+"""torch.cuda of the pretended devices."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from tests.simulated_cuda import native
+
+native.library()  # before torch is imported
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is
+
+# ruff: noqa: E402
+import torch
+from torch import Tensor
+
+from tests.simulated_cuda import graphs, triton_launches
+from tests.simulated_cuda.host import finish_copies, host, wait_for_device
+from tests.simulated_cuda.operations import SimulatedDevice, cuda_device
+from tests.simulated_cuda.tensors import is_simulated
+
+TOTAL_MEMORY = 80 * 2**30
+NAME = "NVIDIA H100 80GB HBM3"
+
+
+class Stream:
+    """Operations on all streams run in the order in which the host launches them."""
+
+    made = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        Stream.made += 1
+        self.cuda_stream, self.device = Stream.made, device_with_number(device)
+        self.device_index, self.device_type, self.stream_id = self.device.index, 1, Stream.made
+
+    def wait_stream(self, other: "Stream") -> None: ...
+
+    def wait_event(self, event: "Event") -> None: ...
+
+    def query(self) -> bool:
+        return not host.under_way
+
+    def synchronize(self) -> None:
+        wait_for_device("Stream.synchronize")
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, **_: Any):
+        self.time: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.time = host.time
+
+    def synchronize(self) -> None:
+        if self.time is not None:
+            wait_for_device("Event.synchronize", until=self.time)
+
+    def query(self) -> bool:
+        """The device is as late as it can be."""
+        return self.time is None or not any(copy.time <= self.time for copy in host.under_way)
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 1.0
+
+
+def device_with_number(device: Any = None) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    found = cuda_device("cuda" if device is None else device)
+    assert found is not None
+    return found
+
+
+def exchange_device(number: int) -> int:
+    before = native.library().current_device()
+    if number >= 0:
+        native.library().set_device(number)
+    return before
+
+
+def device_count() -> int:
+    """CUDA_VISIBLE_DEVICES takes effect as on a GPU: before the first use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    return len([number for number in visible.split(",") if number.strip()])
+
+
+def empty_cache() -> None:
+    if graphs.CUDAGraph.captures_under_way:
+        raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp")
+
+
+def memory_allocated(device: Any = None) -> int:
+    return native.library().allocated_bytes(device_with_number(device).index)
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    return native.library().peak_bytes(device_with_number(device).index)
+
+
+def set_sync_debug_mode(mode: str | int) -> None:
+    host.sync_debug_mode = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)  # type: ignore[call-overload]
+
+
+def properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=NAME,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        total_memory=TOTAL_MEMORY,
+        L2_cache_size=50 * 2**20,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block_optin=232448,
+        gcnArchName="",
+        uuid="0",
+    )
+
+
+current_streams: dict[int, Stream] = {}
+default_streams: dict[int, Stream] = {}
+
+
+def default_stream(device: Any = None) -> Stream:
+    number = device_with_number(device).index
+    return default_streams.setdefault(number, Stream(number))
+
+
+def current_stream(device: Any = None) -> Stream:
+    return current_streams.setdefault(device_with_number(device).index, default_stream(device))
+
+
+def set_stream(stream: Stream) -> None:
+    current_streams[stream.device.index] = stream
+
+
+FUNCTIONS: dict[str, Any] = {
+    "CUDAGraph": graphs.CUDAGraph,
+    "Event": Event,
+    "Stream": Stream,
+    "_exchange_device": exchange_device,
+    "_lazy_init": lambda: None,
+    "_maybe_exchange_device": exchange_device,
+    "_sleep": lambda cycles: None,
+    "current_device": lambda: native.library().current_device(),
+    "current_stream": current_stream,
+    "default_stream": default_stream,
+    "device_count": device_count,
+    "empty_cache": empty_cache,
+    "get_device_capability": lambda device=None: (9, 0),
+    "get_device_name": lambda device=None: NAME,
+    "get_device_properties": properties,
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "get_sync_debug_mode": lambda: {"default": 0, "warn": 1, "error": 2}[host.sync_debug_mode],
+    "graph_pool_handle": graphs.new_pool,
+    "ipc_collect": lambda: None,
+    "is_available": lambda: True,
+    "is_bf16_supported": lambda *_, **__: True,
+    "is_current_stream_capturing": lambda: host.capture is not None,
+    "is_initialized": lambda: True,
+    "manual_seed": lambda seed: None,
+    "manual_seed_all": lambda seed: None,
+    "max_memory_allocated": max_memory_allocated,
+    "max_memory_reserved": max_memory_allocated,
+    "mem_get_info": lambda device=None: (TOTAL_MEMORY - memory_allocated(device), TOTAL_MEMORY),
+    "memory_allocated": memory_allocated,
+    "memory_reserved": memory_allocated,
+    "reset_peak_memory_stats": lambda device=None: native.library().reset_peak(device_with_number(device).index),
+    "set_device": lambda device: exchange_device(device_with_number(device).index) and None,
+    "set_rng_state": lambda state, device=None: None,
+    "set_stream": set_stream,
+    "set_sync_debug_mode": set_sync_debug_mode,
+    "synchronize": lambda device=None: wait_for_device("torch.cuda.synchronize"),
+}
+
+
+def install() -> None:
+    """From now on torch has CUDA devices. It must come before transformers, accelerate or Triton's kernels look."""
+    native.library().count_memory()
+    torch._C._set_only_lift_cpu_tensors(True)
+    for name, value in FUNCTIONS.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.graphs.CUDAGraph = graphs.CUDAGraph
+    torch._C._host_emptyCache = lambda: None
+    torch._C._cuda_endAllocateToPool = lambda device, pool: graphs.end_pool(pool)
+    torch._C._cuda_releasePool = lambda device, pool: None
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    torch.accelerator.device_count = device_count
+    triton_launches.install()
+    move_modules_by_swapping()
+    attend_by_matrix_products()
+    SimulatedDevice().__enter__()
+
+
+def restart() -> None:
+    """Forgets what a test has left."""
+    host.sync_debug_mode, host.capture = "default", None
+    finish_copies(host.time)
+    graphs.CUDAGraph.captures_under_way.clear()
+    current_streams.clear()
+    native.library().set_device(0)
+
+
+def move_modules_by_swapping() -> None:
+    """`Module.to` keeps each parameter object, which takes the place of one on the device, together with its hooks."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    swap = torch.utils.swap_tensors
+
+    def swap_with_hooks(first: Tensor, second: Tensor) -> None:
+        hooks = first._post_accumulate_grad_hooks
+        swap(first, second)
+        if hooks:
+            first._post_accumulate_grad_hooks = hooks
+
+    torch.utils.swap_tensors = swap_with_hooks
+
+
+def attend_by_matrix_products() -> None:
+    """torch chooses a fused kernel by asking the GPU."""
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        if not is_simulated(query):
+            return fused(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -float("inf"))
+        given = query, key, value, attn_mask, dropout_p, is_causal
+        return torch.ops.aten._scaled_dot_product_attention_math(*given, **options)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = attention

@@ -1,0 +1,257 @@
+"""Every operation of torch on the pretended device, by CUDA's rules.
+
+An operation runs on the values in CPU memory. Before that it is checked (a CPU tensor of one dimension or more beside
+one on the device raises; so do two devices), and noted as a launch, or as a wait where torch's CUDA code reads a result
+on the host.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.simulated_cuda.host import copy_to_device_later, copy_to_host_later, host, wait_for_device
+from tests.simulated_cuda.native import library, memory_of
+from tests.simulated_cuda.record import note_launch, place
+from tests.simulated_cuda.stand_ins import STAND_INS
+from tests.simulated_cuda.tensors import is_simulated, on_device, values_in
+
+aten = torch.ops.aten
+
+# torch's CUDA code reads the size or the validity of their results on the host.
+WAITS = {
+    "aten._local_scalar_dense.default",
+    "aten._unique2.default",
+    "aten.bincount.default",
+    "aten.equal.default",
+    "aten.is_nonzero.default",
+    "aten.masked_select.default",
+    "aten.multinomial.default",
+    "aten.nonzero.default",
+    "aten.unique_consecutive.default",
+    "aten.unique_dim.default",
+}
+# They neither launch nor are views by their schemas.
+NO_LAUNCH = {
+    "aten._reshape_alias.default",
+    "aten._unsafe_view.default",
+    "aten.detach.default",
+    "aten.empty.memory_format",
+    "aten.empty_like.default",
+    "aten.empty_strided.default",
+    "aten.is_pinned.default",
+    "aten.new_empty.default",
+    "aten.new_empty_strided.default",
+    "aten.resize_.default",
+    "aten.set_.source_Storage",
+    "aten.set_.source_Storage_storage_offset",
+    "aten.set_.source_Tensor",
+}
+INDEXES = {
+    "aten._index_put_impl_.default",
+    "aten.index.Tensor",
+    "aten.index_put.default",
+    "aten.index_put_.default",
+}
+# They take a number in a CPU tensor although they are not elementwise by their tags.
+TAKE_NUMBERS = {"aten.fill.Tensor", "aten.fill_.Tensor", "aten.masked_fill.Tensor", "aten.masked_fill_.Tensor"}
+
+
+class SimulatedDevice(TorchDispatchMode):
+    """While it is active, operations on SimulatedTensors, and those that ask for a CUDA device, are the device's."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run_operation(function, args, kwargs or {})
+
+
+def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
+    if function is torch.ops.prim.device.default:
+        return args[0].simulated_device
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    simulated = [tensor for tensor in tensors if is_simulated(tensor)]
+    asked = cuda_device(kwargs.get("device"))
+    if not simulated and asked is None:
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **kwargs)
+    name = str(function)
+    if function is aten._to_copy.default:
+        return to_copy(*args, **kwargs)
+    if function is aten.copy_.default:
+        return copy_(*args, **kwargs)
+    if name in ("aten.lift_fresh.default", "aten.lift.default"):
+        return args[0]
+    if function is aten.is_pinned.default:
+        return False
+    if name in ("aten._pin_memory.default", "aten.pin_memory.default"):
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+    device = simulated[0].simulated_device if simulated else asked
+    check_devices(name, function, tensors, device)
+    for kind in waits(name, args, kwargs):
+        wait_for_device(kind)
+    launched = not function.is_view and name not in NO_LAUNCH
+    if launched:
+        note_launch(name)
+    changed = {"device": torch.device("cpu"), "pin_memory": False}
+    kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
+    return execute(
+        STAND_INS.get(name, function), args, kwargs, device, launched=launched, written=written_by(function, args, kwargs)
+    )
+
+
+def execute(
+    function: Callable, args: tuple, kwargs: dict, device: torch.device, *, launched: bool, written: list[Tensor]
+) -> Any:
+    """Runs a function on the values of its arguments. What it returns is on the device; a tensor that it changed in
+    place is the one that was given.
+
+    written: the tensors it writes to.
+    """
+    given: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def lower(value: Any) -> Any:
+        if not is_simulated(value):
+            return value
+        values = values_in(value)
+        given[id(values)] = values, value
+        return values
+
+    def lift(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return value
+        values, tensor = given.get(id(value), (None, None))
+        return on_device(value, device) if tensor is None else of_same_shape(tensor, values)
+
+    low_args, low_kwargs = tree_map(lower, (args, kwargs))
+    if host.capture is not None:
+        host.capture.keep_contents([values_in(tensor) for tensor in written])
+    with memory_of(device), torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+        result = function(*low_args, **low_kwargs)
+    if host.capture is not None:
+        host.capture.add(function, low_args, low_kwargs, result, launched=launched)
+    return tree_map(lift, result)
+
+
+def of_same_shape(tensor: Tensor, values: Tensor) -> Tensor:
+    """An operation in place may have resized."""
+    if tensor.size() != values.size() or tensor.stride() != values.stride():
+        with torch._C._DisableTorchDispatch():
+            tensor.set_(values.untyped_storage(), values.storage_offset(), values.size(), values.stride())
+    return tensor
+
+
+def cuda_device(device: Any) -> torch.device | None:
+    """The CUDA device, with its number, that an operation asks for; None for others."""
+    if device is None or (device := torch.device(device)).type != "cuda":
+        return None
+    return torch.device("cuda", library().current_device() if device.index is None else device.index)
+
+
+def check_devices(name: str, function: Any, tensors: list[Tensor], device: torch.device) -> None:
+    numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
+    for tensor in tensors:
+        if is_simulated(tensor):
+            fits = tensor.simulated_device == device
+        else:
+            fits = name in INDEXES or tensor.device.type == "meta" or (tensor.dim() == 0 and numbers)
+        if not fits:
+            other = tensor.simulated_device if is_simulated(tensor) else "cpu"
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{other} and {device}! ({name} at {place()})"
+            )
+
+
+def waits(name: str, args: tuple, kwargs: dict) -> Iterator[str]:
+    """Reasons for which the host waits in this operation."""
+    if name in WAITS:
+        yield name
+    if name == "aten.repeat_interleave.Tensor" and kwargs.get("output_size") is None:
+        yield "repeat_interleave without output_size"
+    if name == "aten.segment_reduce.default" and not kwargs.get("unsafe", False):
+        yield "segment_reduce checks its lengths"
+    if name in INDEXES:
+        indices = [index for index in args[1] if index is not None]
+        masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+        # One mask with one number is a masked_fill.
+        filled = "index_put" in name and len(args[1]) == 1 and args[2].numel() == 1
+        if masks and not filled:
+            yield f"{name} with a mask"
+        if not all(is_simulated(index) for index in indices):
+            yield f"{name} with indices on the CPU"
+
+
+def written_by(function: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    if host.capture is None:
+        return []
+    named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+    writes = [a.name for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = (named[name] for name in writes if name in named)
+    return [tensor for values in given for tensor in tree_leaves(values) if isinstance(tensor, Tensor)]
+
+
+def to_copy(source: Tensor, *, device: Any = None, non_blocking: bool = False, **options: Any) -> Tensor:
+    """`Tensor.to`. A copy to the host that nobody waits for goes to pinned memory, as torch's does."""
+    options.pop("pin_memory", None)
+    target = cuda_device(device)
+    if target is None and device is not None and torch.device(device).type == "meta":
+        return torch.empty_like(values_in(source), device="meta", **options)
+    if target is None and device is None and is_simulated(source):
+        target = source.simulated_device
+    if is_simulated(source) and target is not None:
+        note_launch("copy on the device" if target == source.simulated_device else "copy between devices")
+        return execute(aten._to_copy.default, (source,), options, target, launched=True, written=[])
+    if target is None:  # to the host
+        note_launch("copy to the host")
+        values = converted(values_in(source), options)
+        if not non_blocking:
+            wait_for_device("copy to the host")
+            return values.clone() if values is source else values
+        if host.capture is not None:
+            wait_for_device("copy to the host in a capture")
+        result = torch.empty_like(values, pin_memory=values.numel() > 0)
+        copy_to_host_later(result, values.clone())
+        return result
+    note_launch("copy to the device")
+    with memory_of(target):
+        values = converted(source, options, clone=True)
+    result = on_device(values, target)
+    upload(source, non_blocking)
+    return result
+
+
+def converted(source: Tensor, options: dict, *, clone: bool = False) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
+        return aten._to_copy.default(source, **options) if options or clone else source
+
+
+def upload(source: Tensor, non_blocking: bool) -> None:
+    """What a copy from the host means for the host: it waits unless the memory is pinned and non_blocking is asked for."""
+    if not source.is_pinned():
+        wait_for_device("copy of pageable memory to the device")
+    elif not non_blocking:
+        wait_for_device("copy to the device that blocks")
+    else:
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            copy_to_device_later(source, source.clone())
+
+
+def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if is_simulated(target) and is_simulated(source):
+        note_launch("copy on the device" if target.device == source.device else "copy between devices")
+    elif is_simulated(target):
+        note_launch("copy to the device")
+        upload(source, non_blocking)
+    else:
+        note_launch("copy to the host")
+        if not (non_blocking and target.is_pinned()) or host.capture is not None:
+            wait_for_device("copy to the host")
+        else:
+            with torch.no_grad(), torch._C._DisableTorchDispatch():
+                copy_to_host_later(target, values_in(source).to(target.dtype).expand(target.shape).clone())
+            return target
+    device = target.simulated_device if is_simulated(target) else source.simulated_device
+    execute(aten.copy_.default, (target, source), {}, device, launched=True, written=[target])
+    return target

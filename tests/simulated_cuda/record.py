@@ -1,0 +1,86 @@
+"""The record of what a device was asked to do: waits of the host and launches, with the places in our code."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = (f"{ROOT}/fastp3o/", f"{ROOT}/kernels/", f"{ROOT}/scripts/", f"{ROOT}/benchmarks/", f"{ROOT}/tests/")
+SELF = f"{Path(__file__).parent}/"
+
+
+class Place(NamedTuple):
+    """The innermost function of ours on the stack; code of libraries that it called is not named."""
+
+    file: str  # from the top of the project
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.function}"
+
+
+class Wait(NamedTuple):
+    kind: str
+    place: Place
+
+
+@dataclass
+class Record:
+    waits: list[Wait] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)  # operations of torch, copies, `triton NAME`, graphs
+    variants: dict[str, Counter[tuple]] = field(default_factory=dict)  # of Triton's kernels: what would be compiled
+
+    def places(self) -> Counter[tuple[str, str]]:
+        """How often the host waited, by file and function."""
+        return Counter((wait.place.file, wait.place.function) for wait in self.waits)
+
+    def table(self) -> str:
+        lines = [f"{self.launches.total()} launches, {len(self.waits)} waits of the host"]
+        lines += [f"{count:6d} x {wait.kind} at {wait.place}" for wait, count in Counter(self.waits).most_common()]
+        lines += [f"{count:6d} x {name}" for name, count in self.launches.most_common(20)]
+        return "\n".join(lines)
+
+
+records = [Record()]
+
+
+@contextmanager
+def recorded() -> Iterator[Record]:
+    """What happens inside goes to this record, and to those of the blocks around it."""
+    record = Record()
+    records.append(record)
+    try:
+        yield record
+    finally:
+        records.remove(record)
+
+
+def note_wait(kind: str) -> None:
+    wait = Wait(kind, place())
+    for record in records:
+        record.waits.append(wait)
+
+
+def note_launch(name: str) -> None:
+    for record in records:
+        record.launches[name] += 1
+
+
+def note_variant(kernel: str, variant: tuple) -> None:
+    for record in records:
+        record.variants.setdefault(kernel, Counter())[variant] += 1
+
+
+def place() -> Place:
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(OURS) and not (file.startswith(SELF) and "/test_" not in file):
+            return Place(file.removeprefix(f"{ROOT}/"), frame.f_code.co_qualname, frame.f_lineno)
+        frame = frame.f_back
+    return Place("a thread of torch", "", 0)
