@@ -13,10 +13,10 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is
 import torch
 from torch import Tensor
 
-from tests.simulated_cuda import graphs, triton_launches
+from tests.interpreter import quicken
+from tests.simulated_cuda import attention, graphs, triton_launches
 from tests.simulated_cuda.host import finish_copies, host, wait_for_device
 from tests.simulated_cuda.operations import SimulatedDevice, cuda_device
-from tests.simulated_cuda.tensors import is_simulated
 
 TOTAL_MEMORY = 80 * 2**30
 NAME = "NVIDIA H100 80GB HBM3"
@@ -194,9 +194,10 @@ def install() -> None:
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch.accelerator.device_count = device_count
+    quicken()
     triton_launches.install()
     move_modules_by_swapping()
-    attend_by_matrix_products()
+    attention.install()
     SimulatedDevice().__enter__()
 
 
@@ -221,28 +222,3 @@ def move_modules_by_swapping() -> None:
             first._post_accumulate_grad_hooks = hooks
 
     torch.utils.swap_tensors = swap_with_hooks
-
-
-def attend_by_matrix_products() -> None:
-    """torch chooses a fused kernel by asking the GPU."""
-    fused = torch.nn.functional.scaled_dot_product_attention
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        if not is_simulated(query):
-            return fused(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -float("inf"))
-        given = query, key, value, attn_mask, dropout_p, is_causal
-        return torch.ops.aten._scaled_dot_product_attention_math(*given, **options)[0]
-
-    torch.nn.functional.scaled_dot_product_attention = attention

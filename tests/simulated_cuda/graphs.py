@@ -5,7 +5,7 @@ freed or has moved would read garbage on a GPU, and raises here.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class CUDAGraph:
     afterwards, until the pool is ended.
     """
 
-    captures_under_way: set[tuple[int, int]] = set()
+    captures_under_way: ClassVar[set[tuple[int, int]]] = set()
     pools = 0
 
     def __init__(self, keep_graph: bool = False):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("cuda_without_gpu.cpp")
 BUILT = SOURCE.parent / ".build"
+ROOT = SOURCE.parents[2]
 COMPILER = os.environ.get("CXX", "g++")
 
 

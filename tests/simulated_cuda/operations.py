@@ -97,7 +97,12 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     changed = {"device": torch.device("cpu"), "pin_memory": False}
     kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
     return execute(
-        STAND_INS.get(name, function), args, kwargs, device, launched=launched, written=written_by(function, args, kwargs)
+        STAND_INS.get(name, function),
+        args,
+        kwargs,
+        device,
+        launched=launched,
+        written=written_by(function, args, kwargs),
     )
 
 
@@ -228,7 +233,7 @@ def converted(source: Tensor, options: dict, *, clone: bool = False) -> Tensor:
 
 
 def upload(source: Tensor, non_blocking: bool) -> None:
-    """What a copy from the host means for the host: it waits unless the memory is pinned and non_blocking is asked for."""
+    """The host waits for a copy to the device, unless it is from pinned memory and does not block."""
     if not source.is_pinned():
         wait_for_device("copy of pageable memory to the device")
     elif not non_blocking:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (f"{ROOT}/fastp3o/", f"{ROOT}/kernels/", f"{ROOT}/scripts/", f"{ROOT}/benchmarks/", f"{ROOT}/tests/")
-SELF = f"{Path(__file__).parent}/"
+SELF = Path(__file__).parent
 
 
 class Place(NamedTuple):
@@ -80,7 +80,7 @@ def place() -> Place:
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(OURS) and not (file.startswith(SELF) and "/test_" not in file):
+        if file.startswith(OURS) and Path(file).parent != SELF:
             return Place(file.removeprefix(f"{ROOT}/"), frame.f_code.co_qualname, frame.f_lineno)
         frame = frame.f_back
     return Place("a thread of torch", "", 0)
