@@ -187,7 +187,8 @@ class StageConfig(RunConfig):
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
         "bf16-autocast: fp32 weights, and on a GPU a bf16 copy of them that is sampled. "
         "bf16, fp16: half-precision weights, with fp32 master copies of what trains. "
-        "auto: on a GPU fp16 for P3O and bf16-autocast for the other stages, else fp32.",
+        "auto: on a GPU fp16 for P3O and bf16-autocast for the other stages (fp16 where the GPU has no bf16), "
+        "else fp32. Half precision on a GPU also takes fast attention over packed rows, flash-attn if installed.",
         choices=PRECISIONS,
         changeable=True,
     )
@@ -269,7 +270,8 @@ class SamplerConfig(Flags):
 
     sampler: str = option(
         "engine",
-        "Samples responses with fastp3o's own engine, or with transformers' generate.",
+        "Samples responses with fastp3o's own engine, or with transformers' generate. On a GPU the engine launches "
+        "each step as one CUDA graph where the model allows it.",
         choices=("engine", "transformers"),
     )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)

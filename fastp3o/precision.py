@@ -35,9 +35,13 @@ class Precision(NamedTuple):
 
 
 def choose_precision(name: str, automatic: str) -> Precision:
-    """Returns the precision with this name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32."""
+    """Returns the precision with this name of PRECISIONS. "auto" is `automatic` on a GPU, else fp32; fp16 on a GPU that
+    only emulates bf16 (before compute capability 8.0).
+    """
     if name == "auto":
         name = automatic if torch.cuda.is_available() else "fp32"
+        if name.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = "fp16"
     weights, autocast = {
         "fp32": (torch.float32, None),
         "bf16-autocast": (torch.float32, torch.bfloat16),

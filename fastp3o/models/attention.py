@@ -3,8 +3,8 @@
 The first backend that supports a call computes it. All are causal, aligned at the end of a segment's keys, with
 grouped heads and a sliding window.
 
-    flash_attn     fp16 and bf16 on a GPU, if it is installed; has soft capping
-    varlen_attn    fp16 and bf16 on a GPU, part of torch; no soft capping
+    flash_attn     fp16 and bf16 on a GPU from compute capability 8.0 on, if it is installed; has soft capping
+    varlen_attn    the same, part of torch; no soft capping
     one by one     any dtype and device, one kernel for each segment
 
 Rollouts go the same way, with a cache of keys and values in place of segments (`fastp3o.rollouts`).
@@ -37,11 +37,16 @@ except ImportError:
 
 logger = get_logger(__name__)
 
+if flash_attn_varlen_func is not None and "softcap" not in inspect.signature(flash_attn_varlen_func).parameters:
+    logger.warning("The installed flash-attn has no soft capping and is not used: flash-attn 2.7 has.")
+    flash_attn_varlen_func = None
+
 # transformers treats names with "flash" specially. For a name without a mask function it makes no mask, and does not
 # wait for the device in every pass to see whether positions begin anew somewhere.
 NAME = "fastp3o_segments"
 # Head size that both libraries take.
 LARGEST_HEAD = 256
+LEAST_CAPABILITY = (8, 0)
 
 
 class KeyValueCache(Protocol):
@@ -123,7 +128,8 @@ AttentionInterface.register(NAME, segment_attention)
 
 def fastest_backend(query: Tensor, softcap: float | None):
     """The first backend that supports these queries."""
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= LARGEST_HEAD:
+    half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if half and query.shape[-1] <= LARGEST_HEAD and libraries_support(query.device):
         if flash_attn_varlen_func is not None:
             return by_flash_attn
         if softcap:
@@ -134,6 +140,18 @@ def fastest_backend(query: Tensor, softcap: float | None):
         elif varlen_attn is not None and query.shape[-1] % 8 == 0:
             return by_varlen_attn
     return one_by_one
+
+
+@cache
+def libraries_support(device: torch.device) -> bool:
+    """Whether the GPU is new enough for both libraries. A warning says where it is not."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        logger.warning(
+            f"Attention computes segments one by one: flash-attn and torch's varlen_attn need a GPU of compute "
+            f"capability 8.0, and this one has {'.'.join(map(str, capability))}."
+        )
+    return capability >= LEAST_CAPABILITY
 
 
 class GatherKeys(torch.autograd.Function):

@@ -1,4 +1,7 @@
 import math
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import pytest
 import torch
@@ -157,6 +160,7 @@ class OnGpu:
     """A query with only what the choice of a backend looks at."""
 
     is_cuda = True
+    device = torch.device("cuda", 0)
 
     def __init__(self, dtype: torch.dtype, size: int):
         self.dtype, self.shape = dtype, (8, 2, size)
@@ -175,11 +179,51 @@ class OnGpu:
 )
 def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap, with_flash, without):
     monkeypatch.setattr(attention, "varlen_attn", lambda: None)
+    monkeypatch.setattr(attention, "libraries_support", lambda device: True)
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
         assert fastest_backend(OnGpu(dtype, size), softcap).__name__ == expected
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert fastest_backend(OnGpu(dtype, size), softcap) is one_by_one
+
+
+def test_a_gpu_that_is_too_old_for_the_libraries_computes_segments_one_by_one(monkeypatch):
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda: None)
+    warnings = []
+    monkeypatch.setattr(attention.logger, "warning", warnings.append)
+    expected = {(7, 5): "one_by_one", (8, 0): "by_flash_attn", (8, 6): "by_flash_attn", (12, 0): "by_flash_attn"}
+    for capability, backend in expected.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
+        attention.libraries_support.cache_clear()
+        for _ in range(2):
+            assert fastest_backend(OnGpu(torch.float16, 64), None).__name__ == backend
+    attention.libraries_support.cache_clear()
+    (said,) = warnings
+    assert said.endswith("need a GPU of compute capability 8.0, and this one has 7.5.")
+
+
+@pytest.mark.parametrize(
+    ("functions", "used", "said"),
+    [
+        ({}, False, 0),
+        ({"flash_attn_varlen_func": lambda q, softcap=0.0: None}, True, 0),
+        ({"flash_attn_varlen_func": lambda q: None}, False, 1),
+    ],
+    ids=["without varlen", "new", "without soft capping"],
+)
+def test_versions_of_flash_attn(monkeypatch, functions, used, said):
+    library = ModuleType("flash_attn")
+    vars(library).update(functions)
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    warnings = []
+    monkeypatch.setattr(type(attention.logger), "warning", lambda self, message: warnings.append(message))
+    spec = spec_from_file_location("attention_with_another_flash_attn", attention.__file__)
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
+    # The copy took the name in transformers.
+    attention.AttentionInterface.register(attention.NAME, segment_attention)
+    assert (again.flash_attn_varlen_func is not None) == used
+    assert len(warnings) == said
 
 
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
