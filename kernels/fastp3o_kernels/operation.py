@@ -1,4 +1,5 @@
-"""Parts of every operation: choice of the implementation, limits for compilers and autograd, copies of outputs.
+"""Parts of every operation: choice of the implementation, copies to a device, limits for compilers and autograd, copies
+of outputs.
 
 Files named `*_kernel.py` import triton; all others import those only where HAS_TRITON is true.
 """
@@ -45,6 +46,14 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
     if impl == "triton" and not (on_gpu or INTERPRET):
         raise ValueError('impl="triton" needs CUDA tensors (or TRITON_INTERPRET=1 in the environment)')
     return impl == "triton" or (impl is None and HAS_TRITON and on_gpu and not fp64)
+
+
+def on_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """values on a device and in a dtype, without waiting for the device: from the CPU by way of pinned memory."""
+    values = values.to(dtype=dtype)
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def uncompiled(function: Function) -> Function:

@@ -1,19 +1,29 @@
 """Random responses and heads for the tests, and P3O written a second time from the paper, one pair at a time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings
+from fastp3o_kernels.head import backward, forward
+from fastp3o_kernels.head import oracle as head_oracle
+from fastp3o_kernels.head.dtypes import HeadDtypes
+from tests.kernels.interpreted import bf16_rounded_to_nearest
 
 CLIPPINGS = ("joint", "separate", "none", "token")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # Implementations within a memory budget: with PyTorch on the CPU or Triton on a GPU, and with Triton.
 CHUNKED = [None, "triton"]
+HALVES = (torch.float16, torch.bfloat16)
+# Where half precision is multiplied as on a GPU: everywhere on one; on a CPU also as it is there.
+GPU_ARITHMETIC = [True] if CUDA else [True, False]
 # A GPU compiles its kernels for every vocabulary, which takes most of a test's time.
 EXAMPLES = 12 if CUDA else 25
 
@@ -162,6 +172,51 @@ def random_hidden_states(
     states = HiddenStates(randn(N, D), weight, randn(V) if bias else None, **settings)
     on_device = {name: value.to(device) for name, value in vars(states).items() if isinstance(value, Tensor)}
     return replace(states, **on_device).to(dtype)
+
+
+@contextmanager
+def as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
+    """The head works on a CPU as it does on a GPU: no token is left out of the products, and those of a half-precision
+    dtype have fp32 sums and gradients of logits in that dtype, rounded to nearest. On a GPU there is nothing to do.
+    """
+
+    def multiplied(a, b, out, *, accumulate=False):
+        product = a.float() @ b.float()
+        out.copy_(out + product if accumulate else product)
+
+    with pytest.MonkeyPatch.context() as patch, bf16_rounded_to_nearest():
+        if DEVICE.type == "cpu":
+            patch.setattr(backward, "leaves_out", lambda device: False)
+        if DEVICE.type == "cpu" and dtype in HALVES:
+            for module in (forward, backward):
+                patch.setattr(module, "multiply", multiplied)
+            dtypes = HeadDtypes(dtype, dtype, torch.float32)
+            patch.setattr(HeadDtypes, "for_hidden", lambda hidden: dtypes)
+        yield
+
+
+@contextmanager
+def rounded_gradients_of_logits(dtype: torch.dtype) -> Iterator[None]:
+    """The eager head rounds the gradients of its products to a half-precision dtype, as the chunked one must on a GPU,
+    where they are operands of products themselves. In fp16 the largest one is brought to about a thousand before.
+    """
+
+    def rounded(gradient: Tensor) -> Tensor:
+        scale = 1.0
+        if dtype == torch.float16 and gradient.any():
+            scale = 2.0 ** (10 - torch.frexp(gradient.abs().max()).exponent.item())
+        return (gradient * scale).to(dtype).to(gradient.dtype) / scale
+
+    def products(hidden, head, rounded_to):
+        logits = exact_products(hidden, head, rounded_to)
+        if logits.requires_grad and dtype in HALVES:
+            logits.register_hook(rounded)
+        return logits
+
+    exact_products = head_oracle.products
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head_oracle, "products", products)
+        yield
 
 
 def oracle(

@@ -1,12 +1,17 @@
 """The chunked head's backward pass: dL/d(log-prob) of each token -> gradients of hidden states, weight and bias.
 
 Gradients of logits wait in a buffer for their products until it is full, longer than the one for logits: the weight's
-gradient is read and written once for each filling, and small chunks would spend their time on that. Tokens whose
-coefficient is zero (clipped pairs, pairs of equal advantage, ignored labels) are left out of the products.
+gradient is read and written once for each filling, and small chunks would spend their time on that.
+
+The host never waits for the device. So it cannot know there how many tokens have a coefficient of zero (clipped pairs,
+pairs of equal advantage, ignored labels): on a GPU they take part in the products as rows of zeros. On a CPU they are
+left out.
 
 N tokens, n tokens of a span, k tokens of a filling, D hidden size, V vocabulary, F = N V D. Each gradient costs 2 F
 operations.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +19,12 @@ from torch import Tensor
 from fastp3o_kernels.head.dtypes import multiply
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head
-from fastp3o_kernels.operation import HAS_TRITON
+from fastp3o_kernels.operation import HAS_TRITON, on_device
 from fastp3o_kernels.rows import fallback
+from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
-    from fastp3o_kernels.head.scale_kernel import launch_scale
+    from fastp3o_kernels.head.scale_kernel import launch_lowered_scale, launch_scale
     from fastp3o_kernels.rows.logits_kernel import launch_dlogits
 
 # Rows of the buffer that move at once, through a copy that the budget does not hold.
@@ -34,12 +40,13 @@ HIGHEST = 2.0**64
 Moves = list[tuple[Tensor, Tensor]]
 
 
-class WaitingTokens:
-    """The tokens that wait, each with a row of the buffer, and flags: whether a token has a coefficient.
+def leaves_out(device: torch.device) -> bool:
+    """Whether tokens without a coefficient take no part in the products: where the host sees them without waiting."""
+    return device.type == "cpu"
 
-    The host reads the flags when the buffer is full; they were sent when each span came. The device then has a later
-    span's logits to work on, so neither waits for the other.
-    """
+
+class WaitingTokens:
+    """The tokens that wait, each with a row of the buffer, and flags: whether a token takes part in the products."""
 
     def __init__(self) -> None:
         self.clear()
@@ -48,27 +55,22 @@ class WaitingTokens:
         self.number = 0
         self.tokens: list[Tensor] = []
         self.flags: list[Tensor] = []
-        self.sent: torch.cuda.Event | None = None
 
-    def add(self, span: slice, counts: Tensor) -> None:
-        """A span's tokens have the next rows of the buffer. counts: [n] bool, which of them have a coefficient."""
-        self.number += span.stop - span.start
-        self.tokens.append(torch.arange(span.start, span.stop))
-        self.flags.append(counts.to("cpu", non_blocking=True))
-        if counts.is_cuda:
-            self.sent = torch.cuda.Event()
-            self.sent.record(torch.cuda.current_stream(counts.device))
+    def add(self, tokens: slice, flags: Tensor | None) -> None:
+        """These tokens have the next rows of the buffer. flags: [n] bool on the CPU; None: all take part."""
+        n = tokens.stop - tokens.start
+        self.number += n
+        self.tokens.append(torch.arange(tokens.start, tokens.stop))
+        self.flags.append(torch.ones(n, dtype=torch.bool) if flags is None else flags)
 
     def release(self) -> tuple[Tensor, Moves]:
-        """The k tokens with a coefficient, in the order of their rows after moves (from rows, to rows).
+        """The k tokens that take part, in the order of their rows after moves (from rows, to rows).
 
-        Rows from the buffer's end move to where a token has no coefficient, so that the first k rows hold the rest. No
-        token waits afterwards.
+        Rows from the buffer's end move to where a token takes no part, so that the first k rows hold the rest. No token
+        waits afterwards.
         """
         if self.number == 0:
             return torch.empty(0, dtype=torch.long), []
-        if self.sent is not None:
-            self.sent.synchronize()
         tokens, kept = torch.cat(self.tokens), torch.cat(self.flags)
         self.clear()
         k = int(kept.sum())
@@ -90,7 +92,7 @@ class HeadGradients:
         self.chunked, self.finished = chunked, False
         plan = chunked.plan
         self.triton, self.logits_dtype = chunked.triton, plan.dtypes.logits
-        self.waiting = WaitingTokens()
+        self.waiting, self.leaves_out = WaitingTokens(), leaves_out(hidden.device)
         self.dtypes = [tensor.dtype if tensor is not None else None for tensor in (hidden, head.weight, head.bias)]
         needs_hidden, self.needs_weight, needs_bias = needs
         self.dlogits_buffer = hidden.new_empty(plan.dlogits_rows, plan.row_elements, dtype=plan.dtypes.multiplied)
@@ -107,62 +109,79 @@ class HeadGradients:
         """
         if not spans:
             return
-        if self.scale is not None:
-            self.scale = self.lowered_scale(self.scale, coefficients, entropy_coefficients)
-            coefficients = coefficients * self.scale
-            if entropy_coefficients is not None:
-                entropy_coefficients = entropy_coefficients * self.scale
+        coefficients, entropy_coefficients = self.scaled_coefficients(coefficients, entropy_coefficients)
         first = spans[0].start
         # The last span's logits are still in their buffer.
         for span in reversed(spans):
             own = slice(span.start - first, span.stop - first)
             self.add(span, coefficients[own], None if entropy_coefficients is None else entropy_coefficients[own])
 
-    def lowered_scale(self, scale: Tensor, coefficients: Tensor, entropy_coefficients: Tensor | None) -> Tensor:
-        """The scale for further coefficients, to which all gradients so far are brought. The host never waits."""
+    def scaled_coefficients(
+        self, coefficients: Tensor, entropy_coefficients: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Further coefficients times the scale, which their size may lower: all gradients so far are brought to it."""
+        if self.scale is None:
+            return coefficients, entropy_coefficients
         given = [values for values in (coefficients, entropy_coefficients) if values is not None]
-        largest = torch.stack([values.abs().max() for values in given]).max()
-        lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST / largest))), scale)
+        if self.triton:
+            self.scale, ratio, given = launch_lowered_scale(self.scale, given, LARGEST, HIGHEST)
+        else:
+            largest = torch.stack([values.abs().max() for values in given]).max()
+            lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST / largest))), self.scale)
+            self.scale, ratio, given = lowered, lowered / self.scale, [values * lowered for values in given]
         waiting = self.dlogits_buffer[: self.waiting.number]
-        for gradient in (waiting, self.dhidden, self.dweight, self.dbias):
-            if gradient is not None:
-                scaled(gradient, lowered / scale, gradient.dtype, triton=self.triton)
-        return lowered
+        scale_in_place([waiting, self.dhidden, self.dweight, self.dbias], ratio, triton=self.triton)
+        return given[0], None if entropy_coefficients is None else given[1]
 
     def add(self, span: slice, coefficients: Tensor, entropy_coefficients: Tensor | None) -> None:
-        chunked, counts = self.chunked, coefficients != 0
-        if entropy_coefficients is not None:
-            counts = counts | (entropy_coefficients != 0)
-        out, rows = self.room_for(span, counts), chunked.rows(span)
+        """A span's gradients of logits come to the buffer, and its products are computed whenever it is full."""
+        rows, begin = self.chunked.rows(span), span.start
+        while begin < span.stop:
+            if self.waiting.number == len(self.dlogits_buffer):
+                self.multiply_waiting(last=False)
+            end = min(span.stop, begin + len(self.dlogits_buffer) - self.waiting.number)
+            own = slice(begin - span.start, end - span.start)
+            self.write_dlogits(
+                rows.part(own),
+                slice(begin, end),
+                coefficients[own],
+                None if entropy_coefficients is None else entropy_coefficients[own],
+            )
+            begin = end
+
+    def write_dlogits(
+        self, rows: Rows, tokens: slice, coefficients: Tensor, entropy_coefficients: Tensor | None
+    ) -> None:
+        """The next rows of the buffer are the gradients of these rows of logits."""
+        chunked, first = self.chunked, self.waiting.number
+        flags = None
+        if self.leaves_out:
+            flags = coefficients != 0
+            if entropy_coefficients is not None:
+                flags = flags | (entropy_coefficients != 0)
+        self.waiting.add(tokens, flags)
+        out = self.dlogits_buffer[first : self.waiting.number, : chunked.plan.V]
         if not self.triton:
             fallback.dlogits(rows, coefficients, entropy_coefficients, out)
             return
-        given = rows, chunked.row_max[span], chunked.log_sum[span], coefficients, out
+        given = rows, chunked.row_max[tokens], chunked.log_sum[tokens], coefficients, out
         if entropy_coefficients is None:
             launch_dlogits(*given)
         else:
-            launch_dlogits(*given, entropy=chunked.statistics[0][span], entropy_coefficients=entropy_coefficients)
-
-    def room_for(self, span: slice, counts: Tensor) -> Tensor:
-        """The part of the buffer for the gradient of a span's logits, [n, V]. counts: [n] bool, which are not zero."""
-        if self.waiting.number + span.stop - span.start > len(self.dlogits_buffer):
-            self.multiply_waiting(last=False)
-        begin = self.waiting.number
-        self.waiting.add(span, counts)
-        return self.dlogits_buffer[begin : self.waiting.number, : self.chunked.plan.V]
+            launch_dlogits(*given, entropy=chunked.statistics[0][tokens], entropy_coefficients=entropy_coefficients)
 
     def multiply_waiting(self, *, last: bool) -> None:
-        """The gradients' products over all tokens that wait and have a coefficient."""
+        """The gradients' products over all tokens that wait and take part."""
         tokens, moves = self.waiting.release()
         if len(tokens) == 0:
             return
         buffer = self.dlogits_buffer
         for source, target in moves:
-            buffer[target.to(buffer.device)] = buffer[source.to(buffer.device)]
+            buffer[target] = buffer[source]
         dlogits = buffer[: len(tokens), : self.chunked.plan.V]
         # Neighbours are read and written in place.
         adjacent = bool((tokens.diff() == 1).all())
-        index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else tokens.to(buffer.device)
+        index = slice(int(tokens[0]), int(tokens[-1]) + 1) if adjacent else on_device(tokens, buffer.device)
         if self.dhidden is not None:
             self.write_dhidden(self.dhidden, dlogits, index)
         if self.needs_weight:
@@ -206,22 +225,26 @@ class HeadGradients:
         factor = incoming
         if self.scale is not None:
             factor = (1.0 if incoming is None else incoming) / self.scale
-        return [
-            None if gradient is None or dtype is None else scaled(gradient, factor, dtype, triton=self.triton)
-            for gradient, dtype in zip((self.dhidden, self.dweight, self.dbias), self.dtypes, strict=True)
-        ]
+        gradients = list(zip((self.dhidden, self.dweight, self.dbias), self.dtypes, strict=True))
+        if factor is not None:
+            own = [gradient for gradient, dtype in gradients if gradient is not None and gradient.dtype == dtype]
+            scale_in_place(own, factor, triton=self.triton)
+        return [converted(gradient, factor, dtype) for gradient, dtype in gradients]
 
 
-def scaled(values: Tensor, factor: Tensor | None, dtype: torch.dtype, *, triton: bool) -> Tensor:
-    """values times a 0-d tensor (None: 1), in `dtype`; in their own memory if that is their dtype. The host does not
-    wait.
-    """
-    if factor is None:
-        return values.to(dtype)
-    if values.dtype != dtype:
-        return torch.mul(values, factor, out=torch.empty_like(values, dtype=dtype))
-    if not triton:
+def scale_in_place(tensors: Sequence[Tensor | None], factor: Tensor, *, triton: bool) -> None:
+    """Multiplies tensors by a 0-d tensor. The host does not wait, and no byte moves where that is 1 and Triton runs."""
+    given = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+    if triton and given:
+        launch_scale(given, factor)
+        return
+    for values in given:
         # In place a half would round the number itself to half precision first.
-        return values.mul_(factor) if values.dtype == factor.dtype else values.copy_(values.to(factor.dtype) * factor)
-    launch_scale(values, factor)
-    return values
+        values.mul_(factor) if values.dtype == factor.dtype else values.copy_(values.to(factor.dtype) * factor)
+
+
+def converted(values: Tensor | None, factor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    """values times a 0-d tensor (None: 1), rounded once to another dtype. Values of that dtype stay as they are."""
+    if values is None or dtype is None or values.dtype == dtype:
+        return values
+    return values.to(dtype) if factor is None else torch.mul(values, factor, out=torch.empty_like(values, dtype=dtype))

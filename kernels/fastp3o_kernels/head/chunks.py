@@ -6,13 +6,25 @@ is a slice of tokens whose logits are computed in one matrix product.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from math import ceil
 from typing import NamedTuple
 
 from fastp3o_kernels.head.dtypes import HeadDtypes
 
-# Bytes of scratch for logits and their gradient. The larger, the fewer times the weight's gradient is read and written:
-# once per full gradient buffer, so budget / V matters. benchmarks/NOTES.md has the measurements.
+# Bytes of scratch for logits and their gradient. Every chunk reads the weight, every full gradient buffer reads it once
+# more and reads and writes the fp32 sum of its gradient: the larger the buffers, the fewer of both.
+# benchmarks/NOTES.md has the traffic by budget.
 MEMORY_BUDGET = 960_000_000
+
+# Share of the budget for gradients of logits where they do not fit all at once. For each element of a weight in half
+# precision a chunk's logits cost 2 bytes of traffic, and a filling of the buffer for gradients 10. A row of logits has
+# 4 bytes for each, and one of gradients 2: the traffic is least with 0.61 for gradients, and with 0.63 in fp32.
+GRADIENTS_SHARE = 5 / 8
+# The least share for logits where all gradients fit: below it more chunks cost what fewer fillings save.
+LEAST_LOGITS_SHARE = 1 / 8
+
+# Products take rows in tiles of so many.
+TILE = 128
 
 # Rows of both buffers begin at a multiple of this many elements, whatever the vocabulary: matrix products and kernels
 # then read them in their widest loads.
@@ -60,12 +72,18 @@ def plan_chunks(bounds: list[int], V: int, dtypes: HeadDtypes, memory_budget: in
         )
     N = bounds[-1]
     longest = max((end - begin for begin, end in pairwise(bounds)), default=0)
-    # A quarter of the budget for logits, or what is left when the gradients of all tokens fit, or the longest group;
-    # but never so much that a span's gradients no longer fit.
-    wanted = max(budget // (4 * logits_bytes), (budget - N * dlogits_bytes) // logits_bytes, longest)
-    logits_rows = min(wanted, budget // (logits_bytes + dlogits_bytes), N)
-    dlogits_rows = min((budget - logits_rows * logits_bytes) // dlogits_bytes, N)
-    return HeadPlan(dtypes, V, row_elements, logits_rows, dlogits_rows, list(divide(bounds, logits_rows)))
+    logits_rows = (budget - N * dlogits_bytes) // logits_bytes
+    if logits_rows < max(LEAST_LOGITS_SHARE * budget // logits_bytes, longest):
+        fillings = ceil(N * dlogits_bytes / (GRADIENTS_SHARE * budget))
+        logits_rows = (budget - ceil(N / fillings) * dlogits_bytes) // logits_bytes
+    # Groups stay whole where a row of gradients is left for each of logits.
+    logits_rows = min(max(logits_rows, longest), budget // (logits_bytes + dlogits_bytes), N)
+    chunks = list(divide(bounds, logits_rows))
+    logits_rows = max((span.stop - span.start for chunk in chunks for span in chunk.spans), default=0)
+    most = (budget - logits_rows * logits_bytes) // dlogits_bytes
+    # Even fillings: a last one of a few rows would cost the weight's traffic of a full one.
+    tiles = ceil(N / max(ceil(N / most), 1) / TILE)
+    return HeadPlan(dtypes, V, row_elements, logits_rows, min(most, tiles * TILE, N), chunks)
 
 
 def divide(bounds: list[int], most: int) -> Iterator[Chunk]:

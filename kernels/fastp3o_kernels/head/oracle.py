@@ -14,12 +14,16 @@ from fastp3o_kernels.rows.oracle import at_least_fp32
 from fastp3o_kernels.rows.token_logprobs import TokenOutputs, token_outputs
 
 
+def products(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:
+    """hidden [N, D] times the weight, both rounded to a dtype, and the bias: [N, V], at least fp32."""
+    logits = at_least_fp32(hidden.to(rounded)) @ at_least_fp32(head.weight.to(rounded)).T
+    return logits if head.bias is None else logits + head.bias
+
+
 def capped_logits(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:
-    """Logits [N, V] before the temperature, at least fp32, of hidden [N, D] and weight rounded to a dtype."""
+    """Logits [N, V] before the temperature, at least fp32, of hidden states and weight rounded to a dtype."""
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = at_least_fp32(hidden.to(rounded)) @ at_least_fp32(head.weight.to(rounded)).T
-        if head.bias is not None:
-            logits = logits + head.bias
+        logits = products(hidden, head, rounded)
         return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
 
 

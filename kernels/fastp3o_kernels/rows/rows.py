@@ -44,6 +44,9 @@ class Rows(NamedTuple):
     transform: LogitsTransform = LogitsTransform()
     ignore_index: int = NO_LABEL
 
+    def part(self, rows: slice) -> "Rows":
+        return self._replace(logits=self.logits[rows], labels=self.labels[rows])
+
 
 def gather_indices(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Flags of the ignored labels [n], and indices [n, 1] into a vocabulary, 0 for those labels."""

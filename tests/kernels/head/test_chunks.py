@@ -1,11 +1,12 @@
 from itertools import accumulate
+from math import ceil
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o_kernels.head.chunks import plan_chunks
+from fastp3o_kernels.head.chunks import TILE, plan_chunks
 from fastp3o_kernels.head.dtypes import HeadDtypes
 
 DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadDtypes(*[torch.float32] * 3)}
@@ -23,7 +24,8 @@ def test_chunks_are_whole_groups_within_the_budget(lengths, V, dlogits_bytes, ro
     plan = plan_chunks(bounds, V, DTYPES[dlogits_bytes], budget)
     assert plan.row_elements >= V
     assert plan.row_elements * (4 * plan.logits_rows + dlogits_bytes * plan.dlogits_rows) <= budget
-    assert 1 <= plan.logits_rows <= plan.dlogits_rows
+    assert 1 <= plan.logits_rows == max(span.stop - span.start for chunk in plan.chunks for span in chunk.spans)
+    assert 1 <= plan.dlogits_rows <= bounds[-1]
     tokens = [token for chunk in plan.chunks for span in chunk.spans for token in range(span.start, span.stop)]
     assert tokens == list(range(bounds[-1]))
     for groups, own, spans in plan.chunks:
@@ -35,13 +37,46 @@ def test_chunks_are_whole_groups_within_the_budget(lengths, V, dlogits_bytes, ro
             assert all(span.stop - span.start == plan.logits_rows for span in spans[1:])
 
 
-def test_a_longer_group_gets_a_longer_buffer_while_the_budget_allows():
-    def rows(longest):
-        return plan_chunks([0, *range(longest, 10_000)], 16, DTYPES[2], 100 * 6 * 16).logits_rows
+def plan_of(N, group, rows_held=100, V=16):
+    """The plan for N tokens in groups of one length, with room for so many bf16 rows of each kind."""
+    return plan_chunks(list(range(0, N + 1, group)), V, DTYPES[2], rows_held * 6 * V)
 
-    assert rows(10) == 37
-    assert rows(60) == 60
-    assert rows(5000) == 100
+
+def test_a_longer_group_gets_a_longer_buffer_while_the_budget_allows():
+    assert [plan_of(9990, group).logits_rows for group in (10, 30, 90, 111, 333)] == [50, 30, 90, 100, 100]
+
+
+def traffic(plan):
+    """Bytes for each element of a weight in half precision: each chunk reads it; each filling reads it and, beside
+    others, reads and writes the sum of its gradient.
+    """
+    fillings = ceil(plan.chunks[-1].tokens.stop / plan.dlogits_rows)
+    return 2 * sum(len(chunk.spans) for chunk in plan.chunks) + (2 * fillings if fillings == 1 else 10 * fillings)
+
+
+@pytest.mark.parametrize(
+    ("N", "logits_rows", "dlogits_rows", "most"),
+    [
+        (2048, 768, 2048, 8),  # all gradients at once: no sum
+        (2816, 256, 2816, 24),
+        (4096, 768, 2048, 32),
+        (8192, 768, 2048, 62),  # a quarter for logits and whole chunks in each filling took 104
+        (32768, 768, 2206, 236),
+    ],
+)
+def test_the_budget_is_divided_for_the_least_traffic_of_the_weight(N, logits_rows, dlogits_rows, most):
+    plan = plan_chunks(list(range(0, N + 1, 256)), 128_256, DTYPES[2], None)
+    assert (plan.logits_rows, plan.dlogits_rows) == (logits_rows, dlogits_rows)
+    assert traffic(plan) <= most
+
+
+@given(N=st.integers(1, 3000).map(lambda groups: 10 * groups), rows_held=st.integers(10, 2000))
+def test_fillings_are_even_and_their_rows_whole_tiles_where_there_are_many(N, rows_held):
+    plan = plan_of(N, 10, rows_held)
+    fillings = ceil(N / plan.dlogits_rows)
+    assert plan.dlogits_rows == N or N - (fillings - 1) * plan.dlogits_rows > plan.dlogits_rows - fillings * TILE
+    most = (rows_held * 6 - plan.logits_rows * 4) // 2
+    assert plan.dlogits_rows in (N, most) or plan.dlogits_rows % TILE == 0
 
 
 def test_everything_at_once_where_it_fits():

@@ -1,41 +1,75 @@
 import pytest
 import torch
 
-from fastp3o_kernels.head.backward import scaled
-from fastp3o_kernels.head.scale_kernel import BLOCK
+from fastp3o_kernels.head.backward import HIGHEST, LARGEST, converted, scale_in_place
+from fastp3o_kernels.head.scale_kernel import BLOCK, PROGRAMS, launch_lowered_scale
 from fastp3o_kernels.operation import INTERPRET
-from tests.kernels.interpreted import counted_traffic
+from tests.kernels.interpreted import counted_launches, counted_traffic
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("triton", [True, False])
-@pytest.mark.parametrize("size", [1, 100, BLOCK + 3])
-def test_scales_in_place(dtype, triton, size, device):
-    values = torch.randn(size, device=device).to(dtype)
-    expected = values * 0.5
-    result = scaled(values, torch.tensor(0.5, device=device), dtype, triton=triton)
-    assert result.data_ptr() == values.data_ptr()
-    assert torch.equal(result, expected)
+def test_tensors_of_all_dtypes_are_scaled_in_place(triton, device):
+    tensors = [
+        torch.randn(size, device=device).to(dtype)
+        for size, dtype in ((1, torch.float16), (100, torch.bfloat16), (BLOCK + 3, torch.float32), (0, torch.float32))
+    ]
+    expected = [values * 0.5 for values in tensors]
+    scale_in_place([*tensors[:2], None, *tensors[2:]], torch.tensor(0.5, device=device), triton=triton)
+    assert all(torch.equal(values, half) for values, half in zip(tensors, expected, strict=True))
 
 
 @pytest.mark.parametrize("triton", [True, False])
 def test_a_number_too_small_for_halves_scales_them(triton, device):
     values = torch.tensor([60000.0, 3.0], device=device).half()
-    result = scaled(values, torch.tensor(2.0**-30, device=device), torch.float16, triton=triton)
-    assert result.tolist() == [pytest.approx(60000 * 2**-30, rel=1e-2), 0]
+    scale_in_place([values], torch.tensor(2.0**-30, device=device), triton=triton)
+    assert values.tolist() == [pytest.approx(60000 * 2**-30, rel=1e-2), 0]
 
 
 def test_another_dtype_is_reached_in_one_rounding(device):
-    values = torch.randn(1000, device=device)
-    result = scaled(values, torch.tensor(0.3, device=device), torch.bfloat16, triton=True)
-    assert torch.equal(result, (values * torch.tensor(0.3, device=device)).bfloat16())
+    values, factor = torch.randn(1000, device=device), torch.tensor(0.3, device=device)
+    assert torch.equal(converted(values, factor, torch.bfloat16), (values * factor).bfloat16())
+    assert torch.equal(converted(values, None, torch.bfloat16), values.bfloat16())
+
+
+def test_a_program_takes_further_blocks(monkeypatch, device):
+    monkeypatch.setattr("fastp3o_kernels.head.scale_kernel.PROGRAMS", 2)
+    values = torch.arange(5.0 * BLOCK + 1, device=device)
+    scale_in_place([values], torch.tensor(2.0, device=device), triton=True)
+    assert torch.equal(values, 2 * torch.arange(5.0 * BLOCK + 1, device=device))
+    assert PROGRAMS == 132 * 8
 
 
 @pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")
 @pytest.mark.parametrize(("factor", "passes"), [(1.0, 0), (2.0, 1)])
-def test_a_factor_of_one_moves_no_bytes(monkeypatch, factor, passes):
-    values = torch.randn(4 * BLOCK)
-    with counted_traffic(monkeypatch) as traffic:
-        scaled(values, torch.tensor(factor), torch.float32, triton=True)
-    scale = 4 * 4
+def test_a_factor_of_one_moves_no_bytes(monkeypatch, device, factor, passes):
+    tensors = [torch.randn(3 * BLOCK, device=device), torch.randn(BLOCK, device=device)]
+    with counted_traffic(monkeypatch) as traffic, counted_launches(monkeypatch) as launches:
+        scale_in_place(tensors, torch.tensor(factor, device=device), triton=True)
+    scale = 3 * 4
     assert (traffic.loaded, traffic.stored) == (scale + passes * 16 * BLOCK, passes * 16 * BLOCK)
+    assert launches == {"scale_kernel": 1}
+
+
+@pytest.mark.parametrize("size", [1, 7, BLOCK + 5])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 3e-5, 0.7, 1.0, 3e9])
+@pytest.mark.parametrize("before", [HIGHEST, 1.0])
+def test_the_scale_brings_the_largest_coefficient_to_a_thousand_and_never_rises(device, size, entropy, largest, before):
+    torch.manual_seed(0)
+    coefficients = [largest * (torch.rand(size, device=device) - 0.5) for _ in range(1 + entropy)]
+    coefficients[-1][-1] = -largest
+    scale = torch.tensor(before, device=device)
+    lowered, ratio, scaled = launch_lowered_scale(scale, coefficients, LARGEST, HIGHEST)
+    assert lowered.log2() == lowered.log2().round()
+    assert ratio * scale == lowered <= scale
+    assert lowered == scale or LARGEST / 2 <= lowered * largest < LARGEST
+    assert lowered < scale or largest * scale <= LARGEST
+    for got, values in zip(scaled, coefficients, strict=True):
+        assert torch.equal(got, values * lowered)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_so(device, value):
+    coefficients = torch.tensor([1.0, value, 0.5], device=device)
+    _, _, (scaled,) = launch_lowered_scale(torch.tensor(HIGHEST, device=device), [coefficients], LARGEST, HIGHEST)
+    assert not scaled[1].isfinite()

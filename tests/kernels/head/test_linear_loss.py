@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -11,9 +13,12 @@ from tests.kernels.problems import (
     CHUNKED,
     DEVICE,
     EXAMPLES,
+    GPU_ARITHMETIC,
+    as_on_a_gpu,
     budget_for,
     random_hidden_states,
     random_pairs,
+    rounded_gradients_of_logits,
     vocabularies,
 )
 
@@ -81,6 +86,7 @@ def run(states, labels, lengths, objective, K, tensors, impl, **given):
     divisor=st.sampled_from([None, 7.0]),
     bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
+    gpu=st.sampled_from(GPU_ARITHMETIC),
     seed=st.integers(0, 10**6),
 )
 @example(
@@ -93,9 +99,10 @@ def run(states, labels, lengths, objective, K, tensors, impl, **given):
     divisor=None,
     bias=True,
     softcap=None,
+    gpu=GPU_ARITHMETIC[-1],
     seed=0,
 )
-def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, held, divisor, bias, softcap, seed):
+def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, held, divisor, bias, softcap, gpu, seed):
     lengths = [length for group in groups for length in group]
     N = sum(lengths)
     states = random_hidden_states(N, V, 8, DEVICE, dtype, seed=seed, bias=bias, softcap=softcap)
@@ -103,8 +110,10 @@ def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, he
     tensors = constants(lengths, 2, seed)
     given = labels, lengths, objective, 2
     exact, targets = run(states.to(torch.float64), *given, double(tensors), "eager", divisor=divisor)
-    eager, eager_gradients = run(states, *given, tensors, "eager", divisor=divisor)
-    output, gradients = run(states, *given, tensors, impl, divisor=divisor, memory_budget=budget_for(held, V))
+    with rounded_gradients_of_logits(dtype) if gpu else nullcontext():
+        eager, eager_gradients = run(states, *given, tensors, "eager", divisor=divisor)
+    with as_on_a_gpu(dtype) if gpu else nullcontext():
+        output, gradients = run(states, *given, tensors, impl, divisor=divisor, memory_budget=budget_for(held, V))
     scale = exact.loss.abs() + 1
     assert (output.loss - exact.loss).abs() <= 2 * (eager.loss - exact.loss).abs() + 1e-4 * scale
     assert output.metrics.keys() == exact.metrics.keys()
@@ -121,7 +130,7 @@ def test_as_exact_as_eager_at_every_budget(objective, groups, V, dtype, impl, he
 
 @pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("coefficients", ["small", "rising", "first none"])
-def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(multiply_fp16, coefficients, impl):
+def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(coefficients, impl):
     """Nearly even probabilities of 4,000 tokens."""
     lengths, V, D = [2, 3, 1, 4, 2, 2], 4000, 8
     states = random_hidden_states(sum(lengths), V, D, DEVICE, torch.float16, scale=0.01)
@@ -134,19 +143,19 @@ def test_fp16_gradients_keep_their_digits_whatever_the_objective_divides_by(mult
 
     given = labels, lengths, mean_of_many_long_responses, 2
     _, exact = run(states.to(torch.float64), *given, double(tensors), "eager")
-    multiply_fp16()
     states = states.leaves()
-    output = linear_loss(
-        states.hidden,
-        states.head,
-        labels,
-        offsets(lengths),
-        mean_of_many_long_responses,
-        responses_per_group=2,
-        **tensors,
-        impl=impl,
-        memory_budget=budget_for(5, V),
-    )
+    with as_on_a_gpu(torch.float16):
+        output = linear_loss(
+            states.hidden,
+            states.head,
+            labels,
+            offsets(lengths),
+            mean_of_many_long_responses,
+            responses_per_group=2,
+            **tensors,
+            impl=impl,
+            memory_budget=budget_for(5, V),
+        )
     # The scale of a loss in fp16, without which the results themselves would be too small for it.
     (2.0**16 * output.loss).backward()
     for got, target in zip(states.gradients(), exact, strict=True):

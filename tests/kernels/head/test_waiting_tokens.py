@@ -5,15 +5,16 @@ from hypothesis import strategies as st
 from fastp3o_kernels.head.backward import WaitingTokens
 
 
-@given(spans=st.lists(st.lists(st.booleans(), min_size=1, max_size=50), max_size=6))
-def test_tokens_with_a_coefficient_move_to_the_front(spans):
+@given(spans=st.lists(st.tuples(st.lists(st.booleans(), min_size=1, max_size=50), st.booleans()), max_size=6))
+def test_tokens_that_take_part_move_to_the_front(spans):
     waiting = WaitingTokens()
     begin, places, expected = 1000, [], set()
-    for flags in spans:
+    for flags, known in spans:
         span = slice(begin, begin + len(flags))
-        waiting.add(span, torch.tensor(flags).bool())
+        waiting.add(span, torch.tensor(flags).bool() if known else None)
         places += range(span.start, span.stop)
-        expected |= {token for token, flag in zip(range(span.start, span.stop), flags, strict=True) if flag}
+        numbered = zip(range(span.start, span.stop), flags, strict=True)
+        expected |= {token for token, flag in numbered if flag or not known}
         begin += 2 * len(flags)
     assert waiting.number == len(places)
     tokens, moves = waiting.release()

@@ -170,7 +170,8 @@ def test_what_is_wrong_is_named(level, given, message):
         batch.loss(batch.leaves(), **given)
 
 
-def test_nan_is_refused_where_it_counts():
+def test_nan_is_refused_where_it_counts(monkeypatch):
+    monkeypatch.setenv("FASTP3O_DEBUG", "1")  # without it nobody looks at values on a GPU
     batch = Batch("hidden", [3, 4, 1, 2])
     batch.pairs.rewards[1, 0] = float("nan")
     with pytest.raises(ValueError, match=r"rewards\[1, 0\] is NaN"):
