@@ -33,7 +33,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 import fastp3o_kernels
 from fastp3o_kernels.decoding import attention_kernel, sampling, sampling_kernel
-from fastp3o_kernels.head import scale_kernel
+from fastp3o_kernels.head import backward, scale_kernel
 from fastp3o_kernels.p3o import pair_kernel
 from fastp3o_kernels.p3o.settings import CLIPPING, KL_REWARD, P3OSettings
 from fastp3o_kernels.rows import logits_kernel, sequence_kernel
@@ -47,6 +47,7 @@ KERNELS = {
     "results_kernel": pair_kernel,
     "sequence_sums_kernel": sequence_kernel,
     "scale_kernel": scale_kernel,
+    "lowered_scale_kernel": scale_kernel,
     "partial_attention_kernel": attention_kernel,
     "merge_kernel": attention_kernel,
     "race_kernel": sampling_kernel,
@@ -69,6 +70,7 @@ SCALARS = {
     "dlogits_row_stride": "i64",
     "ignore_index": "i32",
     **dict.fromkeys(("S", "P", "size", "terms_stride", "mean_over"), "i32"),
+    **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
     **dict.fromkeys(("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
@@ -104,7 +106,12 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
     yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
-        yield configuration("scale_kernel", dtype, {"values_ptr": dtype}, {"BLOCK": scale_kernel.BLOCK})
+        tensors = dict.fromkeys(("first_ptr", "second_ptr", "third_ptr", "fourth_ptr"), dtype)
+        yield configuration("scale_kernel", dtype, tensors, {"BLOCK": scale_kernel.BLOCK})
+    for entropy in (False, True):
+        constants = {"LARGEST": backward.LARGEST, "HIGHEST": backward.HIGHEST, "HAS_ENTROPY": entropy}
+        constants |= {"BLOCK": scale_kernel.BLOCK}
+        yield configuration("lowered_scale_kernel", "entropy" * entropy, {}, constants)
     for D in HEAD_SIZES:
         yield from decoding_configurations(D)
 
@@ -193,7 +200,7 @@ def compiler_source(config: Configuration) -> ASTSource:
         else:
             signature[name] = SCALARS[name]
         # Allocations and rows begin at such addresses; without it the compiler would have to load single elements.
-        if (name.endswith(("_ptr", "_stride")) or name == "size") and name not in kernel.do_not_specialize:
+        if (name.endswith(("_ptr", "_stride")) or name.endswith("size")) and name not in kernel.do_not_specialize:
             attributes[(position,)] = [["tt.divisibility", 16]]
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     return ASTSource(kernel, signature, positions, attributes)

@@ -45,6 +45,7 @@ def check_hopper(tmp_path: Path, *options: str) -> None:
         "results_kernel",
         "sequence_sums_kernel",
         "scale_kernel",
+        "lowered_scale_kernel",
         "partial_attention_kernel",
         "merge_kernel",
         "race_kernel",
