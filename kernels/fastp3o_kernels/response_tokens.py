@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
-from fastp3o_kernels.operation import copyable, uncompiled
+from fastp3o_kernels.operation import copyable, on_device, uncompiled
 
 
 @copyable
@@ -33,7 +33,8 @@ class ResponseTokens(NamedTuple):
 def response_tokens(
     input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1, order: Tensor | None = None
 ) -> ResponseTokens:
-    """The tokens of responses in a batch [B, T], padded on either side, as losses take them.
+    """The tokens of responses in a batch [B, T], padded on either side, as losses take them. The host waits once for
+    their number.
 
         tokens = response_tokens(input_ids, response_mask, responses_per_prompt=2)
         hidden = model.base_model(input_ids, attention_mask=attention_mask).last_hidden_state.flatten(0, 1)
@@ -59,15 +60,16 @@ def response_tokens(
     B, K = len(input_ids), responses_per_prompt
     if B % K:
         raise ValueError(f"the batch has {B} responses, which is no multiple of the {K} to each prompt")
-    order = torch.arange(B, device=input_ids.device) if order is None else order.to(input_ids.device)
+    order = torch.arange(B, device=input_ids.device) if order is None else on_device(order, input_ids.device)
     check_shape("order", order, (B,), "a row of the batch for each response")
     mask = response_mask.bool()
     if may_look_at_values(mask):
         check_values(input_ids, response_mask, mask, order, K)
     mask = mask[order]
-    response, position = mask.nonzero(as_tuple=True)
-    places = order[response] * input_ids.shape[1] + position
+    # The one wait for a GPU: the number of tokens is known on the host with it.
     cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).cpu()
+    response, position = torch.nonzero_static(mask, size=int(cu_seqlens[-1])).unbind(1)
+    places = order[response] * input_ids.shape[1] + position
     return ResponseTokens(places - 1, input_ids.flatten()[places], cu_seqlens, order)
 
 

@@ -108,7 +108,8 @@ def linear_logprobs(
         head: Head with a weight [V, D] of the same dtype, or the bare weight. Under autocast both may be fp32 and are
             multiplied in autocast's dtype; the gradients keep their tensors' dtypes.
         labels: [N] int64 or int32, from 0 to V - 1, or ignore_index.
-        ignore_index: tokens with this label give 0 and no gradient.
+        ignore_index: tokens with this label give 0 and no gradient. On a GPU they take part in the matrix products
+            all the same: many of them, as in padded rows, are better left out before.
         cu_seqlens: [P K + 1] offsets of the responses to P prompts, K = responses_per_prompt to each, on any device or
             as a list. Tokens then go through the head in the chunks of `linear_p3o_loss`; with the same budget the
             ratio of two evaluations of the same weights is exactly 1.

@@ -19,7 +19,7 @@ from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.groups import Groups, GroupTensors
 from fastp3o_kernels.head.head import Head, check_head
-from fastp3o_kernels.operation import copyable, uncompiled, use_triton
+from fastp3o_kernels.operation import copyable, on_device, uncompiled, use_triton
 from fastp3o_kernels.rows.rows import NO_LABEL
 from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
 
@@ -128,8 +128,8 @@ def linear_loss(
     Numbers of the whole batch that an objective needs (KTO's z0, a whitened advantage) are computed before, without
     gradients, and given as one of the tensors.
 
-    As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass; tokens without a
-    coefficient take no part in their products; the backward pass can run once.
+    As with `linear_p3o_loss`, only the gradients that are needed are computed, in the forward pass; on a CPU tokens
+    without a coefficient take no part in their products; the backward pass can run once.
 
     Args:
         hidden: [N, D], the hidden states that predict the response tokens.
@@ -169,9 +169,9 @@ def linear_loss(
     divisor = max(P, 1) if divisor is None else divisor
     check_divisor(divisor)
     if isinstance(divisor, Tensor):
-        divisor = divisor.detach().to(hidden.device, dtypes.logits, non_blocking=True)
-    on_device = cu_seqlens.to(hidden.device, torch.int64, non_blocking=True)
-    sums = ObjectiveSums(objective, on_device, K, tensors, tuple(outputs), divisor)
+        divisor = on_device(divisor.detach(), hidden.device, dtypes.logits)
+    offsets = on_device(cu_seqlens, hidden.device, torch.int64)
+    sums = ObjectiveSums(objective, offsets, K, tensors, tuple(outputs), divisor)
     if impl == "eager":
         found = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.

@@ -99,8 +99,8 @@ def linear_p3o_loss(
 
     Only the gradients that are needed are computed, in the forward pass: a frozen head costs 4 F operations, frozen
     hidden states 4 F, both 2 F. Tokens of clipped pairs and of pairs of equal advantage take no part in the gradients'
-    products: the host reads a flag for each token once per full buffer. The backward pass multiplies by the
-    incoming gradient, which takes no time if it is 1, and can run once.
+    products on a CPU; on a GPU the host would have to wait for their number, and they are rows of zeros. The backward
+    pass multiplies by the incoming gradient, which takes no time if it is 1, and can run once.
 
     Args:
         hidden: [N, D], the hidden states that predict the response tokens.

@@ -82,7 +82,7 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     weighted_advantage = -q * joint_weight(logprobs - old_logprobs, settings)
 
     # Weight of response i in its pair with j, [P, i, j].
-    first, second = torch.triu_indices(K, K, offset=1)
+    first, second = pair_indices(K, token_logprobs.device)
     weights = weighted_advantage.new_zeros(P, K, K)
     weighted_advantage = weighted_advantage.view(-1, pairs.pairs_per_prompt)
     weights[:, first, second], weights[:, second, first] = weighted_advantage, -weighted_advantage
@@ -106,8 +106,7 @@ def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor,
     """Flags of the pairs that count, [Q], and from [P, K] each: log π, log π_old, log π_ref and rewards of every pair's
     two responses, [Q, 2]. All are 0 in a pair that does not count: so are its advantage difference, loss and gradient.
     """
-    K = logprobs.shape[1]
-    first, second = torch.triu_indices(K, K, offset=1)
+    first, second = pair_indices(logprobs.shape[1], logprobs.device)
 
     def pair_values(values: Tensor) -> Tensor:
         return torch.stack([values[:, first], values[:, second]], dim=2).flatten(0, 1)
@@ -115,6 +114,13 @@ def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor,
     counts = pair_values(pairs.in_pairs).all(dim=1)
     responses = (at_least_fp32(t) for t in (logprobs, old, pairs.ref_logprobs, pairs.rewards))
     return counts, [pair_values(values).masked_fill(~counts.unsqueeze(1), 0.0) for values in responses]
+
+
+def pair_indices(K: int, device: torch.device) -> Tensor:
+    """The two responses of each pair of a prompt's, [2, K (K − 1) / 2]. On the device, for which the host does not wait
+    then.
+    """
+    return torch.triu_indices(K, K, offset=1, device=device)
 
 
 def advantage_difference(

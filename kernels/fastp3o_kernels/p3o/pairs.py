@@ -19,6 +19,7 @@ from fastp3o_kernels.checks import (
     first_index,
     may_look_at_values,
 )
+from fastp3o_kernels.operation import on_device
 from fastp3o_kernels.p3o.settings import P3OSettings
 from fastp3o_kernels.rows.oracle import at_least_fp32
 
@@ -79,7 +80,7 @@ class PairInputs:
             divisor = max(tokens if settings.clipping == "token" else P, 1)
         # Constants, even where they require gradients.
         pairs = cls(
-            cu_seqlens.to(device, non_blocking=True),
+            on_device(cu_seqlens, device),
             None if old_logprobs is None else old_logprobs.detach(),
             ref_logprobs.detach(),
             rewards.detach(),
@@ -139,7 +140,7 @@ def number_on_device(number: float | Tensor, dtype: torch.dtype, device: torch.d
     """0-d, without waiting for the device."""
     check_divisor(number)
     if isinstance(number, Tensor):
-        return number.detach().to(device, dtype, non_blocking=True)
+        return on_device(number.detach(), device, dtype)
     return torch.full((), number, dtype=dtype, device=device)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, checked_cu_seqlens
-from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, on_device, uncompiled, use_triton
 from fastp3o_kernels.rows import oracle
 
 if HAS_TRITON:
@@ -50,7 +50,7 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int]
             with FASTP3O_DEBUG=1).
     """
     check_floating("token_logprobs", token_logprobs)
-    cu_seqlens = checked_cu_seqlens(cu_seqlens, len(token_logprobs)).to(token_logprobs.device, non_blocking=True)
+    cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, len(token_logprobs)), token_logprobs.device)
     if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
         return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
     return oracle.sequence_logprobs(token_logprobs, cu_seqlens)
