@@ -21,6 +21,7 @@ from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
+from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.reward import Reward, asked_columns, weighted
@@ -170,19 +171,20 @@ class UnpairedPreferences(Preferences):
     def prepare(self, model: nn.Module, rows: list[PreferenceRow], examples: Examples) -> list[PreferenceRow]:
         """Rows with z0 and the share of their kind of responses, both of the whole batch: [P, 1]."""
         device = self.context.device
-        mismatched = pack(examples["prompt_ids"], [[ids] for ids in examples["mismatched_ids"]], self.config.packing)
-        mismatched = [row.to(device) for row in mismatched]
+        responses = [[ids] for ids in examples["mismatched_ids"]]
+        reference, desirable = torch.tensor(examples["reference"])[:, 1:], torch.tensor(examples["desirable"])
+        on_host = (tuple(pack(examples["prompt_ids"], responses, self.config.packing)), reference, desirable)
+        mismatched, reference, desirable = to_device(on_host, device)
         token_logprobs = map_rows_in_lockstep(mismatched, partial(labelled_logprobs, model))
         logprobs = [
             sequence_logprobs(values, row.cu_seqlens) for row, values in zip(mismatched, token_logprobs, strict=True)
         ]
-        log_ratios = by_group(mismatched, logprobs).cpu() - torch.tensor(examples["reference"])[:, 1:]
-        desirable = torch.tensor(examples["desirable"])
-        sums = torch.stack([log_ratios.sum(), desirable.sum(), torch.tensor(len(desirable))])
-        sums = self.context.accelerator.reduce(sums.to(device), "sum").cpu()
+        log_ratios = by_group(mismatched, logprobs) - reference
+        sums = torch.stack([log_ratios.sum(), desirable.sum().float(), log_ratios.new_full((), len(desirable))])
+        sums = self.context.accelerator.reduce(sums, "sum")
         log_ratio, share = sums[:2] / sums[2]
-        reference_point = kto_reference_point(log_ratio, torch.zeros(()))
-        return [with_batch_values(row, reference_point, share) for row in rows]
+        reference_point = kto_reference_point(log_ratio, torch.zeros_like(log_ratio))
+        return [with_batch_values(row.to(device), reference_point, share) for row in rows]
 
 
 def with_batch_values(row: PreferenceRow, reference_point: Tensor, share: Tensor) -> PreferenceRow:

@@ -46,7 +46,7 @@ class Optimizer:
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
         self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
-        self.optimizer = GuardedAdamW(
+        self.optimizer = DividingAdamW(
             parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
@@ -76,9 +76,9 @@ class Optimizer:
         """
         scale, norms = self.guard.scale, self.gradient_norms()
         norms = norms if scale is None else norms / scale
-        factors = (self.max_grad_norm / (norms + 1e-6)).clamp(max=1.0)
-        factors = factors if scale is None else factors / scale
-        self.optimizer.step(factors, self.guard.skips(loss, norms))
+        divisors = ((norms + 1e-6) / self.max_grad_norm).clamp(min=1.0)
+        divisors = divisors if scale is None else divisors * scale
+        self.optimizer.step(divisors, self.guard.skips(loss, norms))
         metrics = {"grad_norm": norms[0]}
         if scale is not None:
             metrics = {"grad_norm": norms[0].nan_to_num(0.0, 0.0), "loss_scale": scale.clone()}
@@ -97,7 +97,9 @@ class Optimizer:
         """
         groups = [group["params"] for group in self.optimizer.param_groups]
         gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
-        norms = torch.stack([nn.utils.get_total_norm([g for g in group if g.numel()]) for group in gradients])
+        norms = torch.stack(
+            [nn.utils.get_total_norm([g for g in group if g.numel()], foreach=True) for group in gradients]
+        )
         if self.accelerator.num_processes == 1:
             return norms
         return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()
@@ -152,19 +154,23 @@ class Optimizer:
         self.guard.load_state_dict(state["loss_scale"])
 
 
-class GuardedAdamW(torch.optim.AdamW):
-    """Fused AdamW that leaves out a step as the device decides."""
+class DividingAdamW(torch.optim.AdamW):
+    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
 
     @torch.no_grad()
-    def step(self, factors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
+    def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
         """Makes a step, or moves nothing.
 
-        factors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0.
+        divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0.
         """
-        for group, factor in zip(self.param_groups, factors, strict=True):
-            torch._foreach_mul_([local_part(p.grad) for p in group["params"] if p.grad is not None], factor)
-        self.found_inf = skip
-        super().step()
+        groups, self.found_inf = self.param_groups, skip
+        try:
+            # torch's AdamW takes one divisor for all of its groups.
+            for group, self.grad_scale in zip(groups, divisors, strict=True):
+                self.param_groups = [group]
+                super().step()
+        finally:
+            self.param_groups = groups
 
 
 def parameter_groups(
