@@ -1,5 +1,6 @@
 """Every kernel compiles ahead of time, at real vocabularies, and spills no register."""
 
+import ast
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import fastp3o_kernels
 from fastp3o_kernels import P3OSettings, linear_p3o_loss
 from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.launch_variants import recorded
@@ -106,6 +108,20 @@ def test_every_launch_of_the_suite_compiles_for_hopper(tmp_path):
     done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 failed" in compiled_variants(file)
+
+
+def test_products_say_their_precision_and_nothing_is_tuned():
+    """tl.dot rounds fp32 to tf32 unless it is told not to; tuning would compile and time dozens of kernels in a run."""
+    products = 0
+    for file in Path(fastp3o_kernels.__file__).parent.rglob("*_kernel.py"):
+        calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+        for call in calls:
+            name = ast.unparse(call.func)
+            assert "autotune" not in name, file
+            if name == "tl.dot":
+                products += 1
+                assert "input_precision" in [keyword.arg for keyword in call.keywords], (file, call.lineno)
+    assert products
 
 
 def test_a_spill_is_a_failure():
