@@ -2,7 +2,7 @@
 
     python -m benchmarks.first_compilations
 
-A run is online training of a bf16 model with heads of 128, two responses to a prompt, its own engine, P3O or another
+A run is online training of an fp16 model with heads of 128, two responses to a prompt, its own engine, P3O or another
 objective with an entropy. Each further objective, vocabulary or number of responses adds a line or two of these.
 """
 
@@ -19,12 +19,13 @@ V = 128256
 RUN = {
     "logprobs_kernel": ("fp32",),
     "statistics_kernel": ("fp32",),
-    "dlogits_kernel": ("fp32 to bf16", "fp32 to bf16, entropy"),
+    "dlogits_kernel": ("fp32 to fp16", "fp32 to fp16, entropy"),
     "pair_kernel": ("joint, kl current, K 2",),
     "results_kernel": ("",),
     "sequence_sums_kernel": ("",),
-    "scale_kernel": ("bf16", "fp32"),
-    "partial_attention_kernel": ("bf16, D 128, K 4, G 4, window, softcap",),
+    "scale_kernel": ("fp16",),
+    "lowered_scale_kernel": ("",),
+    "partial_attention_kernel": ("fp16, D 128, K 4, G 4",),
     "merge_kernel": ("bf16, D 128",),
     "race_kernel": ("",),
 }

@@ -27,7 +27,8 @@ READ = {
     "pair_kernel": ("joint, kl current, K 2", "token, kl current, K 2", "separate, kl current, K 9, valid"),
     "results_kernel": ("",),
     "sequence_sums_kernel": ("",),
-    "scale_kernel": ("bf16", "fp32"),
+    "scale_kernel": ("fp16", "fp32"),
+    "lowered_scale_kernel": ("",),
     "partial_attention_kernel": (
         "bf16, D 128, K 1, G 1, window, softcap",
         "bf16, D 128, K 4, G 4, window, softcap",
@@ -40,7 +41,7 @@ READ = {
 }
 ROWS = ("logprobs_kernel", "statistics_kernel", "dlogits_kernel")
 # Too little memory to stream: launches and latency are all that counts.
-LATENCY = ("pair_kernel", "results_kernel", "sequence_sums_kernel", "merge_kernel")
+LATENCY = ("pair_kernel", "results_kernel", "sequence_sums_kernel", "merge_kernel", "lowered_scale_kernel")
 BEGIN, END = "<!-- read from compiled code: begin -->", "<!-- read from compiled code: end -->"
 
 
