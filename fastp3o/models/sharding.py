@@ -209,12 +209,18 @@ class FrozenModel:
 
 @contextmanager
 def copied_to(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Within the block, the model is on the device. Nothing is copied back."""
-    on_host = [(tensor, tensor.data) for tensor in chain(model.parameters(), model.buffers())]
+    """Within the block, the model has copies of its tensors on the device; tied weights stay tied. Nothing is copied
+    back.
+    """
+    owners = [tensors for module in model.modules() for tensors in (module._parameters, module._buffers)]
+    own = [(tensors, name, tensor) for tensors in owners for name, tensor in tensors.items() if tensor is not None]
+    copies: dict[Tensor, Any] = {}
     try:
-        for tensor, data in on_host:
-            tensor.data = data.to(device, non_blocking=True)
+        for tensors, name, tensor in own:
+            if tensor not in copies:
+                copies[tensor] = tensor.detach().to(device, non_blocking=True)
+            tensors[name] = copies[tensor]
         yield
     finally:
-        for tensor, data in on_host:
-            tensor.data = data
+        for tensors, name, tensor in own:
+            tensors[name] = tensor

@@ -53,14 +53,16 @@ def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back
     monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: tensor.clone())
 
     def changes_the_copy(model: PackedModel, row: PackedRow) -> Tensor:
-        assert weight.data_ptr() != before[0]
-        weight.add_(1.0)
+        copied = model.model.lm_head.weight
+        assert copied.data_ptr() != before[0]
+        copied.add_(1.0)
         if fails:
             raise RuntimeError("inside")
-        return weight.mean()
+        return copied.mean()
 
     with pytest.raises(RuntimeError, match="inside") if fails else nullcontext():
         frozen.map_rows([PAIRS.row()], changes_the_copy)
+    assert model.model.lm_head.weight is weight
     assert weight.data_ptr() == before[0]
     assert torch.equal(weight, before[1])
 
