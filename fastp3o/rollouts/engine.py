@@ -69,11 +69,14 @@ class Engine:
         self.queue.fill(prompts, keys)
         self.prefill(prompts)
         advance = self.graph.ready(self.step, self.tensors()) if self.captures else self.step
-        while self.queue.working().any():
-            if not self.static:
-                self.drop_idle_slots()
+        works = True
+        while works:
             for _ in range(STEPS_PER_LOOK if self.static else 1):
                 advance()
+            working = self.queue.working()
+            works = bool(working.any())
+            if works and not self.static:
+                self.drop_idle_slots(working)
         return self.queue.results(len(prompts))
 
     def prefill(self, prompts: Sequence[Ids]) -> None:
@@ -102,8 +105,7 @@ class Engine:
         """Gives the cache's memory back until the next batch."""
         self.cache.release_memory()
 
-    def drop_idle_slots(self) -> None:
-        working = self.queue.working()
+    def drop_idle_slots(self, working: Tensor) -> None:
         if working.sum() <= (1 - IDLE) * len(working):
             self.keep_slots(working.nonzero().squeeze(1))
 

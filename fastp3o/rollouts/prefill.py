@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids, Segments, offsets
 from fastp3o.rollouts.cache import Cache, LayerShape
@@ -50,14 +51,11 @@ def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: 
         lengths += [padding] if padding else []
         input_ids = torch.tensor([token for p in members for token in cached[p]] + [0] * padding)
         prompt_of_token = torch.tensor(members).repeat_interleave(torch.tensor(lengths[: len(members)]))
-        bounds = offsets(lengths).to(device)
-        yield PromptRow(
-            input_ids[None].to(device),
-            torch.nn.functional.pad(positions, (0, padding))[None].to(device),
-            Segments(bounds, bounds, tuple(lengths), tuple(lengths), None),
-            prompt_of_token.to(device),
-            positions.to(device),
-        )
+        position_ids = torch.nn.functional.pad(positions, (0, padding))
+        parts = input_ids[None], position_ids[None], offsets(lengths), prompt_of_token
+        input_ids, position_ids, bounds, prompt_of_token = to_device(parts, device)
+        segments = Segments(bounds, bounds, tuple(lengths), tuple(lengths), None)
+        yield PromptRow(input_ids, position_ids, segments, prompt_of_token, position_ids[0, : len(positions)])
 
 
 class LayerShapes:

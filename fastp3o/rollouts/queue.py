@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastp3o.packing.on_device import to_device
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import Room
 from fastp3o_kernels.decoding import Slots
+
+NO_TOKEN = -1
 
 
 class Queue:
@@ -31,37 +34,44 @@ class Queue:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.end_ids = torch.tensor(sorted(end_ids), device=device)
-        self.cached_lengths, self.last_tokens = zeros(room.prompts + 1), zeros(room.prompts + 1)
-        self.keys = zeros(N + 1)  # of random numbers
+        self.cached_lengths = zeros(room.prompts + 1)
+        self.first_tokens, self.keys = zeros(N + 1), zeros(N + 1)  # inputs of first steps; keys of random numbers
+        # Tokens so far and log-probabilities; NO_TOKEN after a response's end.
         self.sampled, self.logprobs = zeros(N + 1, Lr), zeros(N + 1, Lr, dtype=torch.float32)
-        self.lengths = zeros(N + 1)  # tokens sampled so far
         self.response, self.steps, self.tokens = zeros(3, room.slots)
-        self.total, self.waiting = zeros(), zeros()  # number of responses, and the first that no slot has taken
+        # The number of responses, the last that a slot has taken, and a step.
+        self.total, self.taken, self.zero = zeros(), zeros(), zeros()
 
     def tensors(self) -> list[Tensor]:
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
     def fill(self, prompts: Sequence[Ids], keys: Tensor) -> None:
         """Begins a batch. keys: [p, K] int64, keys of the responses' random numbers."""
-        K = self.room.responses_per_prompt
-        total = len(prompts) * K
-        self.cached_lengths.zero_()[: len(prompts)] = torch.tensor([len(ids) - 1 for ids in prompts])
-        self.last_tokens.zero_()[: len(prompts)] = torch.tensor([ids[-1] for ids in prompts])
-        self.keys[:total] = keys.flatten()
-        first = torch.arange(len(self.response), device=self.response.device)
-        self.response.copy_(first.masked_fill(first >= total, self.room.responses))
+        K, N = self.room.responses_per_prompt, self.room.responses
+        total, slots = len(prompts) * K, len(self.response)
+
+        def padded(values: Tensor, size: int) -> Tensor:
+            return torch.nn.functional.pad(values, (0, size - len(values)))
+
+        cached_lengths = padded(torch.tensor([len(ids) - 1 for ids in prompts]), self.room.prompts + 1)
+        first_tokens = padded(torch.tensor([ids[-1] for ids in prompts]).repeat_interleave(K), N + 1)
+        first = torch.arange(slots)
+        response = first.masked_fill(first >= total, N)
+        counts = torch.tensor([total, min(total, slots) - 1])
+        begun = cached_lengths, first_tokens, padded(keys.flatten(), N + 1), response, first_tokens[response], counts
+        places = self.cached_lengths, self.first_tokens, self.keys, self.response, self.tokens
+        *values, (total, taken) = to_device(begun, self.response.device)
+        torch._foreach_copy_([*places, self.total, self.taken], [*values, total, taken])
         self.steps.zero_()
-        self.tokens.copy_(self.last_tokens[self.response // K])
-        self.total.fill_(total)
-        self.waiting.fill_(min(total, len(first)))
+        self.sampled.fill_(NO_TOKEN)
 
     def slots(self, *, bounds: bool) -> Slots:
         """The slots as attention takes them. bounds: the host looks at the tensors to limit the work."""
         K = self.room.responses_per_prompt
         if not bounds:
             return Slots(self.response, self.cached_lengths, self.steps, K)
-        prompts = self.response // K
-        working = prompts[self.response < self.room.responses]
+        works = self.working()
+        working = self.response[works] // K
         first, last = working.aminmax()
         prompts = range(int(first), int(last) + 1)
         return Slots(
@@ -71,29 +81,25 @@ class Queue:
             K,
             prompts=prompts,
             longest_prompt=int(self.cached_lengths[prompts.start : prompts.stop].max()),
-            longest_response=int(self.steps.max()) + 1,
+            longest_response=int(self.steps[works].max()) + 1,
         )
 
     def take(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Adds the tokens [R] int64 that the slots sampled, and their log-probabilities [R] fp32. A slot whose response
         has ended takes the next one.
         """
-        Lr, N = self.room.response_tokens, self.room.responses
-        place = self.response * Lr + self.steps
-        self.sampled.view(-1).scatter_(0, place, tokens)
-        self.logprobs.view(-1).scatter_(0, place, logprobs)
+        place = self.response, self.steps
+        self.sampled.index_put_(place, tokens)
+        self.logprobs.index_put_(place, logprobs)
         steps = self.steps + 1
-        self.lengths.scatter_(0, self.response, steps)
-        ended = (tokens[:, None] == self.end_ids).any(1) | (steps == Lr)
-        takes = ended & (self.response < N)
-        taken = takes.cumsum(0)
-        next_response = self.waiting + taken - 1
-        next_response = next_response.masked_fill(next_response >= self.total, N)
-        self.waiting += taken[-1]
-        torch.where(takes, next_response, self.response, out=self.response)
-        begins = takes | (self.response == N)
-        self.steps.copy_(steps.masked_fill(begins, 0))
-        torch.where(begins, self.last_tokens[self.response // self.room.responses_per_prompt], tokens, out=self.tokens)
+        ended = (tokens[:, None] == self.end_ids).any(1) | (steps == self.room.response_tokens)
+        # Idle slots count too: none is left for them, nor for those after them.
+        following = self.taken + ended.cumsum(0)
+        self.taken.copy_(following[-1])
+        following = following.masked_fill(following >= self.total, self.room.responses)
+        torch.where(ended, following, self.response, out=self.response)
+        torch.where(ended, self.zero, steps, out=self.steps)
+        torch.where(ended, self.first_tokens[self.response], tokens, out=self.tokens)
 
     def working(self) -> Tensor:
         """[R] bool: the slots that are not idle."""
@@ -106,11 +112,15 @@ class Queue:
     def results(self, prompts: int) -> tuple[list[list[Ids]], list[list[list[float]]]]:
         """Token ids and log-probabilities of the responses to the first prompts, [p][K]."""
         K = self.room.responses_per_prompt
-        lengths = self.lengths.tolist()
+        count = prompts * K
+        sampled = self.sampled[:count]
+        lengths = (sampled != NO_TOKEN).sum(1, keepdim=True)
+        # One wait for the device; fp64 holds log-probabilities exactly.
+        table = torch.cat([lengths, sampled, self.logprobs[:count].double().view(torch.int64)], dim=1).cpu()
+        lengths, sampled, logprobs = table.split([1, *[self.room.response_tokens] * 2], dim=1)
 
         def cut(values: Tensor) -> list[list]:
-            lists = values[: prompts * K].tolist()
-            flat = [tokens[:length] for tokens, length in zip(lists, lengths, strict=False)]
+            flat = [row[:length] for row, length in zip(values.tolist(), lengths.flatten().tolist(), strict=True)]
             return [flat[p * K : (p + 1) * K] for p in range(prompts)]
 
-        return cut(self.sampled), cut(self.logprobs)
+        return cut(sampled), cut(logprobs.contiguous().view(torch.float64))

@@ -62,8 +62,8 @@ class Slots:
 
     @cached_property
     def number(self) -> Tensor:
-        """[R] int64: 0 to R - 1."""
-        return torch.arange(len(self.response), device=self.response.device)
+        """[R] int32: 0 to R - 1."""
+        return torch.arange(len(self.response), dtype=torch.int32, device=self.response.device)
 
     @cached_property
     def prompt_range(self) -> range:
@@ -71,9 +71,9 @@ class Slots:
 
     @cached_property
     def grouped(self) -> Tensor:
-        """[P K] int64: the slot of each response to a prompt in prompt_range; any slot if the response is in none."""
+        """[P K] int32: the slot of each response to a prompt in prompt_range; any slot if the response is in none."""
         slots = self.slot_of_response[self.prompt_range.start : self.prompt_range.stop]
-        return slots.flatten().clamp_(max=len(self.response) - 1)
+        return slots.flatten().clamp_(min=0)
 
     @cached_property
     def place(self) -> Tensor:
@@ -83,15 +83,16 @@ class Slots:
 
     @cached_property
     def slot_of_response(self) -> Tensor:
-        """[P + 1, K] int64: R if a response is in no slot."""
+        """[P + 1, K] int32: -1 if a response is in no slot. The last row is idle slots'."""
         P, K = len(self.cached_lengths) - 1, self.responses_per_prompt
-        slots = torch.full(((P + 1) * K,), len(self.response), device=self.response.device)
+        slots = torch.full(((P + 1) * K,), -1, dtype=torch.int32, device=self.response.device)
         slots[self.response] = self.number
         return slots.view(P + 1, K)
 
     @cached_property
     def members(self) -> Tensor:
-        """[R, K] int32: the first of the slots that share a prompt lists all of them; the rest is -1."""
+        """[R, K] int32: the last of the slots that share a prompt lists all of them; the rest is -1, and an idle slot's
+        are any.
+        """
         group = self.slot_of_response[self.prompt]
-        first = (group.amin(1) == self.number) & (self.prompt < len(self.cached_lengths) - 1)
-        return torch.where(first[:, None] & (group < len(self.response)), group, -1).int()
+        return group.masked_fill((group.amax(1) != self.number)[:, None], -1)

@@ -100,8 +100,7 @@ def test_steps_that_do_not_compile_run_as_they_are_and_say_why_once(monkeypatch)
 
     policy = PackedModel(random_model("llama"))
     assert sample(policy, compiles=True)[0] == sample(policy)[0]
-    (message,) = said
-    assert "without compiled steps" in message
+    (message,) = [warning for warning in said if "without compiled steps" in warning]
     assert "no compiler was found" in message
 
 

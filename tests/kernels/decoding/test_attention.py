@@ -75,12 +75,13 @@ def test_several_steps_are_attention_over_a_growing_cache():
         assert error(step, step.run("eager"), expected) < 1e-12
 
 
-def test_members_are_listed_at_the_first_of_them():
+def test_members_are_listed_at_the_last_of_them():
     slots = Slots(torch.tensor([4, 6, 1, 5, 0, 6]), torch.tensor([3, 3, 3, 0]), torch.zeros(6, dtype=torch.long), 2)
     assert slots.prompt.tolist() == [2, 3, 0, 2, 0, 3]
     assert slots.prompt_lengths.tolist() == [3, 0, 3, 3, 3, 0]
     none = [-1, -1]
-    assert slots.members.tolist() == [[0, 3], none, [4, 2], none, none, none]
+    busy = [0, 2, 3, 4]
+    assert slots.members[busy].tolist() == [none, none, [0, 3], [4, 2]]
     assert slots.members.dtype == torch.int32
 
 
