@@ -1,6 +1,7 @@
 """More responses to fewer prompts, compared at equal cost: computed tokens, or seconds."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import numpy as np
 from pandas import DataFrame, Series
@@ -42,10 +43,14 @@ def evaluations(study: Study, runs: DataFrame) -> DataFrame:
     )
 
 
+@lru_cache(maxsize=64)
+def evaluations_by_run(study: Study, arm: Arm) -> dict[str, DataFrame]:
+    return dict(list(evaluations(study, study.runs_of(LONG_PROMPTS, arm)).groupby(level="run")))
+
+
 def at_cost(study: Study, arm: Arm, cost: str, spent: float, bought: str) -> Series:
     """The outcome `bought` of each run when it had spent this much, by task and seed; NaN if it never did."""
-    runs = study.runs_of(LONG_PROMPTS, arm)
-    by_run = dict(list(evaluations(study, runs).groupby(level="run")))
+    runs, by_run = study.runs_of(LONG_PROMPTS, arm), evaluations_by_run(study, arm)
     found = [float(np.interp(spent, by_run[name][cost], by_run[name][bought], right=np.nan)) for name in runs["name"]]
     return Series(found, runs.index, dtype=float)
 

@@ -27,7 +27,7 @@ class Arm(NamedTuple):
     reward_factor: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Study:
     """All runs, the chosen learning rates (group -> algorithm -> rate) and the other choices of `tuning.tuned`."""
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pandas import DataFrame, Series
+from pandas import DataFrame, Series, isna
 
 from benchmarks.frontier.runs.plan import LATER, Run
 from benchmarks.frontier.tasks.groups import group_of
@@ -43,7 +43,10 @@ class Records:
     @cached_property
     def histories(self) -> dict[str, Evaluations]:
         """The evaluations of each run, in the form of `gain_at_kl`."""
-        return {name: lines.to_dict("records") for name, lines in self.evaluations.groupby("run", sort=False)}
+        histories: dict[str, Evaluations] = {}
+        for evaluation in self.evaluations.to_dict("records"):
+            histories.setdefault(evaluation["run"], []).append(evaluation)
+        return histories
 
     def at_kl(self, runs: DataFrame, kl: float, outcome: str) -> Series:
         """Gains of some runs in `outcome` at a KL, by their index; NaN if a run has none there."""
@@ -106,7 +109,12 @@ def ends(evaluations: DataFrame) -> DataFrame:
 
 def by_task(values: Series) -> list[list[float]]:
     """The values that are not NaN, by task: the strata of an interval."""
-    return [list(stratum.dropna()) for _, stratum in values.groupby("task", sort=False)]
+    strata: dict[str, list[float]] = {}
+    for task, value in zip(values.index.get_level_values("task"), values, strict=True):
+        stratum = strata.setdefault(task, [])
+        if not isna(value):
+            stratum.append(value)
+    return list(strata.values())
 
 
 def read(path: Path) -> str:

@@ -18,7 +18,7 @@ from fastp3o_kernels import P3OLossOutput
 from fastp3o_kernels.p3o.output import METRICS
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
-UPDATES = 10
+UPDATES = 6
 # Low enough that some differences are clipped, which test_the_bound_is_reached holds to be so.
 REWARD_CLIP = 1.0
 

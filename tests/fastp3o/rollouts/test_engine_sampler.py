@@ -1,3 +1,5 @@
+from itertools import product
+
 import pytest
 import torch
 import transformers as hf
@@ -39,8 +41,14 @@ def sample(policy, tokenizer, prompts, numbers=NUMBERS, seed=5, **options) -> di
     return {(n, k): group.responses[k].ids for n, group in zip(numbers, groups, strict=True) for k in range(K)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer, prompts, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "full"),
+    [
+        *((torch.float32, True), (torch.bfloat16, False), (torch.float16, False)),
+        *(pytest.param(dtype, True, marks=pytest.mark.nightly) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer, prompts, dtype, full, monkeypatch):
     policy = policy.to(dtype)
     expected = sample(policy, tokenizer, prompts)
     assert len({len(ids) for ids in expected.values()}) > 5
@@ -51,7 +59,8 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
     backwards = sample(policy, tokenizer, prompts, NUMBERS[::-1])
     assert backwards == expected
     # These are as on a GPU: slots that stay, rows of prompts of equal length.
-    for tokens_per_row in (64, 2048):
+    limits = ({}, {"batch_size": 5}, {"memory": 20_000})
+    for tokens_per_row, options in product((64, 2048), limits) if full else ((64, limits[1]), (2048, limits[2])):
 
         def static(*arguments, rows=tokens_per_row, **options):
             engine = Engine(*arguments, static=True, **options)
@@ -60,8 +69,7 @@ def test_responses_depend_on_seed_prompt_and_its_number_alone(policy, tokenizer,
 
         with monkeypatch.context() as patched:
             patched.setattr(engine_sampler, "Engine", static)
-            for options in ({}, {"batch_size": 5}, {"memory": 20_000}):
-                assert sample(policy, tokenizer, prompts, **options) == expected
+            assert sample(policy, tokenizer, prompts, **options) == expected
     assert sample(policy, tokenizer, prompts, seed=6) != expected
 
 

@@ -66,9 +66,9 @@ def random_row(pairs, prompt, response, share_prompts):
         ("fp32", WIDE, True, 0),
         ("fp32", LARGE_HEAD, True, 0),
         ("bf16", DEEP_HALF, True, 0),
-        pytest.param("bf16", WIDE, True, 0, marks=pytest.mark.faults),
+        pytest.param("bf16", WIDE, True, 0, marks=pytest.mark.nightly),
         ("bf16-autocast", DEEP_HALF, True, 0),
-        pytest.param("bf16-autocast", WIDE, True, 0, marks=pytest.mark.faults),
+        pytest.param("bf16-autocast", WIDE, True, 0, marks=pytest.mark.nightly),
     ],
 )
 def test_the_peak_of_an_update_is_predicted_within_a_tenth(
@@ -245,7 +245,7 @@ def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
     "case",
     [
         *("deep", "large head", "deep, bf16"),
-        *(pytest.param(case, marks=pytest.mark.faults) for case in ("wide", "wide, bf16")),
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("wide", "wide, bf16")),
     ],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])

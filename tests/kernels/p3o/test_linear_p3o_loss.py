@@ -29,6 +29,7 @@ from tests.kernels.problems import (
     rounded_gradients_of_logits,
     vocabularies,
 )
+from tests.pairwise import pairwise
 
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 V, D, N = 50, 8, sum(LENGTHS)
@@ -162,10 +163,11 @@ def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, impl, hel
         torch.testing.assert_close(output.metrics[name], value, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("held", [1000, 30, 7, 2])
+@pytest.mark.parametrize(
+    ("clipping", "dtype", "held"),
+    pairwise(["joint", "separate", "none"], [torch.float32, torch.bfloat16], [1000, 30, 7, 2]),
+)
 def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clipping, impl, dtype, held):
     states, pairs = problem(dtype=dtype)
     budget = budget_for(held, V)
@@ -180,11 +182,12 @@ def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clippin
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(("hidden", "weight", "products"), [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)])
-@pytest.mark.parametrize("held", [1000, 32])
-def test_only_the_products_that_are_needed(impl, own, hidden, weight, products, held):
+@pytest.mark.parametrize(
+    ("own", "needed", "held"), pairwise([False, True], [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)], [1000, 32])
+)
+def test_only_the_products_that_are_needed(impl, own, needed, held):
     """F = N V D; whole pairs in chunks need their logits once, whatever the number of chunks."""
+    hidden, weight, products = needed
     states, pairs = problem()
     states = states.leaves(hidden=bool(hidden), weight=bool(weight))
     with FlopCounterMode(display=False) as counter:

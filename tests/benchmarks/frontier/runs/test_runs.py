@@ -130,12 +130,9 @@ def test_win_rates_are_means_over_seeds_of_every_rival(task, tmp_path):
     ("algorithm", "moves"),
     [
         ("joint", False),
-        ("none", False),
-        ("dpo", False),
         ("rloo", False),
-        ("dapo", False),
-        ("rebel", False),
         ("ppo", True),
+        *(pytest.param(name, False, marks=pytest.mark.nightly) for name in ("none", "dpo", "dapo", "rebel")),
     ],
 )
 def test_an_offset_moves_ppo_alone(task, tmp_path, algorithm, moves):

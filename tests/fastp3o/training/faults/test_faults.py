@@ -26,6 +26,7 @@ SAMPLE = [
     pytest.param((7, 25), id="sample"),
     *(pytest.param((part, 8), id=f"part{part}", marks=pytest.mark.faults) for part in range(8)),
 ]
+TRAINING_CALLS: dict[str, int] = {}
 VARIANTS = [pytest.param(name, marks=() if name in ("SFT", "P3O") else pytest.mark.faults) for name in SCENES]
 
 
@@ -47,6 +48,13 @@ def count_calls(scene: Scene, work: Callable[[], None]) -> int:
     return int(counted.read_text())
 
 
+def training_calls(scene: Scene) -> int:
+    """Counts them once for all tests: they are the same in every folder."""
+    if scene.name not in TRAINING_CALLS:
+        TRAINING_CALLS[scene.name] = count_calls(scene, scene.train)
+    return TRAINING_CALLS[scene.name]
+
+
 def numbers(total: int, sample: tuple[int, int]) -> Iterator[int]:
     first, step = sample
     return iter(range(1 + first, total + 1, step))
@@ -63,7 +71,7 @@ def cause(power: bool) -> str:
 
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
-    total = count_calls(sft, sft.train)
+    total = training_calls(sft)
     for number in numbers(total, sample):
         sft.clear()
         calls = FileCalls(sft.run, kill_before=number, power=power)
@@ -74,7 +82,7 @@ def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[i
 def halfway(scene: Scene) -> Path:
     """A run with a state, stopped after it; to be copied."""
     scene.clear()
-    calls = count_calls(scene, scene.train)
+    calls = training_calls(scene)
     scene.clear()
     killed = FileCalls(scene.run, kill_before=calls // 2)
     assert in_child(scene.train, scene.log, killed.install) == KILLED
@@ -101,7 +109,7 @@ def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample:
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_a_disk_that_is_full(sft: Scene, count: Count, sample: tuple[int, int]):
     """The disk is full from one call on; then there is space again."""
-    total = count_calls(sft, sft.train)
+    total = training_calls(sft)
     for number in numbers(total, sample):
         sft.clear()
         calls = FileCalls(sft.run, full_from=number)
