@@ -32,6 +32,15 @@ def test_sample():
     run(f"{CASES}/rules.py", f"{CASES}/updates.py", "-k", "rules or fp16")
 
 
+def test_sample_of_losses():
+    run(f"{CASES}/losses.py", "-k", "launches or places or dpo")
+
+
+@pytest.mark.simulated
+def test_losses():
+    run(f"{CASES}/losses.py")
+
+
 @pytest.mark.simulated
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
 def test_updates(precision):

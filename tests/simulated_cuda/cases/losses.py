@@ -1,0 +1,178 @@
+"""Fused losses on the pretended device: the host waits nowhere in them, and a chunk takes few launches."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from fastp3o_kernels import (
+    Head,
+    P3OSettings,
+    linear_logprobs,
+    linear_loss,
+    linear_p3o_loss,
+    logits_p3o_loss,
+    losses,
+    p3o_loss,
+    response_tokens,
+    sequence_logprobs,
+    token_logprobs,
+    token_p3o_loss,
+)
+from tests.kernels.problems import CLIPPINGS, budget_for
+from tests.simulated_cuda.record import recorded
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The last group is larger than the buffer for logits; one response is empty.
+LENGTHS = [3, 4, 2, 0, 5, 1, 9, 14]
+N, P, V, D = sum(LENGTHS), len(LENGTHS) // 2, 48, 16
+OFFSETS = [0, *accumulate(LENGTHS)]
+DEVICE = torch.device("cuda")
+
+
+def randn(*shape, dtype=torch.float32, gradient=False):
+    return torch.randn(*shape, dtype=dtype, device=DEVICE).requires_grad_(gradient)
+
+
+def labels(tokens=N):
+    return torch.randint(V, (tokens,), device=DEVICE)
+
+
+def head_of(dtype, **options):
+    return Head(randn(V, D, dtype=dtype, gradient=True), bias=randn(V, dtype=dtype, gradient=True), **options)
+
+
+OBJECTIVES = {
+    "grpo": lambda g: losses.grpo(g.token_logprobs, g["old"], g.per_token(losses.group_advantages(g["rewards"]))).sum(),
+    "dapo": lambda g: losses.dapo(g.token_logprobs, g["old"], g.per_token(g["rewards"])).sum(),
+    "gspo": lambda g: losses.gspo(g.means(g.token_logprobs), g["ref"], g["rewards"]).sum(),
+    "reinforce": lambda g: losses.reinforce(g.logprobs, losses.rloo_advantages(g["rewards"])).sum(),
+    "ppg": lambda g: losses.ppg(g.logprobs, g["rewards"]).sum(),
+    "rebel": lambda g: losses.rebel(g.logprobs, g["ref"], g["rewards"]).sum(),
+    "dpo": lambda g: losses.dpo(g.logprobs, g["ref"]).sum(),
+    "ipo": lambda g: losses.ipo(g.logprobs, g["ref"]).sum(),
+    "simpo": lambda g: losses.simpo(g.means(g.token_logprobs)).sum(),
+    "orpo": lambda g: losses.orpo(g.means(g.token_logprobs) - 1).sum(),
+    "slic": lambda g: losses.slic(g.logprobs).sum(),
+    "discopop": lambda g: losses.discopop(g.logprobs, g["ref"]).sum(),
+    "entropy": lambda g: (g.logprobs.sum() - 0.1 * g.entropy.sum(), {"entropy": g.entropy.sum()}),
+    "a constant": lambda g: g["rewards"].sum(),
+}
+
+
+# What differs with the dtype is the head's, whatever the objective.
+EACH = [(name, torch.float16) for name in OBJECTIVES] + [("entropy", torch.float32), ("entropy", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), EACH)
+@pytest.mark.parametrize("impl", [None, "eager"])
+def test_an_objective(name, dtype, impl):
+    hidden, head, tokens = randn(N, D, dtype=dtype, gradient=True), head_of(dtype), labels()
+    response_tensors = {"ref": randn(P, 2), "rewards": randn(P, 2)}
+    token_tensors = {"old": randn(N)}
+    with recorded() as record:
+        linear_loss(
+            hidden,
+            head,
+            tokens,
+            OFFSETS,
+            OBJECTIVES[name],
+            responses_per_group=2,
+            token_tensors=token_tensors,
+            response_tensors=response_tensors,
+            outputs=("entropy",) if name == "entropy" else (),
+            divisor=torch.tensor(3.0),
+            memory_budget=budget_for(10, V),
+            impl=impl,
+        ).loss.backward()
+    assert record.waits == [], record.table()
+    assert all(leaf.grad is not None for leaf in (hidden, head.weight, head.bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clipping", CLIPPINGS)
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("impl", [None, "eager"])
+def test_p3o_at_every_level(dtype, clipping, own, impl):
+    settings = P3OSettings(clipping=clipping)
+    hidden, head, tokens = randn(N, D, dtype=dtype, gradient=True), head_of(dtype, softcap=5.0), labels()
+    logits = randn(N, V, dtype=dtype, gradient=True)
+    old, ref, rewards = (randn(P, 2) for _ in range(3))
+    old_tokens = None if own or clipping != "token" else randn(N)
+    given = OFFSETS, None if own else old, ref, rewards, settings
+    options = {
+        "old_token_logprobs": old_tokens,
+        "valid_responses": rewards > -1,
+        "divisor": torch.tensor(3.0),
+        "impl": impl,
+    }
+    with recorded() as record:
+        linear_p3o_loss(hidden, head, tokens, *given, **options, memory_budget=budget_for(10, V)).loss.backward()
+        logits_p3o_loss(logits, tokens, *given, **options).loss.backward()
+        token_p3o_loss(randn(N, gradient=True), *given, **options).loss.backward()
+        if clipping != "token":
+            del options["old_token_logprobs"]
+            p3o_loss(randn(P, 2, gradient=True), *given[1:], **options).loss.backward()
+    assert record.waits == [], record.table()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("impl", [None, "eager"])
+def test_log_probs(dtype, impl):
+    hidden, head, tokens = randn(N, D, dtype=dtype, gradient=True), head_of(dtype), labels()
+    tokens[::5] = -100
+    logits = randn(N, V, dtype=dtype, gradient=True)
+    options = {"outputs": ("entropy", "mean_logit", "is_top"), "impl": impl}
+    with recorded() as record:
+        found = linear_logprobs(hidden, head, tokens, cu_seqlens=OFFSETS, memory_budget=budget_for(10, V), **options)
+        (sequence_logprobs(found.logprobs, OFFSETS, impl=impl).sum() + found.entropy.sum()).backward()
+        found = token_logprobs(logits, tokens, **options)
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+    assert record.waits == [], record.table()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_tokens(dtype):
+    hidden, head = randn(0, D, dtype=dtype, gradient=True), head_of(dtype)
+    with recorded() as record:
+        nothing = randn(1, 2)
+        linear_p3o_loss(hidden, head, labels(0), [0, 0, 0], nothing, nothing, nothing).loss.backward()
+        linear_loss(hidden, head, labels(0), [0], lambda groups: groups.logprobs.sum()).loss.backward()
+    assert record.waits == [], record.table()
+
+
+# Launches of a chunk of one pair: the products of a filling come on top.
+MOST_LAUNCHES = {torch.float32: 8, torch.bfloat16: 8, torch.float16: 10}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_launches_of_a_chunk(dtype):
+    def launches(pairs):
+        tokens = 8 * pairs
+        hidden, weight = randn(tokens, D, dtype=dtype, gradient=True), randn(V, D, dtype=dtype, gradient=True)
+        known = list(range(0, tokens + 1, 4)), randn(pairs, 2), randn(pairs, 2), randn(pairs, 2)
+        labelled = labels(tokens)
+        operand = torch.empty(0, dtype=dtype).itemsize
+        # Logits of one pair, gradients of all.
+        budget = V * (4 * 8 + operand * 8 * 40)
+        with recorded() as record:
+            linear_p3o_loss(hidden, weight, labelled, *known, memory_budget=budget)
+        return record.launches
+
+    few, many = launches(32), launches(40)
+    assert (many.total() - few.total()) / 8 <= MOST_LAUNCHES[dtype], many - few
+
+
+def test_places_that_may_wait():
+    """Offsets on the device, which belong on the host, and the number of tokens of a padded batch."""
+    hidden, weight = randn(4, D), randn(V, D)
+    nothing = randn(1, 2)
+    with recorded() as record:
+        linear_p3o_loss(hidden, weight, labels(4), torch.tensor([0, 1, 4], device=DEVICE), *[nothing] * 3)
+    places = record.places()
+    del places["tests/simulated_cuda/cases/losses.py", "test_places_that_may_wait"]  # the list that was sent
+    assert places == {("kernels/fastp3o_kernels/checks.py", "bounds_of_prompts"): 1}
+    ids, mask = labels(24).view(4, 6), torch.ones(4, 6, dtype=torch.bool, device=DEVICE).triu(1)
+    with recorded() as record:
+        response_tokens(ids, mask)
+    assert record.places() == {("kernels/fastp3o_kernels/response_tokens.py", "response_tokens"): 1}
