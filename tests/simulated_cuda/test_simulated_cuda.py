@@ -29,7 +29,7 @@ def run(*arguments: str) -> None:
 
 
 def test_sample():
-    run(f"{CASES}/rules.py", f"{CASES}/updates.py", "-k", "rules or fp16")
+    run(f"{CASES}/rules.py", f"{CASES}/optimizer.py", f"{CASES}/updates.py", "-k", "rules or fp16 or optimizer")
 
 
 def test_sample_of_losses():

@@ -1,0 +1,38 @@
+"""Optimizer steps on the pretended device: the host reads of them once an update."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from fastp3o.config import StageConfig
+from fastp3o.precision import choose_precision
+from fastp3o.training.optimizer import Optimizer
+from fastp3o.training.processes import NotFiniteError
+from tests.simulated_cuda.record import recorded
+
+LAUNCHES = {"fp32": 20, "bf16": 20, "fp16": 30}  # of a step, however many parameters there are
+
+
+@pytest.mark.parametrize("precision", LAUNCHES)
+def test_steps_wait_nowhere_and_the_host_reads_of_them_once(precision):
+    config = StageConfig(model="", output_dir="")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    optimizer = Optimizer(Accelerator(), model, choose_precision(precision, "fp32"), config, steps=9)
+    x = torch.ones(2, 4, device="cuda", dtype=optimizer.precision.weights)
+    for _ in range(2):
+        loss = model(x).float().sum()
+        optimizer.backward(loss)
+        with recorded() as record:
+            optimizer.step(loss.detach())
+        assert not record.waits, record.table()
+    # The first step makes the moments.
+    assert record.launches.total() <= LAUNCHES[precision], record.table()
+    before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    optimizer.backward(model(x).float().sum())
+    optimizer.step(torch.full((), float("nan"), device="cuda"))
+    with recorded() as record, pytest.raises(NotFiniteError, match="the loss"):
+        optimizer.require_finite()
+    assert len(record.waits) == 1
+    assert optimizer.steps == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.tensors().items())
