@@ -13,17 +13,18 @@ class HeadSizes(NamedTuple):
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-# Sizes that are worth measuring need a GPU; FASTP3O_SMALL=1 tries the suite itself on one.
-LARGE = CUDA and os.environ.get("FASTP3O_SMALL") != "1"
+# Tries the suite itself on a GPU, or on one that is pretended, where sizes worth measuring would take hours.
+TRIAL = CUDA and os.environ.get("FASTP3O_TRIAL") == "1"
+LARGE = CUDA and not TRIAL
 
 # Llama 3 8B, Qwen 2.5 7B, Gemma 2 2B, and the largest in use; else one small enough to wait for.
 HEADS = (
     [HeadSizes(4096, 128256), HeadSizes(3584, 152064), HeadSizes(2304, 256000), HeadSizes(3584, 262144)]
     if LARGE
-    else [HeadSizes(256, 8192)]
+    else [HeadSizes(32, 203) if TRIAL else HeadSizes(256, 8192)]
 )
 # The most interesting come first: a run that ends early has measured them.
-TOKENS = [8192, 32768, 2048] if LARGE else [512, 2048]
+TOKENS = [8192, 32768, 2048] if LARGE else [256] if TRIAL else [512, 2048]
 # On a GPU P3O trains in fp16 unless told otherwise; peers are made for bf16.
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float32]
 DTYPE = DTYPES[0]

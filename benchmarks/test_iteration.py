@@ -30,7 +30,7 @@ from benchmarks.iteration_trainers import (
 from benchmarks.measure import release
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.peers import AbsentError
-from benchmarks.shapes import CUDA, LARGE
+from benchmarks.shapes import CUDA, LARGE, TRIAL
 from benchmarks.test_rollouts import MODELS
 
 TURNS = 2
@@ -57,6 +57,8 @@ SHAPES = [
     ("policy", 64, 350, 40) if LARGE else ("policy", 8, 48, 16),
 ]
 CASES = [Iteration(*shape, K) for shape in SHAPES for K in (2, 4)]
+if TRIAL:
+    CASES = [Iteration("quickstart", 4, 9, 5, 2)]
 
 
 IDS = {case: "-".join(map(str, case)) for case in CASES}

@@ -26,7 +26,7 @@ from benchmarks.measure import milliseconds
 from benchmarks.peers import AbsentError
 from benchmarks.recording import device_is_lost
 from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
-from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, dtype_name
+from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, TRIAL, dtype_name
 from benchmarks.training_shapes import llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
@@ -35,7 +35,7 @@ from fastp3o.rollouts.cache import MOST_SLOTS
 from fastp3o.rollouts.engine import STEPS_PER_LOOK
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
 
-PROMPTS = 64 if LARGE else 32
+PROMPTS = 64 if LARGE else 4 if TRIAL else 32
 ROUNDS = 3
 # Seconds of a round that only one more follows.
 LONG_ROUND = 60
@@ -48,12 +48,18 @@ MODELS = {
     "policy": llama(2048, 8192, 16, 32, 8, 128256) if LARGE else llama(512, 1408, 4, 8, 4, 16384),
     "quickstart": llama(128, 384, 4, 4, 4, 4096),
 }
+if TRIAL:
+    MODELS = {name: llama(32, 48, 2, 4, 2, 203) for name in MODELS}
 SHAPES = [("policy", 350, 40, None), ("policy", 128, 128, None), ("policy", 350, 128, 40), ("policy", 128, 128, 64)]
 CASES = [
     *(Rollouts(*shape, K) for K in (2, 4) for shape in SHAPES),
     Rollouts(*SHAPES[0], K=8),
     *(Rollouts("quickstart", *lengths, K) for K in (2, 8) for lengths in ((100, 32, None), (100, 32, 20))),
 ]
+
+
+if TRIAL:
+    CASES = [Rollouts("policy", 9, 4, None, 2)]
 
 
 @pytest.fixture(scope="module")
