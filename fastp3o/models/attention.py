@@ -193,17 +193,29 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
 
 
 @cache
-def has_grouped_heads(function: Callable) -> bool:
-    """Whether torch's kernel has them, as from 2.13 on. Every layer asks, so the answer is kept."""
+def names_grouped_heads(function: Callable) -> bool:
+    """Whether torch has an option for them, as from 2.13 on. Every layer asks, so the answer is kept."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
+@cache
+@torch.no_grad()
+def takes_grouped_heads(function: Callable, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch hands fewer heads of keys on to its kernel, which has long had groups. Tried on one token, once."""
+    query, key = (torch.zeros(1, heads, 8, dtype=dtype, device=device) for heads in (2, 1))
+    bounds = torch.arange(2, dtype=torch.int32, device=device)
+    try:
+        function(query, key, key, bounds, bounds, 1, 1, scale=1.0, window_size=(-1, 0))
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
-    if has_grouped_heads(varlen_attn):
-        options: dict[str, Any] = {"enable_gqa": True}
-    else:
-        options = {}
-        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+    options: dict[str, Any] = {"enable_gqa": True} if names_grouped_heads(varlen_attn) else {}
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and not options and not takes_grouped_heads(varlen_attn, query.dtype, query.device):
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     return varlen_attn(
         query,
         key,

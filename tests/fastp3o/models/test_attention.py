@@ -265,9 +265,9 @@ def test_flash_attn_is_called_as_it_documents(monkeypatch, window, softcap):
     assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
 
 
-@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("version", ["names groups", "takes groups", "refuses groups"])
 @pytest.mark.parametrize("window", [None, 3, 1])
-def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, grouped):
+def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, version):
     def call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
         assert (max_q, max_k) == (5, 9)
         assert cu_seq_q.tolist() == [0, 3, 4, 9, 11]
@@ -277,8 +277,12 @@ def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, grouped):
         key_heads.append(key.shape[1])
         return by_offsets(query, key, value, cu_seq_q, cu_seq_k, scale, left, None)
 
-    # Older versions of torch take no groups.
+    # Older versions of torch have no option for groups.
     def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        if version == "refuses groups" and query.shape[1] != key.shape[1]:
+            raise RuntimeError("heads differ")
+        if len(query) == 1:  # a trial
+            return torch.zeros_like(query)
         return call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
     def newer(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
@@ -286,12 +290,12 @@ def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, grouped):
         return call(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
 
     key_heads = []
-    monkeypatch.setattr(attention, "varlen_attn", newer if grouped else older)
+    monkeypatch.setattr(attention, "varlen_attn", newer if version == "names groups" else older)
     segments = make_segments(LENGTHS)
     tensors = random_tensors(segments, 4, 2, 4)
     got = attention.by_varlen_attn(*tensors, segments, 0.3, window, None)
     torch.testing.assert_close(got, one_by_one(*tensors, segments, 0.3, window, None))
-    assert key_heads == [2 if grouped else 4]
+    assert key_heads == [4 if version == "refuses groups" else 2]
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fastp3o_kernels.decoding import LayerCache, Slots
 from tests.kernels.decoding.steps import oracle, random_step
+from tests.kernels.problems import DEVICE
 
 
 def error(step, result, expected) -> float:
@@ -39,7 +40,7 @@ def test_pytorch_is_one_softmax_per_token(P, K, idle, Hkv, G, Lp, Lr, window, so
 
 
 def test_only_the_new_keys_and_values_are_stored(impl):
-    step = random_step(P=4, K=3, D=16)
+    step = random_step(P=4, K=3, D=16, device=DEVICE)
     before = LayerCache(*(tensor.clone() for tensor in vars(step.cache).values()))
     step.run(impl)
     busy = step.busy.nonzero().flatten()
@@ -86,7 +87,7 @@ def test_members_are_listed_at_the_last_of_them():
 
 
 def test_all_slots_idle(impl):
-    step = random_step(P=2, K=2, left_out=4, idle=3)
+    step = random_step(P=2, K=2, left_out=4, idle=3, device=DEVICE)
     assert step.run(impl).isfinite().all()
 
 
