@@ -42,6 +42,11 @@ def test_losses():
 
 
 @pytest.mark.simulated
+def test_rollouts():
+    run(f"{CASES}/rollouts.py")
+
+
+@pytest.mark.simulated
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
 def test_updates(precision):
     run(f"{CASES}/updates.py", "-k", precision)

@@ -1,0 +1,92 @@
+"""The engine on the pretended device: where the host waits, what a step launches, and graphs."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sampling_copy import SamplingCopy
+from fastp3o.models.trainable import add_lora
+from fastp3o.rollouts.cache import Room
+from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine
+from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o_kernels.decoding import response_keys
+from tests.simulated_cuda.record import recorded
+
+PROMPTS, K, RESPONSE_TOKENS = [[3, 4, 5], [6, 7]], 2, 12
+KEYS = response_keys(0, torch.arange(2), K)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+# Launches of a step without its layers, and of a layer in torch and transformers.
+STEP, LAYER = 48, 40
+LOOK, RESULTS = ("fastp3o/rollouts/engine.py", "Engine.run"), ("fastp3o/rollouts/queue.py", "Queue.results")
+
+
+def make_policy(*, layers: int = 1, rope: dict | None = None) -> PackedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        rope_parameters=rope,
+    )
+    return PackedModel(LlamaForCausalLM(config)).eval()
+
+
+@torch.no_grad()
+def make_engine(policy: PackedModel, *, graph: bool) -> Engine:
+    # Fewer slots than responses: they take others.
+    return Engine(policy, layer_shapes(policy, 3), Room(2, 4, K, 3, RESPONSE_TOKENS), {0}, graph=graph)
+
+
+def test_the_host_looks_every_few_steps_and_reads_the_results_once():
+    policy = make_policy().to("cuda")
+    engine = make_engine(policy, graph=False)
+    with recorded() as plain:
+        ids, _ = engine.run(PROMPTS, KEYS)
+    steps = plain.launches["triton race_kernel"]
+    assert plain.places() == {LOOK: steps // STEPS_PER_LOOK, RESULTS: 1}
+    captured = make_engine(policy, graph=True)
+    assert captured.run(PROMPTS, KEYS)[0] == ids
+    with recorded() as replayed:
+        assert captured.run(PROMPTS, KEYS)[0] == ids
+    assert replayed.launches["graph"] == steps
+    assert replayed.places() == plain.places()
+
+
+def test_launches_of_a_step():
+    counts = []
+    for layers in (1, 2):
+        engine = make_engine(make_policy(layers=layers).to("cuda"), graph=False)
+        engine.run(PROMPTS, KEYS)
+        engine.queue.fill(PROMPTS, KEYS)
+        with torch.no_grad(), recorded() as record:
+            engine.step()
+        assert not record.waits
+        counts.append(record.launches.total())
+    layer = counts[1] - counts[0]
+    assert layer <= LAYER
+    assert counts[0] - layer <= STEP
+
+
+def test_a_step_that_waits_is_not_captured_and_the_process_goes_on():
+    engine = make_engine(make_policy(rope=DYNAMIC).to("cuda"), graph=True)
+    assert engine.run(PROMPTS, KEYS)[0]
+    assert engine.graph.fails
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+
+
+def test_a_copy_with_merged_adapters_is_sampled():
+    policy = make_policy()
+    add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
+    sampled = SamplingCopy(policy, torch.device("cuda"), torch.bfloat16, merges=True)
+    policy.to("cuda")
+    with torch.no_grad(), sampled.gathered(policy):
+        engine = make_engine(sampled.model, graph=True)
+        ids, _ = engine.run(PROMPTS, KEYS)
+        assert engine.graph.graph is not None
+    with sampled.gathered(policy):
+        assert engine.run(PROMPTS, KEYS)[0] == ids
