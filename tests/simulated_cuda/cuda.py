@@ -17,6 +17,7 @@ from tests.interpreter import quicken
 from tests.simulated_cuda import attention, graphs, triton_launches
 from tests.simulated_cuda.host import finish_copies, host, wait_for_device
 from tests.simulated_cuda.operations import SimulatedDevice, cuda_device
+from tests.simulated_cuda.tensors import is_simulated
 
 TOTAL_MEMORY = 80 * 2**30
 NAME = "NVIDIA H100 80GB HBM3"
@@ -211,7 +212,7 @@ def restart() -> None:
 
 
 def move_modules_by_swapping() -> None:
-    """`Module.to` keeps each parameter object, which takes the place of one on the device, together with its hooks."""
+    """A parameter that moves stays the object it was: it takes the place of one on the other device, with its hooks."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     swap = torch.utils.swap_tensors
 
@@ -222,3 +223,15 @@ def move_modules_by_swapping() -> None:
             first._post_accumulate_grad_hooks = hooks
 
     torch.utils.swap_tensors = swap_with_hooks
+    data = torch._C.TensorBase.data
+
+    def set_data(tensor: Tensor, values: Tensor) -> None:
+        if is_simulated(tensor) == is_simulated(values):
+            data.__set__(tensor, values)
+            return
+        moved = values.detach().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            moved = torch.nn.Parameter(moved, tensor.requires_grad)
+        swap_with_hooks(tensor, moved)
+
+    torch.Tensor.data = property(data.__get__, set_data)

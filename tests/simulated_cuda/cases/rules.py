@@ -188,6 +188,19 @@ def test_modules_and_autograd():
     assert torch.equal(copy.deepcopy(layer).weight.cpu(), expected.weight)
 
 
+def test_the_data_of_a_parameter_moves():
+    layer = nn.Linear(3, 2).requires_grad_(False)
+    weight, on_host = layer.weight, layer.weight.data
+    weight.data = on_host.to("cuda")
+    assert layer.weight is weight
+    assert weight.device.type == "cuda"
+    assert (torch.ones(1, 3, device="cuda") @ weight.T).device.type == "cuda"
+    weight.data = on_host
+    assert layer.weight is weight
+    assert weight.device.type == "cpu"
+    assert torch.equal(weight @ torch.ones(3), on_host @ torch.ones(3))
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_attentions_agree(grouped):
     from torch.nn.attention.varlen import varlen_attn

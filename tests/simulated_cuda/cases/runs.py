@@ -1,0 +1,132 @@
+"""Small whole runs of every stage on the pretended device. They end, and what they report is finite."""
+
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from transformers import AutoModelForSequenceClassification
+
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.stages import preference, reward_model, sft
+from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.loop import generate
+from fastp3o.stages.online import train
+from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.simulated_cuda.native import ROOT
+
+ONLINE_OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"), run_name="imported")["OBJECTIVES"]
+SMALL = {"updates": 2, "prompts_per_update": 4, "prompts_per_minibatch": 4, "inner_epochs": 2, "max_response_tokens": 4}
+LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
+
+
+def assert_finite(folder: str, steps: int, name: str = "metrics.jsonl") -> None:
+    lines = metrics(folder, name)
+    assert len(lines) == steps
+    assert all(math.isfinite(value) for line in lines for value in line.values() if isinstance(value, float))
+
+
+def online(model: str, folder: str, config_class=P3OConfig, **changes) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    settings = SMALL | {"sampler": "transformers", "precision": "bf16"} | changes
+    train(config(model, folder, config_class, **settings))
+
+
+def supervised(train_data: str, model: str, folder: str, **changes) -> dict:
+    settings = {"train_data": train_data, "batch_size": 4, "report_to": "none", "precision": "bf16"}
+    return settings | LENGTHS | {"model": model, "output_dir": folder} | changes
+
+
+@pytest.mark.parametrize("name", ONLINE_OBJECTIVES)
+def test_online_objectives(tiny_model, workplace, name):
+    online(tiny_model, "run", ONLINE_OBJECTIVES[name])
+    assert_finite("run", 2)
+
+
+@pytest.mark.parametrize("clipping", ["none", "separate", "joint", "token"])
+def test_p3o(tiny_model, workplace, clipping):
+    online(tiny_model, "run", clipping=clipping, responses_per_prompt=4, precision="fp16")
+    assert_finite("run", 2)
+
+
+def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
+    """Steps are captured; the second update samples from weights that have moved, and captures nothing anew."""
+    online(
+        tiny_model,
+        "run",
+        sampler="engine",
+        lora_rank=4,
+        offload=True,
+        gradient_checkpointing=True,
+        reward=reward_of(tiny_model),
+        eval_prompts="prompts.jsonl",
+        eval_every=1,
+        limit=2,
+        eval_limit=2,
+        prompts_per_update=2,
+        prompts_per_minibatch=2,
+    )
+    assert_finite("run", 2)
+    assert_finite("run", 3, "evaluations.jsonl")
+
+
+def reward_of(tiny_model: str) -> str:
+    """A reward model's folder."""
+    reward_model.train(
+        reward_model.RewardModelConfig(
+            **supervised("preferences.jsonl", tiny_model, "rm", eval_data="preferences.jsonl")
+        )
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_finite("rm", 2)
+    assert AutoModelForSequenceClassification.from_pretrained("rm/model").num_labels == 1
+    return "rm/model"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace, precision):
+    online(tiny_model, "whole", precision=precision, updates=3)
+    with pytest.raises(KeyboardInterrupt):
+        online(
+            tiny_model,
+            "broken",
+            precision=precision,
+            updates=3,
+            reward="rewards_for_tests:fails_on_fifth_call",
+            save_minutes=1e-9,
+        )
+    online(tiny_model, "broken", precision=precision, updates=3, resume=True, reward="rewards_for_tests:vowels")
+    assert_equal(weights("whole"), weights("broken"))
+
+
+@pytest.mark.parametrize("name", OFFLINE_OBJECTIVES)
+def test_offline_objectives(tiny_model, workplace, name):
+    data = "unpaired.jsonl" if name == "kto" else "preferences.jsonl"
+    preference.train(OFFLINE_OBJECTIVES[name](**supervised(data, tiny_model, "run")))
+    assert len(metrics("run")) >= 2
+    assert_finite("run", len(metrics("run")))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-autocast", "fp16"])
+def test_sft(tiny_model, workplace, precision):
+    sft.train(sft.SFTConfig(**supervised("sft.jsonl", tiny_model, "run", precision=precision, eval_data="sft.jsonl")))
+    assert_finite("run", 2)
+
+
+def test_generate(tiny_model, workplace):
+    generate(
+        GenerateConfig(
+            model=tiny_model,
+            output_dir="samples",
+            prompts="prompts.jsonl",
+            reward="rewards_for_tests:varied",
+            responses_per_prompt=2,
+            max_prompt_tokens=32,
+            max_response_tokens=4,
+            keep_unfinished=True,
+            limit=2,
+        )
+    )
+    assert len(Path("samples/kept.jsonl").read_text().splitlines()) == 2
