@@ -14,6 +14,8 @@ from fastp3o.stages import preference, reward_model, sft
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.loop import generate
 from fastp3o.stages.online import train
+from fastp3o.training.run_folder import EVALUATIONS
+from fastp3o.training.stopping import StoppedError
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.simulated_cuda.native import ROOT
 
@@ -69,7 +71,7 @@ def test_p3o_with_all_that_saves_memory(tiny_model, workplace):
         prompts_per_minibatch=2,
     )
     assert_finite("run", 2)
-    assert_finite("run", 3, "evaluations.jsonl")
+    assert_finite("run", 3, EVALUATIONS)
 
 
 def reward_of(tiny_model: str) -> str:
@@ -85,20 +87,14 @@ def reward_of(tiny_model: str) -> str:
     return "rm/model"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace, precision):
-    online(tiny_model, "whole", precision=precision, updates=3)
-    with pytest.raises(KeyboardInterrupt):
-        online(
-            tiny_model,
-            "broken",
-            precision=precision,
-            updates=3,
-            reward="rewards_for_tests:fails_on_fifth_call",
-            save_minutes=1e-9,
-        )
-    online(tiny_model, "broken", precision=precision, updates=3, resume=True, reward="rewards_for_tests:vowels")
-    assert_equal(weights("whole"), weights("broken"))
+def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace):
+    settings = {"precision": "fp16", "updates": 4}
+    online(tiny_model, "whole", **settings)
+    stopping = settings | {"reward": "rewards_for_tests:stops_on_third_call"}
+    with pytest.raises(StoppedError):
+        online(tiny_model, "stopped", **stopping)
+    online(tiny_model, "stopped", resume=True, **stopping)
+    assert_equal(weights("whole"), weights("stopped"))
 
 
 @pytest.mark.parametrize("name", OFFLINE_OBJECTIVES)
