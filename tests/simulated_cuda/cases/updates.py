@@ -1,4 +1,4 @@
-"""Whole online runs on the pretended device: they end, and their updates wait and launch no more than is said here."""
+"""Whole online runs on the pretended device: where an update's host waits, and how much it launches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,21 @@ from fastp3o.training.reporting import Phases
 from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.record import Record, recorded
 
-Phase = dict[str, list[Record]]
+# Launches of an update of four optimizer steps of the tiny Llama, most of them the model's own. With older versions of
+# torch and transformers there are some more.
+LAUNCHES = {"fp32": 1500, "bf16": 1480, "bf16-autocast": 1590, "fp16": 1550}
+# Places where one update's host waits, except in its rollouts. The clock of the phases waits as well.
+WAITS = {
+    ("fastp3o/stages/online/report.py", "update_metrics"): 1,
+    ("fastp3o/training/processes.py", "require_finite"): 1,
+    ("fastp3o/training/step_guard.py", "StepGuard.steps_before_failure"): 1,
+}
 
 
 @pytest.fixture
-def phases(monkeypatch: pytest.MonkeyPatch) -> Phase:
+def phases(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Record]]:
     """The records of each phase of an update, update by update."""
-    records: Phase = {}
+    records: dict[str, list[Record]] = {}
 
     @contextmanager
     def phase(self: Phases, name: str) -> Iterator[None]:
@@ -29,12 +37,16 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> Phase:
     return records
 
 
-PRECISIONS = ("fp32", "bf16", "bf16-autocast", "fp16")
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_an_update(tiny_model, workplace, phases, precision):
-    train(config(tiny_model, "run", precision=precision, updates=2, sampler="transformers"))
-    for name, records in phases.items():
-        print(f"\n== {precision} {name}: {records[-1].table()}")
-    assert len(metrics("run")) == 2
+@pytest.mark.parametrize("precision", LAUNCHES)
+def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, phases, precision):
+    runs = {}
+    for updates in (2, 3):
+        with recorded() as runs[updates]:
+            train(config(tiny_model, f"run{updates}", precision=precision, updates=updates, sampler="transformers"))
+        assert len(metrics(f"run{updates}")) == updates
+    for name in ("logprobs", "update"):
+        assert not any(record.waits for record in phases[name]), phases[name][-1].table()
+    assert phases["update"][-1].launches.total() <= LAUNCHES[precision], phases["update"][-1].table()
+    further = runs[3].places()
+    further.subtract(runs[2].places())
+    assert {place: count for place, count in further.items() if count and "sampler" not in place[0]} == WAITS
