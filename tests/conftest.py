@@ -11,9 +11,10 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton"):
-        from tests.interpreter import quicken
+        from tests.interpreter import quicken, round_to_nearest
 
         quicken()
+        round_to_nearest()
 
 # A busy machine takes longer than hypothesis's fifth of a second for an example that is fine.
 settings.register_profile("no deadline", deadline=None)

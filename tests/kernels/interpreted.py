@@ -1,4 +1,4 @@
-"""Counts what kernels do while Triton interprets them: bytes loaded and stored, and launches. Rounds as a GPU does."""
+"""Counts what kernels do while Triton interprets them: bytes loaded and stored, and launches."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,8 +6,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
-import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -66,20 +64,3 @@ def counted_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     with monkeypatch.context() as patch:
         patch.setattr(interpreter.GridExecutor, "__call__", counted_run)
         yield launches
-
-
-@contextmanager
-def bf16_rounded_to_nearest() -> Iterator[None]:
-    """Interpreted kernels round fp32 to bf16 as a GPU does. The interpreter by itself cuts the digits off, which makes
-    twice the error.
-    """
-    convert = interpreter._convert_float
-
-    def rounded(values, source, target, mode):
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return convert(values, source, target, mode)
-        return torch.from_numpy(np.array(values)).bfloat16().view(torch.uint16).numpy()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", rounded)
-        yield

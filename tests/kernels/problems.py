@@ -14,7 +14,6 @@ from fastp3o_kernels import Head, P3OLossOutput, P3OSettings
 from fastp3o_kernels.head import backward, forward
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.dtypes import HeadDtypes
-from tests.kernels.interpreted import bf16_rounded_to_nearest
 
 CLIPPINGS = ("joint", "separate", "none", "token")
 CUDA = torch.cuda.is_available()
@@ -184,7 +183,7 @@ def as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
         product = a.float() @ b.float()
         out.copy_(out + product if accumulate else product)
 
-    with pytest.MonkeyPatch.context() as patch, bf16_rounded_to_nearest():
+    with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setattr(backward, "leaves_out", lambda device: False)
         if DEVICE.type == "cpu" and dtype in HALVES:

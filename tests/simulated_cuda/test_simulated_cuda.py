@@ -29,31 +29,28 @@ def run(*arguments: str) -> None:
 
 
 def test_sample():
-    run(f"{CASES}/rules.py", f"{CASES}/optimizer.py", f"{CASES}/updates.py", "-k", "rules or fp16 or optimizer")
-
-
-def test_sample_of_losses():
-    run(f"{CASES}/losses.py", "-k", "launches or places or dpo")
+    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "losses", "updates")]
+    run(*files, "-k", "rules or optimizer or losses and (launches or places or dpo) or updates and fp16")
 
 
 @pytest.mark.simulated
-def test_losses():
-    run(f"{CASES}/losses.py")
-
-
-@pytest.mark.simulated
-def test_rollouts():
-    run(f"{CASES}/rollouts.py")
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
-def test_updates(precision):
-    run(f"{CASES}/updates.py", "-k", precision)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", ["losses", "memory", "rollouts", "updates"])
+def test_cases(case):
+    run(f"{CASES}/{case}.py")
 
 
 @pytest.mark.simulated
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("files", ["tests/kernels", "tests/fastp3o/models", "tests/fastp3o/rollouts"])
+@pytest.mark.parametrize("stages", ["p3o or resumed or generate", "online", "offline or sft"])
+def test_runs(stages):
+    run(f"{CASES}/runs.py", "-k", stages)
+
+
+@pytest.mark.simulated
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "files", ["tests/kernels", "tests/fastp3o/models", "tests/fastp3o/rollouts", "tests/fastp3o/test_smoke_on_gpu.py"]
+)
 def test_tests_marked_gpu(files):
     run(files, "-m", "gpu", "-k", SIZES)
