@@ -184,7 +184,7 @@ FUNCTIONS: dict[str, Any] = {
 
 def install() -> None:
     """From now on torch has CUDA devices. It must come before transformers, accelerate or Triton's kernels look."""
-    native.library().count_memory()
+    native.library().install()
     torch._C._set_only_lift_cpu_tensors(True)
     for name, value in FUNCTIONS.items():
         setattr(torch.cuda, name, value)

@@ -146,13 +146,16 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
 };
 
-c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
 
 } // namespace
 
 // Called from Python through ctypes.
 extern "C" {
-void count_memory() { c10::SetCPUAllocator(&counting_allocator, /*priority=*/1); }
+// After torch's own libraries have been loaded: those of a build for CUDA register a guard of their own.
+void install() {
+  c10::SetCPUAllocator(&counting_allocator, /*priority=*/1);
+  c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
+}
 int allocate_on(int device) { return std::exchange(allocating_device, device); }
 int64_t allocated_bytes(int device) { return allocated[device]; }
 int64_t peak_bytes(int device) { return peak[device]; }

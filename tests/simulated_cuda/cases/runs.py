@@ -41,9 +41,14 @@ def supervised(train_data: str, model: str, folder: str, **changes) -> dict:
     return settings | LENGTHS | {"model": model, "output_dir": folder} | changes
 
 
+# The mixture of two policies is sampled by the engine, which takes the interpreter long.
+ENGINE = {"sampler": "engine", "limit": 2, "prompts_per_update": 2, "prompts_per_minibatch": 2}
+NEEDS = {"ppg": {"inner_epochs": 1}, "nash_md": ENGINE}
+
+
 @pytest.mark.parametrize("name", ONLINE_OBJECTIVES)
 def test_online_objectives(tiny_model, workplace, name):
-    online(tiny_model, "run", ONLINE_OBJECTIVES[name])
+    online(tiny_model, "run", ONLINE_OBJECTIVES[name], **NEEDS.get(name, {}))
     assert_finite("run", 2)
 
 
