@@ -7,17 +7,29 @@ Per parameter, in bytes:
     bf16-autocast    4 + 2      0               4            8        (+ 2: autocast's copies within a pass)
     bf16, fp16       2          4               4            8
 
-Masters, gradients and AdamW count only for what trains; with gradient checkpointing autocast copies one layer at a
-time. A llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size has these
-activations, in elements for each of T tokens in each layer:
+Masters, gradients and AdamW count only for what trains. The first row of a minibatch finds no gradients yet; the rows
+after it, for which the peak is predicted, find all of them. With gradient checkpointing the backward pass makes
+autocast's copies of one layer at a time; the forward pass keeps all until the head is done.
 
-    norms · D + item · (4 F + 3 Q + 2 R U / T)        norms = 24, 26 or 16 bytes; item = 4, 2 or 2
+A llama-like body with D hidden, F intermediate, Q = heads · head size, R = key heads · head size has these activations,
+in elements for each of T tokens in each layer:
 
-U / T is the number of gathered keys over the number of tokens: 1, or more where prompts are shared. With gradient
-checkpointing only the input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations are added.
-Next to activations, the larger of two moments counts: the head's (its budget for logits and their gradient, or what the
-labelled tokens need if that is less, its weight's gradient and the last norm's activations), and that of a layer's
-backward pass, 2 (F + D) elements a token.
+    norms · D + item · (4 F + attends · Q + 2 R U / T)      norms = 24, 26 or 16 bytes; item = 4, 2 or 2
+
+U / T is the number of gathered keys over the number of tokens: 1, or more where prompts are shared. Attention saves
+queries, keys, values and its result, which the next matrix product saves as well: attends = 2. Where segments are
+computed one by one, as in fp32, their results are joined in a copy: attends = 3. With gradient checkpointing only the
+input of each layer stays (4 D, 4 D or 2 D bytes), and one layer's activations are added.
+
+Next to activations, the larger of two moments counts. The head's has the budget for logits and their gradient, or what
+the labelled tokens need if that is less, its weight's gradient, and the last norm's activations. That gradient is
+summed in fp32; in half precision it is rounded once logits are freed, unless a single product gives it in bf16. A
+layer's backward pass has 2 (F + D) elements a token, and the gradient of a head that is tied to the embeddings, which
+waits for theirs.
+
+Without gradients, a layer keeps 3 F elements and four of D (embeddings, its input, that of its feed-forward part, the
+same after the norm), or at its attention three of D, queries, results, and keys and values before and after they are
+gathered. Autocast then copies one weight at a time.
 
 Each of n processes that share a model holds an n-th of fp32 weights, gradients and AdamW's moments, and of frozen
 weights. Embeddings, head, and the layer that computes are whole, in the weights' dtype; so is that layer's gradient,
@@ -30,13 +42,14 @@ in fp32. Autocast and LoRA add a copy of the weights, in the precision of the pa
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from transformers import PretrainedConfig
 
 from fastp3o.packing.pack import Packing, group_tokens
-from fastp3o.precision import Precision
+from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW
-from fastp3o_kernels.head.chunks import MEMORY_BUDGET
+from fastp3o_kernels.head.chunks import LEAST_LOGITS_SHARE, MEMORY_BUDGET
 
 
 class Lengths(NamedTuple):
@@ -78,6 +91,14 @@ class Model(NamedTuple):
     def layer(self) -> int:
         """Parameters of one layer."""
         return (self.parameters - self.embeddings) // self.layers
+
+    @property
+    def tied(self) -> bool:
+        return self.embeddings == self.vocabulary * self.hidden
+
+    def head_gradient(self, item: int) -> int:
+        """Bytes of the gradient of the head's weight."""
+        return item * self.vocabulary * self.hidden if self.head_trains else 0
 
     @classmethod
     def from_config(
@@ -137,24 +158,44 @@ def update_memory(
     *,
     checkpointing: bool = False,
     memory_budget: int = MEMORY_BUDGET,
+    one_by_one: bool = False,
 ) -> Memory:
-    """The memory of a policy's update on one device."""
+    """The memory of a policy's update on one device.
+
+    one_by_one: whether attention computes segments one by one in half precision too, as on CPUs and older GPUs.
+    """
     norms, item = element_bytes(precision)
-    layer_activations = lengths.tokens * (norms * model.hidden + item * (4 * model.intermediate + 3 * model.queries))
+    attends = 3 if one_by_one or item == 4 else 2
+    layer_activations = lengths.tokens * (
+        norms * model.hidden + item * (4 * model.intermediate + attends * model.queries)
+    )
     layer_activations += lengths.keys * 2 * item * model.keys
     layer_input = lengths.tokens * model.hidden * precision.weights.itemsize
-    labelled_hidden = lengths.labelled * model.hidden * item
-    logits = min(lengths.labelled * model.vocabulary * (4 + item), memory_budget)
-    head_gradient = 4 * model.vocabulary * model.hidden if model.head_trains else 0
+    copies = 0 if precision.autocast is None else 2 * model.parameters
+    kept_copies = copies // model.layers if checkpointing else copies
+    tied_gradient = model.head_gradient(precision.weights.itemsize) if model.tied else 0
     return Memory(
-        weights=weights(model, precision, one_layer_at_a_time=checkpointing),
+        weights=model.parameters * precision.weights.itemsize + kept_copies,
         masters=4 * model.trained if precision.half else 0,
         gradients=4 * model.trained,
         optimizer=8 * model.trained,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
-        head=logits + 3 * labelled_hidden + head_gradient + lengths.tokens * model.hidden * norms // 2,
-        layer=feed_forward(model, lengths, item) + (layer_activations if checkpointing else 0),
+        head=head_update(model, lengths, precision, memory_budget) + copies - kept_copies,
+        layer=lengths.tokens * item * 2 * (model.intermediate + model.hidden)
+        + tied_gradient
+        + (layer_activations if checkpointing else 0),
     )
+
+
+def head_update(model: Model, lengths: Lengths, precision: Precision, memory_budget: int) -> int:
+    norms, item = element_bytes(precision)
+    dlogits = lengths.labelled * model.vocabulary * item
+    logits = min(dlogits + 4 * lengths.labelled * model.vocabulary, memory_budget)
+    single = precision.weights == torch.bfloat16 and dlogits <= (1 - LEAST_LOGITS_SHARE) * memory_budget
+    gradient = model.head_gradient(2 if single else 4)
+    rounded = model.head_gradient(2) if precision.half and not single else 0
+    kept = 3 * lengths.labelled * model.hidden * item + lengths.tokens * model.hidden * norms // 2
+    return kept + gradient + max(logits, rounded)
 
 
 def sharded(memory: Memory, model: Model, precision: Precision, shards: int) -> Memory:
@@ -180,11 +221,13 @@ def frozen_memory(
 ) -> Memory:
     """The memory of the reference's log-probabilities. A reward model needs all of it except the head's part."""
     _, item = element_bytes(precision)
+    residual, autocast = precision.weights.itemsize, precision.autocast is not None
     logits = min(4 * lengths.labelled * model.vocabulary, memory_budget)
+    hidden = model.hidden * ((lengths.tokens + lengths.labelled) * residual + lengths.labelled * item * autocast)
     return Memory(
-        weights=weights(model, precision, one_layer_at_a_time=False),
-        head=logits + lengths.labelled * model.hidden * item,
-        layer=feed_forward(model, lengths, item) + lengths.keys * 2 * item * model.keys,
+        weights=model.parameters * residual,
+        head=logits + hidden + 2 * model.vocabulary * model.hidden * autocast,
+        layer=layer_pass(model, lengths, precision),
     )
 
 
@@ -196,7 +239,8 @@ def rollout_memory(
     shards: processes that share the model, each of which samples from a whole copy. adapters: whether they are merged
     into one.
     """
-    item = (precision.autocast or precision.weights).itemsize
+    sampled = precision if precision.autocast is None else choose_precision("bf16", "bf16")
+    item = sampled.weights.itemsize
     row = Lengths(tokens=TOKENS_PER_ROW, keys=TOKENS_PER_ROW, labelled=0)
     copied = shards > 1 or adapters or precision.autocast is not None
     # Parts of a model in half precision are its masters.
@@ -204,7 +248,7 @@ def rollout_memory(
     return Memory(
         weights=own + (model.parameters * item if copied else 0),
         head=8 * room.slots * model.vocabulary,
-        layer=feed_forward(model, row, item),
+        layer=layer_pass(model, row, sampled),
         cache=room.tokens * model.layers * 2 * model.keys * item,
     )
 
@@ -216,11 +260,18 @@ def element_bytes(precision: Precision) -> tuple[int, int]:
     return (24, 4) if precision.autocast is None else (26, 2)
 
 
-def weights(model: Model, precision: Precision, *, one_layer_at_a_time: bool) -> int:
-    copies = 0 if precision.autocast is None else 2 * model.parameters
-    return model.parameters * precision.weights.itemsize + copies // (model.layers if one_layer_at_a_time else 1)
-
-
-def feed_forward(model: Model, lengths: Lengths, item: int) -> int:
-    """The widest moment of a layer beyond its saved activations."""
-    return lengths.tokens * item * 2 * (model.intermediate + model.hidden)
+def layer_pass(model: Model, lengths: Lengths, precision: Precision) -> int:
+    """The wider moment of a layer without gradients."""
+    _, item = element_bytes(precision)
+    residual = precision.weights.itemsize
+    feed_forward = lengths.tokens * (4 * residual * model.hidden + 3 * item * model.intermediate)
+    # Rotary embeddings leave fp32 queries and keys beside those that autocast rounds.
+    rotated = residual if precision.autocast is not None else 0
+    attention = lengths.tokens * (
+        3 * residual * model.hidden
+        + (rotated + item * (3 if item == 4 else 2)) * model.queries
+        + (rotated + 2 * item) * model.keys
+    )
+    if lengths.keys > lengths.tokens:
+        attention += lengths.keys * 2 * item * model.keys
+    return max(feed_forward, attention)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.simulated_cuda.operations import execute
 from tests.simulated_cuda.record import note_launch
+from tests.simulated_cuda.stand_ins import one_kernel
 from tests.simulated_cuda.tensors import is_simulated
 
 fused = torch.nn.functional.scaled_dot_product_attention
@@ -39,18 +40,22 @@ def attention(
 class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:
-        ctx.save_for_backward(query, key, value, mask)
+        out = on_its_device(forward, query, key, value, mask, options)
+        # CUDA's kernels keep both for their backward pass; this one computes them again.
+        log_sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, mask, out, log_sums)
         ctx.options = options
-        return on_its_device(forward, query, key, value, mask, options)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        return *on_its_device(backward, *ctx.saved_tensors, ctx.options, grad), None, None
+        query, key, value, mask, *_ = ctx.saved_tensors
+        return *on_its_device(backward, query, key, value, mask, ctx.options, grad), None, None
 
 
 def on_its_device(function: Any, query: Tensor, *args: Any) -> Any:
     note_launch(f"attention {function.__name__}")
-    return execute(function, (query, *args), {}, query.device, launched=True, written=[])
+    return execute(one_kernel(function), (query, *args), {}, query.device, launched=True, written=[])
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict) -> Tensor:

@@ -61,7 +61,8 @@ def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: b
     measured = min(peak(update) for _ in range(3))
     sizes = Model.from_config(model.model.config, parameters, parameters)
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
-    predicted = sharded(update_memory(sizes, lengths, precision, checkpointing=checkpointing), sizes, precision, 2)
+    alone = update_memory(sizes, lengths, precision, checkpointing=checkpointing, one_by_one=True)
+    predicted = sharded(alone, sizes, precision, 2)
     # Masters, gradients and moments were there before.
     return measured, predicted.peak - predicted.masters - predicted.gradients - predicted.optimizer
 

@@ -102,7 +102,7 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
         head_trains=not trained_layers,
     )
     lengths = Lengths(row.tokens, sum(row.segments.key_lengths), len(row.labels))
-    predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing)
+    predicted = update_memory(sizes, lengths, precision, checkpointing=checkpointing, one_by_one=True)
     predicted_pass = (
         predicted.peak
         - parameters * precision.weights.itemsize
