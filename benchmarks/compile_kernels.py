@@ -60,8 +60,8 @@ RESPONSES = (2, 3, 5, 9, 32)
 HEAD_SIZES = (64, 80, 96, 128, 256)
 # Responses to a prompt and heads of a group: of each size of tile one, the smallest tile also at its fullest.
 RESPONSES_AND_HEADS = ((1, 1), (4, 4), (4, 8), (8, 8))
-# Bytes of shared memory that a block can have on the smallest of them (sm_80: 163 KiB).
-SHARED_LIMIT = 163 * 1024
+# Bytes of shared memory that a block can have. Code for sm_80 also runs on GPUs of 8.6 and 8.9, which have less.
+SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -268,7 +268,9 @@ def failures(table: list[dict[str, object]]) -> list[str]:
         f"{entry['kernel']} ({entry['configuration']}) on {entry['architecture']}: {entry['stack']} bytes of stack, "
         f"{entry['spills']} spills, {entry['shared']} bytes of shared memory"
         for entry in table
-        if entry["stack"] or entry["spills"] or entry["shared"] > SHARED_LIMIT
+        if entry["stack"]
+        or entry["spills"]
+        or entry["shared"] > SHARED_LIMIT[int(str(entry["architecture"]).removeprefix("sm_"))]
     ]
 
 

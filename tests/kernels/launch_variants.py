@@ -109,7 +109,11 @@ def failure(text: str) -> str | None:
         result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=found["options"])
     except Exception as error:
         return f"{type(error).__name__}: {error}\n{text}"
-    return f"{result.metadata.shared} bytes of shared memory\n{text}" if result.metadata.shared > SHARED_LIMIT else None
+    return (
+        f"{result.metadata.shared} bytes of shared memory\n{text}"
+        if result.metadata.shared > SHARED_LIMIT[90]
+        else None
+    )
 
 
 def main() -> None:

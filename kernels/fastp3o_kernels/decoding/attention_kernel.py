@@ -26,8 +26,9 @@ CHUNK = 256
 # Queries of one program, by the bytes of an element. Tensor cores take at least 16, and with more than the largest tile
 # registers would not suffice for head size 256. Keys of a prompt are read more than once only if K G is larger.
 SMALLEST_TILE, LARGEST_TILE = 16, {2: 64, 4: 16}
-# Bytes of keys in one step of the loop: with the values, in a pipeline of three steps, 96 KiB of shared memory. And the
-# largest number of keys, by the bytes of an element, for the registers.
+# Bytes of keys in one step of the loop: with the values, in a pipeline of three steps, 96 KiB of shared memory. Half of
+# it next to queries of more bytes: a block on GPUs of compute capability 8.6, 8.9 and 12.0 has 99 KiB. And the largest
+# number of keys, by the bytes of an element, for the registers.
 BLOCK_BYTES, LARGEST_BLOCK = 16384, {2: 64, 4: 32}
 # Chunks that a program of merge_kernel reads at once, and its warps: chunks are few, programs many and small.
 MERGE_BLOCK, MERGE_WARPS = 8, 1
@@ -256,11 +257,13 @@ def merge_kernel(
 
 
 def block_sizes(D: int, K: int, G: int, element_bytes: int) -> dict[str, int]:
-    block_d = max(triton.next_power_of_2(D), 16)
+    row_bytes = max(triton.next_power_of_2(D), 16) * element_bytes
+    queries = min(max(triton.next_power_of_2(K * G), SMALLEST_TILE), LARGEST_TILE[element_bytes])
+    keys_bytes = BLOCK_BYTES if queries * row_bytes <= BLOCK_BYTES else BLOCK_BYTES // 2
     return {
-        "BLOCK_M": min(max(triton.next_power_of_2(K * G), SMALLEST_TILE), LARGEST_TILE[element_bytes]),
-        "BLOCK_N": min(max(BLOCK_BYTES // (block_d * element_bytes), 16), LARGEST_BLOCK[element_bytes]),
-        "BLOCK_D": block_d,
+        "BLOCK_M": queries,
+        "BLOCK_N": min(max(keys_bytes // row_bytes, 16), LARGEST_BLOCK[element_bytes]),
+        "BLOCK_D": row_bytes // element_bytes,
     }
 
 
