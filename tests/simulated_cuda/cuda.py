@@ -214,7 +214,7 @@ def restart() -> None:
 
 def move_modules_by_swapping() -> None:
     """A parameter that moves stays the object it was: it takes the place of one on the other device, with its hooks."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch._has_compatible_shallow_copy_type = may_share_an_object
     swap = torch.utils.swap_tensors
 
     def swap_with_hooks(first: Tensor, second: Tensor) -> None:
@@ -236,3 +236,8 @@ def move_modules_by_swapping() -> None:
         swap_with_hooks(tensor, moved)
 
     torch.Tensor.data = property(data.__get__, set_data)
+
+
+def may_share_an_object(input: Tensor, from_: Tensor) -> bool:
+    """In the place of torch's function: a module that moves assigns `parameter.data`."""
+    return True
