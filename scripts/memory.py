@@ -75,11 +75,12 @@ def main(config: MemoryConfig) -> None:
     for name in (*vars(update), "peak"):
         table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
     Console().print(table)
-    print("peak = the sum, with the larger of head and layer only. Policy and reference both on the GPU need the")
-    print("policy's peak and the reference's weights; --offload and LoRA save the latter. Rollouts come before the")
+    print("peak = the sum, with the larger of head and layer only; where embeddings need more than these and")
+    print("activations, they count instead. Policy and reference both on the GPU need the policy's peak and the")
     print(
-        "update, with its masters and optimizer in memory; with --rollout_memory, or less free memory, they cache less."
+        "reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and"
     )
+    print("optimizer in memory; with --rollout_memory, or less free memory, they cache less.")
 
 
 def room(config: MemoryConfig) -> Room:

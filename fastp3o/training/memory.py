@@ -25,7 +25,8 @@ Next to activations, the larger of two moments counts. The head's has the budget
 the labelled tokens need if that is less, its weight's gradient, and the last norm's activations. That gradient is
 summed in fp32; in half precision it is rounded once logits are freed, unless a single product gives it in bf16. A
 layer's backward pass has 2 (F + D) elements a token, and the gradient of a head that is tied to the embeddings, which
-waits for theirs.
+waits for theirs. When these come, activations are gone: in place of all of this two such gradients count, if they are
+larger.
 
 Without gradients, a layer keeps 3 F elements and four of D (embeddings, its input, that of its feed-forward part, the
 same after the norm), or at its attention three of D, queries, results, and keys and values before and after they are
@@ -35,8 +36,9 @@ Each of n processes that share a model holds an n-th of fp32 weights, gradients 
 weights. Embeddings, head, and the layer that computes are whole, in the weights' dtype; so is that layer's gradient,
 until it is added up over the processes in fp32. (On a GPU the next layer arrives meanwhile, and is whole too.)
 
-Rollouts, before the update, keep 2 R elements of each cached token in each layer; a step makes logits and probabilities
-in fp32. Autocast and LoRA add a copy of the weights, in the precision of the passes, which is sampled.
+Rollouts, before the update, keep 2 R elements of each cached token in each layer. A row of prompts goes through the
+model; then a step makes logits in fp32, and probabilities where no kernel samples from logits. Autocast and LoRA add a
+copy of the weights, in the precision of the passes, which is sampled.
 """
 
 from dataclasses import dataclass, replace
@@ -132,8 +134,8 @@ class Model(NamedTuple):
 
 @dataclass
 class Memory:
-    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts. `cache`: keys and values of
-    rollouts.
+    """Bytes. `head` and `layer` are the needs of two moments, of which the larger counts, and `embeddings` those of one
+    without activations. `cache`: keys and values of rollouts.
     """
 
     weights: int
@@ -143,12 +145,13 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    embeddings: int = 0
     cache: int = 0
 
     @property
     def peak(self) -> int:
-        kept = self.weights + self.masters + self.gradients + self.optimizer + self.activations + self.cache
-        return kept + max(self.head, self.layer)
+        kept = self.weights + self.masters + self.gradients + self.optimizer + self.cache
+        return kept + max(self.activations + max(self.head, self.layer), self.embeddings)
 
 
 def update_memory(
@@ -180,6 +183,7 @@ def update_memory(
         gradients=4 * model.trained,
         optimizer=8 * model.trained,
         activations=model.trained_layers * (layer_input if checkpointing else layer_activations),
+        embeddings=2 * tied_gradient,
         head=head_update(model, lengths, precision, memory_budget) + copies - kept_copies,
         layer=lengths.tokens * item * 2 * (model.intermediate + model.hidden)
         + tied_gradient
@@ -232,12 +236,18 @@ def frozen_memory(
 
 
 def rollout_memory(
-    model: Model, room: Room, precision: Precision, *, shards: int = 1, adapters: bool = False
+    model: Model,
+    room: Room,
+    precision: Precision,
+    *,
+    shards: int = 1,
+    adapters: bool = False,
+    probabilities: bool = False,
 ) -> Memory:
     """The memory of sampling on one device, next to masters and optimizer. It is given back before the update.
 
     shards: processes that share the model, each of which samples from a whole copy. adapters: whether they are merged
-    into one.
+    into one. probabilities: whether a step makes them too, as on CPUs and with settings such as temperature.
     """
     sampled = precision if precision.autocast is None else choose_precision("bf16", "bf16")
     item = sampled.weights.itemsize
@@ -247,7 +257,7 @@ def rollout_memory(
     own = 0 if precision.half and shards > 1 else model.parameters * precision.weights.itemsize // shards
     return Memory(
         weights=own + (model.parameters * item if copied else 0),
-        head=8 * room.slots * model.vocabulary,
+        head=(8 if probabilities else 4) * room.slots * model.vocabulary,
         layer=layer_pass(model, row, sampled),
         cache=room.tokens * model.layers * 2 * model.keys * item,
     )

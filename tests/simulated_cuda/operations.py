@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.simulated_cuda.host import copy_to_device_later, copy_to_host_later, host, wait_for_device
 from tests.simulated_cuda.native import library, memory_of
 from tests.simulated_cuda.record import note_launch, place
-from tests.simulated_cuda.stand_ins import STAND_INS
+from tests.simulated_cuda.stand_ins import STAND_INS, one_kernel
 from tests.simulated_cuda.tensors import is_simulated, on_device, values_in
 
 aten = torch.ops.aten
@@ -94,10 +94,12 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     launched = not function.is_view and name not in NO_LAUNCH
     if launched:
         note_launch(name)
+    # CUDA's kernels read and write each dtype as it is, where a CPU converts whole tensors first.
+    mixed = torch.Tag.pointwise in function.tags and len({tensor.dtype for tensor in tensors}) > 1
     changed = {"device": torch.device("cpu"), "pin_memory": False}
     kwargs = {key: changed.get(key, value) if value is not None else value for key, value in kwargs.items()}
     return execute(
-        STAND_INS.get(name, function),
+        STAND_INS.get(name, one_kernel(function) if mixed else function),
         args,
         kwargs,
         device,
