@@ -6,6 +6,9 @@ Each part runs in processes of its own, with their own JSON and log in FOLDER/pa
 into FOLDER/kernels.gpu.json after each result. Run again, it goes on: what has results is not run again, but for the
 parts named by --only. A process that hangs, crashes or loses its GPU is ended, its test is recorded so, and a new
 process goes on with the next. The exit status is 0 if every part has passed. This module needs no torch.
+
+    FASTP3O_PATIENCE=5    times as long limits, for a slow machine
+    FASTP3O_TRIAL=1       sizes and tests that a GPU whose kernels are interpreted has done in minutes
 """
 
 import argparse
@@ -55,6 +58,7 @@ def test(*arguments: str) -> Sequence[str]:
 
 def parts(device: str) -> list[Part]:
     """In order of worth. A CPU has the parts whose tests it can run, at small sizes."""
+    times = patience()
     found = [
         Part("smoke", 60, {"smoke": test("tests/fastp3o/test_smoke_on_gpu.py")}, patience=40),
         Part("head", 110, {"head": measure("benchmarks/test_hidden_level.py", "benchmarks/test_precision.py")}),
@@ -69,13 +73,22 @@ def parts(device: str) -> list[Part]:
     if device == "gpu" and sanitizer:
         small_case = (sanitizer, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.small_case")
         found.append(Part("sanitizer", 40, {"sanitizer": small_case}))
-    return found
+    return [part._replace(seconds=times * part.seconds, patience=times * part.patience) for part in found]
+
+
+def patience() -> float:
+    return float(os.environ.get("FASTP3O_PATIENCE", "1"))
 
 
 def gpu_tests(device: str) -> dict[str, Sequence[str]]:
     rooms = "tests/kernels"
     if device == "cpu":
         return {"tests-rows": test(f"{rooms}/rows/test_token_logprobs.py")}
+    if os.environ.get("FASTP3O_TRIAL") == "1":
+        return {
+            "tests-others": test(f"{rooms}/test_checks.py"),
+            "tests-stages": test("tests/fastp3o/stages/test_online.py", "-k", "first_ratio"),
+        }
     others = (f"{rooms}/test_checks.py", f"{rooms}/test_losses.py", f"{rooms}/test_response_tokens.py")
     trainer = ("tests/fastp3o/models/test_attention.py", "tests/fastp3o/models/test_reference.py")
     stages = "tests/fastp3o/stages/test_online.py"
@@ -296,7 +309,7 @@ def main() -> None:
     only = [name for name in arguments.only.split(",") if name]
     if unknown := set(only) - {part.name for part in every}:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in every)}")
-    sys.exit(run(every, arguments.folder.resolve(), arguments.device, arguments.seconds, only))
+    sys.exit(run(every, arguments.folder.resolve(), arguments.device, patience() * arguments.seconds, only))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from benchmarks.peak_memory import PeakMemory
-from benchmarks.shapes import CUDA
+from benchmarks.shapes import CUDA, TRIAL
 
 # Seconds that one benchmark may take: few rounds where one is slow.
 SECONDS = 0.4 if CUDA else 1.5
-ROUNDS = range(3, 16)
+ROUNDS = range(1, 1) if TRIAL else range(3, 16)
 # Processor time leaves out other processes, but adds up all threads.
 CLOCK = "processor" if not CUDA and torch.get_num_threads() == 1 else "wall"
 

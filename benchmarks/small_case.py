@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.shapes import TRIAL
 from fastp3o_kernels import (
     Head,
     P3OSettings,
@@ -23,7 +24,7 @@ from fastp3o_kernels import (
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention, response_keys, sample_tokens
 from fastp3o_kernels.p3o.settings import CLIPPING
 
-LENGTHS, V, D = [3, 5, 1, 7], 5003, 64
+LENGTHS, V, D = [3, 5, 1, 7], 203 if TRIAL else 5003, 64
 # Bytes of scratch for each of the vocabulary: the head works in several chunks.
 BUDGET = 48
 OUTPUTS = ("entropy", "mean_logit")

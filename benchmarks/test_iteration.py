@@ -33,7 +33,7 @@ from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA, LARGE, TRIAL
 from benchmarks.test_rollouts import MODELS
 
-TURNS = 2
+TURNS = 1 if TRIAL else 2
 # Iterations of a turn; the first one is left out.
 ITERATIONS = 2
 # Passes of a minibatch through TRL's models, so that activations fit.
@@ -58,7 +58,7 @@ SHAPES = [
 ]
 CASES = [Iteration(*shape, K) for shape in SHAPES for K in (2, 4)]
 if TRIAL:
-    CASES = [Iteration("quickstart", 4, 9, 5, 2)]
+    CASES = [Iteration("quickstart", 2, 9, 5, 2)]
 
 
 IDS = {case: "-".join(map(str, case)) for case in CASES}
@@ -74,9 +74,9 @@ def test_iteration_of_fastp3o(benchmark, case, tmp_path):
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.parametrize("case", CASES, ids=IDS.get)
 def test_iteration_of_peers(benchmark, case, name, tmp_path):
-    """In turns with fastp3o's."""
+    """In turns with fastp3o's, after it: a peer that is absent costs no time."""
     try:
-        found = run_in_turns(benchmark, case, [OURS, name], tmp_path)
+        found = run_in_turns(benchmark, case, [name, OURS], tmp_path)
         del found["trainers"][OURS]
     except (ImportError, AbsentError) as error:
         found = record(case, {name: {"absent": str(error)}})

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.implementations import eager_logprobs
-from benchmarks.shapes import DEVICE
+from benchmarks.shapes import DEVICE, TRIAL
 from fastp3o_kernels import linear_logprobs
 
-N, D, V, TOKENS = 512, 512, 16000, 128
+N, D, V, TOKENS = (32, 32, 203, 8) if TRIAL else (512, 512, 16000, 128)
 
 
 def test_log_ratio_of_fastp3o(benchmark):

@@ -12,6 +12,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from itertools import chain
 from unittest.mock import patch
 
@@ -27,7 +28,7 @@ from benchmarks.peers import AbsentError
 from benchmarks.recording import device_is_lost
 from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
 from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, TRIAL, dtype_name
-from benchmarks.training_shapes import llama
+from benchmarks.training_shapes import TINY, llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids
@@ -35,8 +36,8 @@ from fastp3o.rollouts.cache import MOST_SLOTS
 from fastp3o.rollouts.engine import STEPS_PER_LOOK
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
 
-PROMPTS = 64 if LARGE else 4 if TRIAL else 32
-ROUNDS = 3
+PROMPTS = 64 if LARGE else 2 if TRIAL else 32
+ROUNDS = 1 if TRIAL else 3
 # Seconds of a round that only one more follows.
 LONG_ROUND = 60
 # A way that takes this many times as long as `generate` has one turn only.
@@ -49,7 +50,8 @@ MODELS = {
     "quickstart": llama(128, 384, 4, 4, 4, 4096),
 }
 if TRIAL:
-    MODELS = {name: llama(32, 48, 2, 4, 2, 203) for name in MODELS}
+    # Two policies must not share a configuration.
+    MODELS = {name: deepcopy(TINY) for name in MODELS}
 SHAPES = [("policy", 350, 40, None), ("policy", 128, 128, None), ("policy", 350, 128, 40), ("policy", 128, 128, 64)]
 CASES = [
     *(Rollouts(*shape, K) for K in (2, 4) for shape in SHAPES),
@@ -283,7 +285,7 @@ def floor(policy: PackedModel, engine: dict[str, float], prompt_lengths: list[in
     decode: bytes of the weights, keys and values of all steps at the bandwidth of a copy. prompt_lengths: tokens that
     are computed before the first step.
     """
-    source = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
+    source = torch.empty(2**28 if LARGE else 2**20, dtype=torch.uint8, device=DEVICE)
     bytes_per_ms = 2 * source.numel() / fastest_ms(copy(source, torch.empty_like(source)))
     size = 8192 if LARGE else 256
     square = torch.randn(size, size, device=DEVICE, dtype=DTYPE)

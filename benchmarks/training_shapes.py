@@ -17,11 +17,11 @@ class Lengths(NamedTuple):
 
 
 # TL;DR's, about which the goals are; prompts as short as the responses; long prompts.
-LENGTHS = [Lengths(350, 40), Lengths(128, 128), Lengths(1024, 256)][: 1 if TRIAL else 3]
+LENGTHS = [Lengths(24, 8)] if TRIAL else [Lengths(350, 40), Lengths(128, 128), Lengths(1024, 256)]
 # K, to each prompt.
 RESPONSES = [2, 4]
 # Tokens of an update, about, if nothing is shared or padded; and of one of its passes.
-TOKENS = 16384 if LARGE else 800 if TRIAL else 6144
+TOKENS = 16384 if LARGE else 256 if TRIAL else 6144
 TOKENS_PER_PASS = TOKENS // 2
 
 
@@ -39,8 +39,10 @@ def llama(hidden: int, intermediate: int, layers: int, heads: int, key_heads: in
     )
 
 
+# What an interpreter of kernels can train.
+TINY = llama(32, 48, 1, 2, 1, 203)
 # Llama 3.2 1B; on a CPU one small enough to wait for.
-CONFIG = llama(2048, 8192, 16, 32, 8, 128256) if LARGE else llama(128, 344, 2, 4, 2, 203 if TRIAL else 2048)
+CONFIG = llama(2048, 8192, 16, 32, 8, 128256) if LARGE else TINY if TRIAL else llama(128, 344, 2, 4, 2, 2048)
 
 
 def random_groups(lengths: Lengths, responses: int) -> tuple[list[Ids], list[list[Ids]]]:

@@ -208,7 +208,16 @@ def test_samplers_that_were_measured_apart_stand_in_one_result():
     ]
 
 
-def test_parts_name_files_that_exist():
+def test_a_slow_machine_gets_longer_limits(monkeypatch):
+    before = gpu_parts.parts("gpu")
+    monkeypatch.setenv("FASTP3O_PATIENCE", "5")
+    for part, usual in zip(gpu_parts.parts("gpu"), before, strict=True):
+        assert (part.seconds, part.patience) == (5 * usual.seconds, 5 * usual.patience)
+
+
+@pytest.mark.parametrize("trial", ["0", "1"])
+def test_parts_name_files_that_exist(monkeypatch, trial):
+    monkeypatch.setenv("FASTP3O_TRIAL", trial)
     for device in ("gpu", "cpu"):
         for part in gpu_parts.parts(device):
             for command in part.commands.values():

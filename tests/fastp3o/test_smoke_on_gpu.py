@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import small_case
+from benchmarks.shapes import TRIAL
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages import online, preference, reward_model, sft
@@ -18,6 +19,7 @@ from tests.fastp3o.rollouts.test_engine import PROMPTS, K, largest_difference, m
 from tests.fastp3o.stages.test_supervised import reward_config, sft_config
 
 pytestmark = pytest.mark.gpu
+FEW = {"limit": 2, "prompts_per_update": 2, "prompts_per_minibatch": 2, "inner_epochs": 1, "max_response_tokens": 4}
 # Each stage in its default precision.
 SHORT = {"precision": "auto", "epochs": 2, "learning_rate": 1e-3}
 
@@ -60,7 +62,8 @@ def test_preferences(tiny_model):
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize("K", [2, 4])
 def test_p3o(tiny_model, K):
-    config = runs.config(tiny_model, "run", updates=2, responses_per_prompt=K, precision="auto")
+    fewer = FEW if TRIAL else {}
+    config = runs.config(tiny_model, "run", updates=2, responses_per_prompt=K, precision="auto", **fewer)
     online.train(config)
     assert_finite("run")
     assert runs.metrics("run")[0]["kl"] >= 0
