@@ -202,7 +202,7 @@ class Measurement:
         benchmark.pedantic(lambda: self.one_round(next(seeds)), rounds=rounds)
 
     def count_host_work(self, way: str) -> None:
-        # On a pretended GPU torch's profiler sees no kernels and takes minutes.
+        # Interpreted kernels are Python to torch's profiler, and so many events that it takes long.
         if TRIAL or (way in UNSEEN_ON_CPUS and not CUDA):
             return
         work = host_work(lambda: WAYS[way](self.policy, self.prompts, self.case, ROUNDS))

@@ -9,6 +9,7 @@ import torch
 import fastp3o_kernels
 from benchmarks import small_case
 from tests.kernels.interpreted import counted_launches
+from tests.kernels.problems import as_on_a_gpu
 
 PACKAGE = Path(fastp3o_kernels.__file__).parent
 
@@ -29,6 +30,10 @@ def test_small_cases_launch_every_kernel_and_agree_with_fp64(monkeypatch):
     with counted_launches(monkeypatch) as launches:
         for name in small_case.CASES:
             small_case.check(name, torch.device("cpu"), torch.float32)
+        # Only a GPU multiplies halves as they are, and scales their gradients.
+        with as_on_a_gpu(torch.float16):
+            problem = small_case.make_problem(torch.device("cpu"), torch.float16)
+            small_case.p3o_from_hidden(problem, "token", False, impl="triton")
     assert launched_kernels() <= launches.keys()
 
 
