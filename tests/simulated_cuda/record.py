@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     place: Place
 
 
-@dataclass
+@dataclass(eq=False)  # a record is found among others by what it is, not by what it holds
 class Record:
     waits: list[Wait] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)  # operations of torch, copies, `triton NAME`, graphs

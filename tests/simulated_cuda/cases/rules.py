@@ -117,6 +117,14 @@ def test_launches_are_counted(x):
     assert record.launches == {"aten.mul.Tensor": 1, "aten._foreach_add_.Scalar": 1}
 
 
+def test_a_record_outlives_an_equal_one_inside(x):
+    with recorded() as outer:
+        with recorded():
+            pass
+        x.sum().item()
+    assert len(outer.waits) == 1
+
+
 def test_a_graph_replays_on_the_same_memory(x):
     out, graph = torch.zeros(2, 3, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
