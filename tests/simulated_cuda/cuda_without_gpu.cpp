@@ -9,6 +9,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 
 namespace {
@@ -28,10 +29,19 @@ struct Block {
   int device;
 };
 
-void free_block(void* block) {
-  auto* freed = static_cast<Block*>(block);
-  allocated[freed->device] -= freed->bytes;
-  delete freed;
+std::mutex blocks_lock;
+std::unordered_map<void*, Block> blocks; // by address
+
+// Some products on some processors take scratch by its address alone, so a block's context is its address, too.
+void free_memory(void* address) {
+  std::unique_lock<std::mutex> guard(blocks_lock);
+  const auto block = blocks.extract(address);
+  guard.unlock();
+  if (block.empty()) {
+    c10::GetDefaultCPUAllocator()->raw_deallocate(address);
+  } else {
+    allocated[block.mapped().device] -= block.mapped().bytes;
+  }
 }
 
 struct CountingAllocator : c10::Allocator {
@@ -45,9 +55,11 @@ struct CountingAllocator : c10::Allocator {
     while (before < now && !peak[device].compare_exchange_weak(before, now)) {
     }
     void* address = memory.get();
-    return {address, new Block{std::move(memory), rounded, device}, free_block, c10::Device(c10::DeviceType::CPU)};
+    std::lock_guard<std::mutex> guard(blocks_lock);
+    blocks.emplace(address, Block{std::move(memory), rounded, device});
+    return {address, address, free_memory, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return free_memory; }
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
     default_copy_data(target, source, bytes);
   }
