@@ -25,13 +25,14 @@ class Microbatch:
 
     row: PackedRow
     rewards: Tensor  # [P, K] fp32, scaled
-    old_token_logprobs: Tensor  # [N] fp32, by the policy that sampled
+    old_token_logprobs: Tensor  # [N] fp32, by the policy before the update, or by what sampled (`--old_logprobs`)
     ref_token_logprobs: Tensor  # [N] fp32, by the reference
     old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
     ref_logprobs: Tensor  # [P, K] fp32
     weight: float  # the loss's, so that a minibatch's losses add up to the mean over all processes
     metrics_weight: float = field(default=1.0, kw_only=True)  # the metrics', see LossAndMetrics
     response_share: float = field(default=1.0, kw_only=True)  # its share of the minibatch's `Objective.metric_count`
+    sampler_token_logprobs: Tensor | None = field(default=None, kw_only=True)  # [N] fp32, by what sampled, if needed
     counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
     token_count: int | None = field(default=None, kw_only=True)  # tokens that take part, where reading `counted` waits
     prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
@@ -112,7 +113,7 @@ class Objective(ABC):
         """The loss of one microbatch."""
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        """The loss at an update's first optimizer step, when the policy still is the one that sampled."""
+        """The loss at an update's first optimizer step, when the policy still is the one before the update."""
         return self.loss(policy, microbatch)
 
 

@@ -1,6 +1,7 @@
 """Flags that online objectives share."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required
 from fastp3o.errors import UserError
@@ -11,7 +12,12 @@ from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, StageConfig):
-    """Rollouts, rewards and evaluations; objectives add their own settings."""
+    """Rollouts, rewards and evaluations; objectives add their own settings.
+
+    compares_with_old: whether the loss compares the policy's log-probs with the old ones.
+    """
+
+    compares_with_old: ClassVar[bool] = True
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
@@ -46,6 +52,19 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         at_least=2,
     )
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
+
+    old_logprobs: str = option(
+        "policy",
+        "Old log-probs, which ratios compare with. policy: the policy's own before an update's first step. sampler: "
+        "those with which the responses were sampled, so that ratios are exact to what sampled.",
+        choices=("policy", "sampler"),
+    )
+    sampler_ratio_cap: float = option(
+        0.0,
+        "C of the truncated importance weights min(pi_old / pi_sampler, C) of losses, for a sampler that computes "
+        "otherwise than the policy does, such as in another precision (Yao et al. 2025: 2); 0: no weights.",
+        at_least=0,
+    )
 
     ptx_data: str | None = option(
         None,
@@ -100,11 +119,32 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
             raise UserError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:
             raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
+        self.check_old_logprobs()
         if self.prompts_per_update % self.prompts_per_minibatch:
             raise UserError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
                 f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
             )
+
+    def check_old_logprobs(self) -> None:
+        """Raises UserError if log-probs of what sampled are asked for where they are absent, or change nothing."""
+        from_sampler = self.old_logprobs == "sampler"
+        if 0 < self.sampler_ratio_cap < 1:
+            raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
+        if self.sampler_ratio_cap and from_sampler:
+            raise UserError(
+                "--sampler_ratio_cap and --old_logprobs sampler exclude each other: such ratios have the sampler's "
+                "probabilities already"
+            )
+        if not (self.sampler_ratio_cap or from_sampler):
+            return
+        flag = "--old_logprobs sampler" if from_sampler else "--sampler_ratio_cap"
+        if self.sampler == "transformers":
+            raise UserError(f"{flag} needs log-probs of the sampler, and --sampler transformers gives none")
+        if self.from_mixture:
+            raise UserError(f"{flag} needs log-probs of the sampler, and responses of --mixture have none")
+        if from_sampler and not self.compares_with_old:
+            raise UserError(f"{flag} changes no ratio: the loss of this objective has none")
 
     @property
     def from_mixture(self) -> int:

@@ -47,6 +47,7 @@ class P3O(Objective):
             kl_reward=config.kl_reward,
         )
         self.averages_tokens = config.clipping == "token"
+        self.old_is_policy = config.old_logprobs == "policy"
         self.scaler = config.scaler()
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
 
@@ -61,7 +62,11 @@ class P3O(Objective):
         return self.pair_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
-        """Old log-probs are the policy's own, so that every ratio is exactly 1."""
+        """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
+        not.
+        """
+        if not self.old_is_policy:
+            return self.loss(policy, microbatch)
         return self.pair_loss(policy, microbatch, None, None)
 
     def pair_loss(
@@ -110,6 +115,7 @@ class PPGConfig(P3OConfig):
             object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
         super().__post_init__()
         for name, value, default in (
+            ("old_logprobs", self.old_logprobs, "policy"),
             ("clip_range", self.clip_range, DEFAULTS.clip_range),
             ("ratio_cap", self.ratio_cap, DEFAULTS.ratio_cap),
             ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),

@@ -8,7 +8,7 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +153,7 @@ class PolicyGradient(GroupwiseObjective):
 class RLOOConfig(PolicyGradientConfig):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
+    compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("rloo")
     inner_epochs: int = option(
         1, "Passes over each round's rollouts; the loss is on-policy only in the first step.", at_least=1

@@ -380,6 +380,7 @@ def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
+    compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("online_dpo")
     kl_coef: float = option(
         0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.", above=0, changeable=True
@@ -402,6 +403,7 @@ class OnlineDPO(LabelledPairs):
 class BPOConfig(OnlineDPOConfig):
     """BPO (arXiv 2406.12168): online DPO against the policy that sampled."""
 
+    compares_with_old: ClassVar[bool] = True
     objective: str = objective_name("bpo")
     kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
 
@@ -426,6 +428,7 @@ class BPO(OnlineDPO):
 class OnlineIPOConfig(MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
+    compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("online_ipo")
     tau: float = option(
         0.1, "Weight of the KL to the reference; log-ratios are means over tokens.", above=0, changeable=True
@@ -456,6 +459,7 @@ class OnlineIPO(LabelledPairs):
 class NashMDConfig(MixtureConfig):
     """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
 
+    compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("nash_md")
     mixture: float = option(
         0.125, "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.", above=0, at_most=1

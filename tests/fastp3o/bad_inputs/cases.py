@@ -115,9 +115,20 @@ FLAGS = [
     ("p3o", "--clip_range 0", "--clip_range must be above 0"),
     ("p3o", "--ratio_cap 0.5", "--ratio_cap must be at least 1"),
     ("p3o", "--reward_clip -1", "--reward_clip must be 0 or more"),
+    ("p3o", "--sampler_ratio_cap -1", "--sampler_ratio_cap must be 0 or more"),
+    ("p3o", "--sampler_ratio_cap 0.5", "--sampler_ratio_cap must be 0 or at least 1, got 0.5"),
+    (
+        "p3o",
+        "--sampler_ratio_cap 2 --old_logprobs sampler",
+        "--sampler_ratio_cap and --old_logprobs sampler exclude each other",
+    ),
+    *[
+        ("p3o", f"--{flag} --sampler transformers", f"--{flag.removesuffix(' 2')} needs log-probs of the sampler")
+        for flag in ("sampler_ratio_cap 2", "old_logprobs sampler")
+    ],
     *[
         ("p3o", f"--{name} nosuch", f"{name.replace('_', '-')}: invalid choice: 'nosuch' (choose from ")
-        for name in ("clipping", "kl_reward", "reward_scaling", "precision", "sampler")
+        for name in ("clipping", "kl_reward", "reward_scaling", "precision", "sampler", "old_logprobs")
     ],
     ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
     ("p3o", "--lora_rank 2 --lora_alpha 0", "--lora_alpha must be above 0"),
@@ -169,6 +180,7 @@ FLAGS = [
             ("ppg", "inner_epochs", "2", "1, since the gradient is on-policy"),
             ("ppg", "clip_range", "0.1", "left as it is, as all ratios are 1"),
             ("ppg", "kl_reward", "rollout", "left as it is, as all ratios are 1"),
+            ("ppg", "old_logprobs", "sampler", "left as it is, as all ratios are 1"),
             ("ppo", "entropy_coef", "-1", "0 or more"),
         )
     ],
@@ -181,6 +193,19 @@ FLAGS = [
     ),
     ("online", "--objective dapo --kl_estimator k2", "--kl_estimator does nothing without --kl_coef"),
     ("online", "--objective bpo --reference_every 2", "--reference_every and --reference_decay change nothing"),
+    *[
+        ("online", f"--objective {objective} --old_logprobs sampler", "--old_logprobs sampler changes no ratio")
+        for objective in ("reinforce", "rloo", "online_dpo", "online_ipo")
+    ],
+    *[
+        ("online", f"--objective {flags}", "needs log-probs of the sampler, and responses of --mixture have none")
+        for flags in (
+            "nash_md --old_logprobs sampler",
+            "nash_md --sampler_ratio_cap 2",
+            "online_ipo --mixture 0.1 --old_logprobs sampler",
+            "online_ipo --mixture 0.1 --sampler_ratio_cap 2",
+        )
+    ],
     ("online", "--objective ppg --clipping joint", "argument --clipping: invalid choice: 'joint'"),
     ("online", "--target_kl 1 --kl_coef 0", "--target_kl adapts --kl_coef, which must be above 0"),
     (

@@ -235,7 +235,7 @@ def test_a_pretraining_mix_raises_the_likelihood_of_its_texts(workplace, tiny_mo
 
 
 def test_the_first_step_of_a_round_has_ratios_of_one_by_definition(workplace, tiny_model, monkeypatch):
-    """The weights are, up to rounding, those with the old log-probs of the rows."""
+    """The weights are, up to rounding, those with the old log-probs of the rows. Ratios to the sampler's are computed."""
     own = []
 
     def noting(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options):
@@ -246,6 +246,8 @@ def test_the_first_step_of_a_round_has_ratios_of_one_by_definition(workplace, ti
     monkeypatch.setattr(p3o, "linear_p3o_loss", noting)
     train(config(tiny_model, "run", updates=2))
     assert own == [True, False, False, False] * 2
+    train(config(tiny_model, "sampler", updates=1, old_logprobs="sampler"))
+    assert not any(own[8:])
     monkeypatch.setattr(p3o.P3O, "first_loss", p3o.P3O.loss)
     train(config(tiny_model, "other way", updates=2))
     assert not any(own[8:])
