@@ -235,7 +235,7 @@ def test_a_pretraining_mix_raises_the_likelihood_of_its_texts(workplace, tiny_mo
 
 
 def test_the_first_step_of_a_round_has_ratios_of_one_by_definition(workplace, tiny_model, monkeypatch):
-    """The weights are, up to rounding, those with the old log-probs of the rows. Ratios to the sampler's are computed."""
+    """The weights are, up to rounding, those with the rows' old log-probs. Ratios to what sampled are computed."""
     own = []
 
     def noting(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options):
