@@ -1,5 +1,6 @@
 """Makes the Triton kernels run in the interpreter where there is no GPU, and skips tests marked `gpu` there."""
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -28,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector looks at it no more, and forks share its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

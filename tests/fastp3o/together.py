@@ -6,6 +6,7 @@ over from the call before, and a call that fails or hangs fails alone. What torc
 needs `torchrun`.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -68,6 +69,8 @@ def serve() -> None:
         runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="imported")
     for module in LATER:
         __import__(module)
+    gc.collect()
+    gc.freeze()  # forks share its pages, and their collector looks at none of it
     for line in sys.stdin:
         call = json.loads(line)
         pids = fork_together(lambda call=call: run(call), [Path(log) for log in call["logs"]])

@@ -267,7 +267,7 @@ def test_a_host_that_never_speaks():
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(EndpointError, match="does not answer: TimeoutError"),
     ):
-        judge_at(f"http://127.0.0.1:{silent.getsockname()[1]}", retries=1)(*COMPARISONS)
+        judge_at(f"http://127.0.0.1:{silent.getsockname()[1]}", retries=1, timeout=0.2)(*COMPARISONS)
 
 
 @pytest.mark.parametrize("status", [301, 307, 400, 401, 403, 404, 422])

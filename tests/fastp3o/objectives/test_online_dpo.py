@@ -1,6 +1,6 @@
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.online import train
-from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 
 def run(model: str, folder: str, **changes) -> None:
@@ -15,8 +15,8 @@ def test_a_run_raises_the_reward(workplace, tiny_model):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model):
-    run(tiny_model, "whole")
-    run(tiny_model, "resumed", updates=2, save_every=1)
-    run(tiny_model, "resumed", resume=True, save_every=1)
+    run(tiny_model, "whole", save_every=2)
+    copy_at_save_before("whole", "resumed")
+    run(tiny_model, "resumed", resume=True)
     assert metrics("whole") == metrics("resumed")
     assert_equal(weights("whole"), weights("resumed"))

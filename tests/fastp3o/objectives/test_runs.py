@@ -16,7 +16,7 @@ from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GRPOPlusConfig, RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.stages.online import train
-from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
 
 ROOT = Path(__file__).parents[3]
 OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"))["OBJECTIVES"]
@@ -31,12 +31,13 @@ SETTINGS = {
 @pytest.mark.parametrize("name", NEW)
 def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, tiny_model, name):
     settings = {"updates": 2, "reward": "rewards_for_tests:varied", **SETTINGS.get(name, {})}
-    train(config(tiny_model, "whole", OBJECTIVES[name], **settings))
-    train(config(tiny_model, "resumed", OBJECTIVES[name], **settings | {"updates": 1, "save_every": 1}))
+    train(config(tiny_model, "whole", OBJECTIVES[name], **settings, save_every=1))
+    copy_at_save_before("whole", "resumed")
     train(config(tiny_model, "resumed", OBJECTIVES[name], **settings, resume=True, save_every=1))
     assert metrics("whole") == metrics("resumed")
-    assert_equal(weights("whole"), weights("resumed"))
-    assert not any(torch.equal(weights("whole")[n], w) for n, w in weights_of_start(tiny_model).items())
+    end = weights("whole")
+    assert_equal(end, weights("resumed"))
+    assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
 
 @pytest.mark.parametrize("name", ["rloo", "grpo", "gspo", "rebel"])
@@ -154,14 +155,14 @@ def test_a_resumed_run_can_have_a_target_that_it_began_without(workplace, tiny_m
 @pytest.mark.parametrize("config_class", [P3OConfig, RLOOConfig, PPOConfig])
 def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, config_class):
     settings = {"target_kl": 1e-3, "kl_coef": 0.01, "reward": "rewards_for_tests:varied"}
-    train(config(tiny_model, "whole", config_class, updates=3, **settings))
+    train(config(tiny_model, "whole", config_class, updates=3, save_every=2, **settings))
     steps, coefficient = metrics("whole"), KLCoefficient(0.01, target=1e-3)
     for step in steps:
         coefficient.adapt(step["kl"])
         assert step["kl_coef"] == pytest.approx(coefficient.value)
     assert len({step["kl_coef"] for step in steps}) > 1
-    train(config(tiny_model, "resumed", config_class, updates=2, save_every=1, **settings))
-    train(config(tiny_model, "resumed", config_class, updates=3, save_every=1, resume=True, **settings))
+    copy_at_save_before("whole", "resumed")
+    train(config(tiny_model, "resumed", config_class, updates=3, resume=True, **settings))
     assert metrics("whole") == metrics("resumed")
     assert_equal(weights("whole"), weights("resumed"))
 
@@ -199,11 +200,11 @@ def test_responses_that_were_cut_off_can_be_left_out(workplace, tiny_model, conf
 def test_a_reference_that_becomes_the_policy(workplace, tiny_model, precision):
     """The KL to the earlier policy is 0 before an update after which the reference follows."""
     settings = {"precision": precision, "reward": "rewards_for_tests:varied", "eval_prompts": "prompts.jsonl"}
-    train(config(tiny_model, "whole", reference_every=2, updates=5, eval_every=1, **settings))
+    train(config(tiny_model, "whole", reference_every=2, updates=5, eval_every=1, save_every=3, **settings))
     assert [step["kl"] == 0 for step in metrics("whole")] == [True, False, True, False, True]
     # Evaluations tell the way from the start.
     assert [evaluation["kl"] == 0 for evaluation in metrics("whole", "eval.jsonl")] == [True] + [False] * 5
-    train(config(tiny_model, "resumed", reference_every=2, updates=3, eval_every=1, save_every=1, **settings))
+    copy_at_save_before("whole", "resumed")
     train(config(tiny_model, "resumed", reference_every=2, updates=5, eval_every=1, resume=True, **settings))
     assert metrics("whole") == metrics("resumed")
     assert_equal(weights("whole"), weights("resumed"))
@@ -213,10 +214,10 @@ def test_a_reference_that_becomes_the_policy(workplace, tiny_model, precision):
 def test_a_reference_that_is_a_mean_of_what_the_policy_was(workplace, tiny_model, precision):
     settings = {"precision": precision, "reward": "rewards_for_tests:varied", "updates": 4}
     for folder, decay in (("stays", 0.0), ("slow", 0.99), ("fast", 0.2)):
-        train(config(tiny_model, folder, reference_decay=decay, kl_coef=0.0, **settings))
+        train(config(tiny_model, folder, reference_decay=decay, kl_coef=0.0, save_every=2, **settings))
     stays, slow, fast = (metrics(folder)[-1]["kl"] for folder in ("stays", "slow", "fast"))
     assert 0 < fast < slow < stays
-    train(config(tiny_model, "resumed", reference_decay=0.2, kl_coef=0.0, save_every=1, **settings | {"updates": 2}))
+    copy_at_save_before("fast", "resumed")
     train(config(tiny_model, "resumed", reference_decay=0.2, kl_coef=0.0, resume=True, **settings))
     assert metrics("fast") == metrics("resumed")
 
@@ -224,12 +225,12 @@ def test_a_reference_that_is_a_mean_of_what_the_policy_was(workplace, tiny_model
 def test_a_pretraining_mix_raises_the_likelihood_of_its_texts(workplace, tiny_model):
     settings = {"reward": "rewards_for_tests:constant", "updates": 6}
     mix = {"ptx_data": "sft.jsonl", "ptx_batch_size": 3, "ptx_coef": 0.5}
-    train(config(tiny_model, "whole", **settings, **mix))
+    train(config(tiny_model, "whole", **settings, **mix, save_every=3))
     losses = [step["ptx_loss"] for step in metrics("whole")]
     assert losses[-1] < 0.8 * losses[0]
     train(config(tiny_model, "rows", **settings, **mix, tokens_per_row=1))
     assert [step["ptx_loss"] for step in metrics("rows")] == pytest.approx(losses, rel=1e-4)
-    train(config(tiny_model, "resumed", **settings | {"updates": 3}, **mix, save_every=1))
+    copy_at_save_before("whole", "resumed")
     train(config(tiny_model, "resumed", **settings, **mix, resume=True))
     assert metrics("whole") == metrics("resumed")
 
