@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,8 +61,11 @@ def uncompiled(function: Function) -> Function:
 
     A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler
     has nothing to fuse there, and much to recompile.
+
+    `torch.compiler.disable` would import the compiler here, which takes longer than all else that we import; torch's own
+    functions are marked with this one, which imports it at the first call.
     """
-    return torch.compiler.disable(function, reason="fastp3o's losses run their own kernels, in chunks of any size")
+    return cast(Function, torch._disable_dynamo(function))
 
 
 def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Two processes against one, for every objective and for what some add to the loop. Runs share processes, for time."""
 
 from tests.fastp3o.objectives.test_runs import NEW, SETTINGS
+from tests.fastp3o.runs import copy_at_save_before
 from tests.fastp3o.stages.test_distributed import FP32, ONLINE, assert_same_metrics, furthest, train
 
 BESIDE = {
@@ -14,17 +15,17 @@ BESIDE = {
 
 def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model):
     runs = {name: [name, *flags(SETTINGS.get(name, {}))] for name in NEW} | BESIDE
-    common = [*ONLINE, *FP32, "--model", tiny_model, "--updates", "2"]
+    common = [*ONLINE, *FP32, "--model", tiny_model, "--updates", "2", "--save_every", "1"]
     for folder, processes in (("one", 1), ("two", 2)):
         train({name: ["online.py", *common, "--objective", *own] for name, own in runs.items()}, folder, processes)
     for name in runs:
         assert furthest(f"one/{name}", f"two/{name}") <= 3e-6, name
         assert_same_metrics(name)
     # Those with something beside the objective go on in two.
-    begun = {name: ["online.py", *common, "--objective", *own] for name, own in BESIDE.items()}
-    train({name: [*run, "--updates", "1", "--save_every", "1"] for name, run in begun.items()}, "resumed", 2)
-    train({name: [*run, "--resume"] for name, run in begun.items()}, "resumed", 2)
-    for name in begun:
+    for name in BESIDE:
+        copy_at_save_before(f"two/{name}", f"resumed/{name}")
+    train({name: ["online.py", *common, "--objective", *own, "--resume"] for name, own in BESIDE.items()}, "resumed", 2)
+    for name in BESIDE:
         assert furthest(f"resumed/{name}", f"two/{name}") == 0, name
 
 
