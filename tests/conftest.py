@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -31,10 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported stays: the collector looks at it no more, and forks share its pages."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """What was imported stays: the collector looks at it no more, and forks share its pages. The server of programs in
+    several processes is forked before any test.
+    """
     gc.collect()
     gc.freeze()
+    if "tests.fastp3o.together" in sys.modules:
+        sys.modules["tests.fastp3o.together"].server()
 
 
 @pytest.fixture

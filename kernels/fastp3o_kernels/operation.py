@@ -62,8 +62,8 @@ def uncompiled(function: Function) -> Function:
     A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler
     has nothing to fuse there, and much to recompile.
 
-    `torch.compiler.disable` would import the compiler here, which takes longer than all else that we import; torch's own
-    functions are marked with this one, which imports it at the first call.
+    `torch.compiler.disable` would import the compiler here, which takes longer than all else that we import. This one
+    marks torch's own functions, and imports it at the first call.
     """
     return cast(Function, torch._disable_dynamo(function))
 

@@ -1,9 +1,9 @@
 """Programs in several processes on the CPU, as torchrun starts them, but forked from a server that has imported what
 they need: imports are most of the time of a short run.
 
-Each test process has one server, which starts with its first use. Every call has processes of its own: nothing is left
-over from the call before, and a call that fails or hangs fails alone. What torchrun itself does, restarts and signals,
-needs `torchrun`.
+Each test process has one server, itself a fork from before the first test. Every call has processes of its own: nothing
+is left over from the call before, and a call that fails or hangs fails alone. What torchrun itself does, restarts and
+signals, needs `torchrun`.
 """
 
 import gc
@@ -13,9 +13,12 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import torch
 
 from tests.fastp3o.torchrun import ROOT, environment
 from tests.fastp3o.training.faults.injection import fork_together, wait_together
@@ -45,9 +48,7 @@ def together(
             "folder": os.getcwd(),
             "longest": longest,
         }
-        requests, answers = server().stdin, server().stdout
-        assert requests is not None
-        assert answers is not None
+        requests, answers = server()
         requests.write(json.dumps(call) + "\n")
         requests.flush()
         statuses = json.loads(answers.readline())
@@ -58,27 +59,50 @@ def together(
 
 
 @cache
-def server() -> subprocess.Popen:
-    """Ends with this process, as its standard input does."""
-    command = [sys.executable, "-m", "tests.fastp3o.together"]
-    return subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def server() -> tuple[TextIO, TextIO]:
+    """Takes calls and gives exit statuses, each as a line. Ends with this process, as what it reads does."""
+    if torch.cuda.is_available():  # which a fork would see as well, and cannot use
+        command = [sys.executable, "-m", "tests.fastp3o.together"]
+        started = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert started.stdin is not None
+        assert started.stdout is not None
+        return started.stdin, started.stdout
+    (calls, to_server), (statuses, from_server) = os.pipe(), os.pipe()
+    if not os.fork():
+        try:
+            os.close(to_server)
+            os.environ.update(environment())
+            torch.set_num_threads(1)
+            serve(os.fdopen(calls), os.fdopen(from_server, "w"))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(calls)
+    os.close(from_server)
+    return os.fdopen(to_server, "w"), os.fdopen(statuses)
 
 
-def serve() -> None:
-    for script in SCRIPTS:
-        runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="imported")
-    for module in LATER:
-        __import__(module)
-    gc.collect()
-    gc.freeze()  # forks share its pages, and their collector looks at none of it
-    for line in sys.stdin:
+def serve(calls: TextIO, statuses_of_calls: TextIO) -> None:
+    for line in calls:
+        import_what_runs_need()
         call = json.loads(line)
         pids = fork_together(lambda call=call: run(call), [Path(log) for log in call["logs"]])
         try:
             statuses = wait_together(pids, call["longest"])
         except TimeoutError:
             statuses = []
-        print(json.dumps(statuses), flush=True)
+        print(json.dumps(statuses), file=statuses_of_calls, flush=True)
+
+
+@cache
+def import_what_runs_need() -> None:
+    for script in SCRIPTS:
+        runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="imported")
+    for module in LATER:
+        __import__(module)
+    gc.collect()
+    gc.freeze()  # forks share its pages, and their collector looks at none of it
 
 
 def run(call: dict[str, Any]) -> None:
@@ -89,4 +113,4 @@ def run(call: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.stdin, sys.stdout)

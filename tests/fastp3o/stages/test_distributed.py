@@ -4,6 +4,7 @@ What torchrun itself does is tested with it; everything else runs in processes t
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ ONLINE = [*COMMON, "--prompts", "prompts.jsonl", "--max_response_tokens", "6", "
 ONLINE += ["--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--inner_epochs", "2"]
 ONLINE += ["--learning_rate", "3e-4", "--reward", "rewards_for_tests:varied"]
 EVALUATED = ["--eval_prompts", "prompts.jsonl", "--eval_limit", "5", "--eval_responses_per_prompt", "2"]
+ANSWERED = ["--prompts", "answers.jsonl", "--eval_prompts", "answers.jsonl", "--reward", "rewards_for_tests:answered"]
 SUPERVISED = [*COMMON, "--batch_size", "6", "--epochs", "2", "--learning_rate", "3e-4", "--max_response_tokens", "20"]
 FP32, FP16 = ["--precision", "fp32"], ["--precision", "fp16"]
 
@@ -57,11 +59,10 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
     both = ["--train_data", "ranked.jsonl,preferences.jsonl", "--eval_data", "ranked.jsonl", "--centring", "0.1"]
     runs = {
         "ranked": [*judge, *FP32, *both, "--lora_rank", "2"],
-        "policy": [*p3o, *EVALUATED, *FP32],
+        "policy": [*p3o, *EVALUATED, *FP32, *ANSWERED],
         "fp16": [*p3o, *FP16, "--gradient_checkpointing", "True"],
         "adapters": [*p3o, *EVALUATED, *FP32, "--lora_rank", "2"],
         "critic": [*ppo, *FP32],
-        "answered": [*p3o, *FP32, "--prompts", "answers.jsonl", "--reward", "rewards_for_tests:answered"],
         "sft": [*sft, *FP32],
         "judge": [*judge, *FP32, "--eval_data", "preferences.jsonl"],
     }
@@ -118,7 +119,8 @@ def test_minibatches_of_fewer_prompts_than_processes_and_groups_of_processes(wor
 def test_a_run_of_two_processes_goes_on_in_one_and_in_two(workplace, tiny_model):
     p3o = ["p3o.py", *ONLINE, *FP32, "--model", tiny_model]
     begun, resumed = [*p3o, "--updates", "2", "--save_every", "1"], [*p3o, "--updates", "4", "--resume"]
-    train({"in one": begun, "in two": begun}, "runs", 2)
+    train({"in one": begun}, "runs", 2)
+    shutil.copytree("runs/in one", "runs/in two")
     train({"in one": resumed, "whole": [*p3o, "--updates", "4"]}, "runs", 1)
     train({"in two": resumed}, "runs", 2)
     for name in ("in one", "in two"):

@@ -17,13 +17,13 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.precision import choose_precision
 from fastp3o.training.memory import Lengths, Model, sharded, update_memory
 from fastp3o.training.optimizer import Optimizer
-from tests.fastp3o.training.test_memory import DEEP, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
+from tests.fastp3o.training.test_memory import DEEP, DEEP_HALF, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
 
 CASES = {
     "deep": (DEEP, "fp32"),
     "wide": (WIDE, "fp32"),
     "large head": (LARGE_HEAD, "fp32"),
-    "deep, bf16": (DEEP, "bf16"),
+    "deep, bf16": (DEEP_HALF, "bf16"),
     "wide, bf16": (WIDE, "bf16"),
 }
 

@@ -20,7 +20,7 @@ from fastp3o.stages import online, reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
 from tests.fastp3o import runs
-from tests.fastp3o.training.faults.injection import fork_together, in_child, wait_together
+from tests.fastp3o.training.faults.injection import FileCalls, fork_together, in_child, wait_together
 
 COMMON = {"report_to": "none", "precision": "fp32", "learning_rate": 1e-2, "save_every": 2}
 SUPERVISED = COMMON | {"max_response_tokens": 16, "epochs": 2, "batch_size": 4, "eval_every": 3}
@@ -51,13 +51,13 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
     "TensorBoard": (online.train, P3OConfig, ONLINE | {"report_to": "tensorboard"}),
 }
 
-# How long the run of a scene takes and what it leaves, wherever its folder is.
-UNBROKEN: dict[tuple[type, str], tuple[float, tuple[dict, list, list]]] = {}
+# How long the run of a scene takes, its file-system calls and what it leaves, wherever its folder is.
+UNBROKEN: dict[tuple[type, str], tuple[float, list[int], tuple[dict, list, list]]] = {}
 
 
 @dataclass
 class Scene:
-    """A run, what it leaves unbroken and how long it takes, and where its processes log."""
+    """A run, what it leaves unbroken, how long it takes and each process's calls, and where its processes log."""
 
     name: str
     model: str
@@ -68,14 +68,25 @@ class Scene:
         unbroken = UNBROKEN.get((type(self), self.name))
         if not unbroken:
             started = time.monotonic()
-            assert not any(self.do(self.train)), self.told()
-            unbroken = UNBROKEN[type(self), self.name] = (time.monotonic() - started, self.outcome())
+            calls = self.count_calls(self.train)
+            unbroken = UNBROKEN[type(self), self.name] = (time.monotonic() - started, calls, self.outcome())
             self.clear()
-        self.seconds, self.expected = unbroken
+        self.seconds, self.calls, self.expected = unbroken
 
-    def do(self, work: Callable[[], object]) -> list[int]:
-        """The exit statuses of the processes that do it."""
-        return [in_child(work, self.log)]
+    def do(self, work: Callable[[], object], prepare: Callable[[int], object] = lambda number: None) -> list[int]:
+        """The exit statuses of the processes that do it; `prepare` has the number of each."""
+        return [in_child(work, self.log, lambda: prepare(0))]
+
+    def count_calls(self, work: Callable[[], object]) -> list[int]:
+        """Each process's file-system calls in the run's folder during `work`."""
+        calls = FileCalls(self.run)
+
+        def work_and_tell() -> None:
+            work()
+            (self.folder / f"calls-{os.environ.get('RANK', 0)}.txt").write_text(str(calls.count))
+
+        assert not any(self.do(work_and_tell, lambda number: calls.install())), self.told()
+        return [int(path.read_text()) for path in sorted(self.folder.glob("calls-*.txt"))]
 
     def told(self) -> str:
         return self.log.read_text()

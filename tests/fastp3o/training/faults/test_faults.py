@@ -21,12 +21,20 @@ from tests.fastp3o.training.faults.scenes import SCENES, Scene
 
 Count = Callable[[str, str], None]
 
-# The suite takes every 25th fault of a kind; or one of the parts of all.
+# The suite takes every 25th fault of a kind, of which every other one with the power lost; or one of the parts of all.
+KILLS = [
+    pytest.param((7, 50), False, id="kill-sample"),
+    pytest.param((32, 50), True, id="power-sample"),
+    *(
+        pytest.param((part, 8), power, id=f"{'power' if power else 'kill'}-part{part}", marks=pytest.mark.faults)
+        for power in (False, True)
+        for part in range(8)
+    ),
+]
 SAMPLE = [
     pytest.param((7, 25), id="sample"),
     *(pytest.param((part, 8), id=f"part{part}", marks=pytest.mark.faults) for part in range(8)),
 ]
-TRAINING_CALLS: dict[str, int] = {}
 VARIANTS = [pytest.param(name, marks=() if name in ("SFT", "P3O") else pytest.mark.faults) for name in SCENES]
 
 
@@ -35,44 +43,18 @@ def sft(workplace: Path, tiny_model: str) -> Scene:
     return Scene("SFT", tiny_model, workplace)
 
 
-def count_calls(scene: Scene, work: Callable[[], None]) -> int:
-    """Counts the file-system calls of `work` in the run's folder."""
-    counted = scene.folder / "calls.txt"
-    calls = FileCalls(scene.run)
-
-    def work_and_tell() -> None:
-        work()
-        counted.write_text(str(calls.count))
-
-    assert in_child(work_and_tell, scene.log, calls.install) == 0, scene.log.read_text()
-    return int(counted.read_text())
-
-
-def training_calls(scene: Scene) -> int:
-    """Counts them once for all tests: they are the same in every folder."""
-    if scene.name not in TRAINING_CALLS:
-        TRAINING_CALLS[scene.name] = count_calls(scene, scene.train)
-    return TRAINING_CALLS[scene.name]
-
-
 def numbers(total: int, sample: tuple[int, int]) -> Iterator[int]:
     first, step = sample
     return iter(range(1 + first, total + 1, step))
-
-
-@pytest.fixture(params=[False, True], ids=["kill", "power"])
-def power(request: pytest.FixtureRequest) -> bool:
-    return request.param
 
 
 def cause(power: bool) -> str:
     return "power lost (what is not synced is lost by half)" if power else "killed"
 
 
-@pytest.mark.parametrize("sample", SAMPLE)
+@pytest.mark.parametrize(("sample", "power"), KILLS)
 def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
-    total = training_calls(sft)
-    for number in numbers(total, sample):
+    for number in numbers(sft.calls[0], sample):
         sft.clear()
         calls = FileCalls(sft.run, kill_before=number, power=power)
         assert in_child(sft.train, sft.log, calls.install) == KILLED
@@ -82,9 +64,7 @@ def test_killed_before_a_call_of_a_run(sft: Scene, count: Count, sample: tuple[i
 def halfway(scene: Scene) -> Path:
     """A run with a state, stopped after it; to be copied."""
     scene.clear()
-    calls = training_calls(scene)
-    scene.clear()
-    killed = FileCalls(scene.run, kill_before=calls // 2)
+    killed = FileCalls(scene.run, kill_before=scene.calls[0] // 2)
     assert in_child(scene.train, scene.log, killed.install) == KILLED
     assert scene.states()
     stopped = scene.folder / "stopped"
@@ -93,11 +73,11 @@ def halfway(scene: Scene) -> Path:
     return stopped
 
 
-@pytest.mark.parametrize("sample", SAMPLE)
+@pytest.mark.parametrize(("sample", "power"), KILLS)
 def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample: tuple[int, int], power: bool):
     stopped = halfway(sft)
     shutil.copytree(stopped, sft.run)
-    total = count_calls(sft, sft.resume)
+    (total,) = sft.count_calls(sft.resume)
     for number in numbers(total, sample):
         sft.clear()
         shutil.copytree(stopped, sft.run)
@@ -109,8 +89,7 @@ def test_killed_before_a_call_of_a_resumed_run(sft: Scene, count: Count, sample:
 @pytest.mark.parametrize("sample", SAMPLE)
 def test_a_disk_that_is_full(sft: Scene, count: Count, sample: tuple[int, int]):
     """The disk is full from one call on; then there is space again."""
-    total = training_calls(sft)
-    for number in numbers(total, sample):
+    for number in numbers(sft.calls[0], sample):
         sft.clear()
         calls = FileCalls(sft.run, full_from=number)
         status = in_child(sft.train, sft.log, calls.install)
@@ -147,17 +126,24 @@ def test_killed_at_random(workplace: Path, tiny_model: str, count: Count, name: 
         count("killed at random, one to three times", scene.result())
 
 
+@pytest.mark.parametrize("tries", [1, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("name", VARIANTS[:3])
 def test_asked_to_stop_at_random(
-    workplace: Path, tiny_model: str, count: Count, name: str, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    workplace: Path,
+    tiny_model: str,
+    count: Count,
+    name: str,
+    number: signal.Signals,
+    tries: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     scene = Scene(name, tiny_model, workplace)
     scratch = workplace / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     chance = random.Random(int(number))
-    for _ in range(int(os.environ.get("FASTP3O_KILLS", "2"))):
+    for _ in range(int(os.environ.get("FASTP3O_KILLS", tries))):
         scene.clear()
         pid = fork(scene.train, scene.log)
         time.sleep(scene.seconds * chance.uniform(0.1, 0.9))

@@ -24,7 +24,7 @@ Count = Callable[[str, str], None]
 MAIN, OTHER = 0, 1
 # The process, and which of its calls: some in the suite; or a part of all.
 SAMPLE = [
-    pytest.param(MAIN, (19, 130), id="main-sample"),
+    pytest.param(MAIN, (99, 200), id="main-sample"),
     pytest.param(OTHER, (2, 9), id="other-sample"),
     pytest.param(OTHER, (0, 1), id="other", marks=pytest.mark.faults),
     *(pytest.param(MAIN, (part, 8), id=f"main-part{part}", marks=pytest.mark.faults) for part in range(8)),
@@ -34,7 +34,6 @@ VARIANTS = [
     pytest.param(name, marks=() if name == "P3O" else pytest.mark.faults)
     for name in ("SFT", "reward model", "P3O", "PPO", "fp16", "bf16", "LoRA", "top layer", "checkpointing, offload")
 ]
-TRAINING_CALLS: dict[tuple[str, int], int] = {}
 TRIES = int(os.environ.get("FASTP3O_KILLS", "1"))
 
 
@@ -46,27 +45,6 @@ def sft(workplace: Path, tiny_model: str) -> SharedScene:
 def with_calls(process: int, calls: FileCalls) -> Callable[[int], None]:
     """Prepares the processes so that the calls of one are counted."""
     return lambda number: calls.install() if number == process else None
-
-
-def count_calls(scene: SharedScene, process: int, work: Callable[[], None]) -> int:
-    """Counts a process's file-system calls in the run's folder during `work`."""
-    counted = scene.folder / "calls.txt"
-    calls = FileCalls(scene.run)
-
-    def work_and_tell() -> None:
-        work()
-        if os.environ["RANK"] == str(process):
-            counted.write_text(str(calls.count))
-
-    assert not any(scene.do(work_and_tell, with_calls(process, calls))), scene.told()
-    return int(counted.read_text())
-
-
-def training_calls(scene: SharedScene, process: int) -> int:
-    """Counts them once for all tests: they are the same in every folder."""
-    if (scene.name, process) not in TRAINING_CALLS:
-        TRAINING_CALLS[scene.name, process] = count_calls(scene, process, scene.train)
-    return TRAINING_CALLS[scene.name, process]
 
 
 def numbers(total: int, sample: tuple[int, int]) -> Iterator[int]:
@@ -83,8 +61,7 @@ def require_end(scene: SharedScene, statuses: list[int], process: int) -> None:
 
 def halfway(scene: SharedScene) -> Path:
     """A run with a state whose main process was killed after it; to be copied."""
-    calls = training_calls(scene, MAIN)
-    kill(scene, MAIN, calls // 2)
+    kill(scene, MAIN, scene.calls[MAIN] // 2)
     stopped = scene.folder / "stopped"
     scene.run.rename(stopped)
     return stopped
@@ -99,7 +76,7 @@ def kill(scene: SharedScene, process: int, number: int) -> None:
 
 @calls_in_process
 def test_killed_before_a_call_of_a_run(sft: SharedScene, count: Count, process: int, sample: tuple[int, int]):
-    for number in numbers(training_calls(sft, process), sample):
+    for number in numbers(sft.calls[process], sample):
         sft.clear()
         calls = FileCalls(sft.run, kill_before=number)
         require_end(sft, sft.do(sft.train, with_calls(process, calls)), process)
@@ -110,7 +87,7 @@ def test_killed_before_a_call_of_a_run(sft: SharedScene, count: Count, process: 
 def test_killed_before_a_call_of_a_resumed_run(sft: SharedScene, count: Count, process: int, sample: tuple[int, int]):
     stopped = halfway(sft)
     shutil.copytree(stopped, sft.run)
-    for number in numbers(count_calls(sft, process, sft.resume), sample):
+    for number in numbers(sft.count_calls(sft.resume)[process], sample):
         sft.clear()
         shutil.copytree(stopped, sft.run)
         calls = FileCalls(sft.run, kill_before=number)
@@ -120,7 +97,7 @@ def test_killed_before_a_call_of_a_resumed_run(sft: SharedScene, count: Count, p
 
 @calls_in_process
 def test_a_disk_that_is_full_for_one(sft: SharedScene, count: Count, process: int, sample: tuple[int, int]):
-    for number in numbers(training_calls(sft, process), sample):
+    for number in numbers(sft.calls[process], sample):
         sft.clear()
         calls = FileCalls(sft.run, full_from=number)
         statuses = sft.do(sft.train, with_calls(process, calls))
@@ -135,7 +112,7 @@ def test_asked_to_stop_before_a_call(sft: SharedScene, count: Count, process: in
     """SIGTERM to one process, also between its write of its part and the main process's rename."""
     first, step = sample
     sample = first, step * (4 if process == MAIN else 1)
-    for number in numbers(training_calls(sft, process), sample):
+    for number in numbers(sft.calls[process], sample):
         sft.clear()
         statuses = sft.do(sft.train, with_calls(process, FileCalls(sft.run, stop_before=number)))
         said = "--resume goes on from there" in sft.told()
@@ -187,7 +164,7 @@ def test_killed_at_random(workplace: Path, tiny_model: str, count: Count, name: 
 def test_one_process_goes_on_with_what_two_left(sft: SharedScene, count: Count):
     for process, part in ((MAIN, 0.5), (OTHER, 0.9)):
         sft.clear()
-        kill(sft, process, int(part * training_calls(sft, process)))
+        kill(sft, process, int(part * sft.calls[process]))
         assert sft.furthest_alone() <= 1e-4
         count("either process killed, and one alone goes on", "the same up to rounding")
 
@@ -196,7 +173,7 @@ def test_one_process_goes_on_with_what_two_left(sft: SharedScene, count: Count):
 @pytest.mark.parametrize("process", [MAIN, OTHER])
 @pytest.mark.parametrize("fault", ["kill_before", "full_from"])
 def test_torchrun_starts_again(sft: SharedScene, count: Count, fault: str, process: int):
-    number = int(0.6 * training_calls(sft, process))
+    number = int(0.6 * sft.calls[process])
     sft.clear()
     _, _, settings = SCENES["SFT"]
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
