@@ -73,7 +73,9 @@ SCALARS = {
     **{f"{tensor}_size": "i32" for tensor in ("first", "second", "third", "fourth")},
     **dict.fromkeys(("prompts", "prompt_room", "response_room", "prompt_chunks", "chunks", "window"), "i32"),
     **{f"{tensor}_{part}_stride": "i32" for tensor in ("query", "key", "value") for part in ("slot", "head")},
-    **dict.fromkeys(("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef"), "fp32"),
+    **dict.fromkeys(
+        ("inverse_temperature", "scale", "softcap", "clip_range", "ratio_cap", "kl_coef", "sampler_ratio_cap"), "fp32"
+    ),
 }
 
 
@@ -95,14 +97,13 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         B = sampling.block_size(V)
         yield configuration("race_kernel", f"V {V}", {}, {"V": V, "B": B, **sampling_kernel.tile(V, B)})
     for clipping, kl_reward, K, valid in product(CLIPPING, KL_REWARD, RESPONSES, (False, True)):
-        constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "HAS_VALID": valid, "K": K}
-        name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid
-        constants |= {
-            "MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)),
-            **pair_kernel.block_sizes(K),
-        }
-        yield configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants)
-    yield configuration("results_kernel", "", {}, {"BLOCK_R": pair_kernel.BLOCK_R}, warps=pair_kernel.RESULTS_WARPS)
+        yield pair_configuration(clipping, kl_reward, K, valid=valid)
+    # Importance weights add the same few instructions to each, and the flags of valid responses take the most beside.
+    for clipping, K in product(CLIPPING, RESPONSES):
+        yield pair_configuration(clipping, "current", K, valid=True, sampler=True)
+    for sampler in (False, True):
+        constants = {"HAS_SAMPLER": sampler, "BLOCK_R": pair_kernel.BLOCK_R}
+        yield configuration("results_kernel", "weights" * sampler, {}, constants, warps=pair_kernel.RESULTS_WARPS)
     blocks = {"BLOCK_S": sequence_kernel.BLOCK_S, "BLOCK_T": sequence_kernel.BLOCK_T}
     yield configuration("sequence_sums_kernel", "", {}, blocks)
     for dtype in ELEMENT_BYTES:
@@ -114,6 +115,17 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         yield configuration("lowered_scale_kernel", "entropy" * entropy, {}, constants)
     for D in HEAD_SIZES:
         yield from decoding_configurations(D)
+
+
+def pair_configuration(clipping: str, kl_reward: str, K: int, *, valid: bool, sampler: bool = False) -> Configuration:
+    """valid: some responses take part in no pair. sampler: pairs have importance weights."""
+    constants = {"CLIPPING": clipping, "KL_REWARD": kl_reward, "HAS_VALID": valid, "HAS_SAMPLER": sampler, "K": K}
+    constants |= {
+        "MEAN_OVER": pair_kernel.mean_over(K, P3OSettings(clipping=clipping)),
+        **pair_kernel.block_sizes(K),
+    }
+    name = f"{clipping}, kl {kl_reward}, K {K}" + ", valid" * valid + ", weights" * sampler
+    return configuration("pair_kernel", name, {"valid_ptr": "u8"}, constants)
 
 
 def logits_configurations(V: int) -> Iterator[Configuration]:

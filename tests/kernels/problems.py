@@ -58,6 +58,7 @@ class Pairs:
     rewards: Tensor
     old_token_logprobs: Tensor
     valid_responses: Tensor | None = None
+    sampler_logprobs: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> "Pairs":
         """The same values in another precision; offsets and labels stay."""
@@ -68,7 +69,7 @@ class Pairs:
         """Arguments that losses take after the policy's own, by place and by name."""
         old = {"old_token_logprobs": self.old_token_logprobs} if settings.clipping == "token" else {}
         known = self.labels, self.cu_seqlens, self.old_logprobs, self.ref_logprobs, self.rewards, settings
-        return known, old | {"valid_responses": self.valid_responses}
+        return known, old | {"valid_responses": self.valid_responses, "sampler_logprobs": self.sampler_logprobs}
 
     def call(self, loss, logits: Tensor, settings: P3OSettings, **given) -> P3OLossOutput:
         known, old = self.known(settings)
@@ -86,9 +87,11 @@ def random_pairs(
     seed=0,
     logits=None,
     masked=False,
+    apart: float | None = None,
 ) -> Pairs:
     """K responses to each prompt, of a policy with these logits or random ones that moved by about `moved` nats each
     since the rollout. masked: a fourth of them is not valid, and nothing is known of these.
+    apart: log-probs of what sampled differ from the old ones by about this many nats; None: they are not known.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -109,10 +112,13 @@ def random_pairs(
         rewards=randn(P, K),
         old_token_logprobs=token_logprobs + moved * randn(N),
     )
+    if apart is not None:
+        pairs.sampler_logprobs = pairs.old_logprobs + apart * randn(P, K)
     if masked:
         pairs.valid_responses = torch.rand(P, K, generator=generator) > 0.25
-        for known in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards):
-            known[~pairs.valid_responses] = float("nan")
+        for known in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards, pairs.sampler_logprobs):
+            if known is not None:
+                known[~pairs.valid_responses] = float("nan")
     return Pairs(**{name: None if t is None else t.to(device) for name, t in vars(pairs).items()})
 
 
@@ -219,9 +225,11 @@ def rounded_gradients_of_logits(dtype: torch.dtype) -> Iterator[None]:
 
 
 def oracle(
-    pairs: Pairs, logits: Tensor, clipping: str, kl_reward="current", epsilon=0.2, cap=10.0, beta=0.05
+    pairs: Pairs, logits: Tensor, clipping: str, kl_reward="current", epsilon=0.2, cap=10.0, beta=0.05, sampler_cap=2.0
 ) -> Tensor:
-    """The loss by the formulas of arXiv 2310.00212, one pair after the other; autograd gives its gradient."""
+    """The loss by the formulas of arXiv 2310.00212, one pair after the other; autograd gives its gradient. Pairs are
+    weighed by truncated ratios of the old policy to what sampled them, where that is known.
+    """
     bounds = pairs.cu_seqlens.tolist()
     logprobs = logits.log_softmax(-1)
     P, K = pairs.rewards.shape
@@ -242,12 +250,15 @@ def oracle(
         u_old = (old[0] - ref[0]) - (old[1] - ref[1])
         q = (reward[0] - reward[1] - beta * (u if kl_reward == "current" else u_old)).detach()
         rho = [(pi[i] - old[i]).exp() for i in (0, 1)]
+        weight = 1.0
+        if pairs.sampler_logprobs is not None:
+            first, second = (old - pairs.sampler_logprobs[p][responses]).exp().tolist()
+            weight = min(first * second, sampler_cap)
         if clipping == "separate":
             for i, sign in ((0, -1), (1, 1)):
                 c = rho[1 - i].detach().clamp(1 / cap, cap)
-                losses.append(
-                    torch.maximum(sign * q * c * rho[i], sign * q * c * rho[i].clamp(1 - epsilon, 1 + epsilon)) / 2
-                )
+                clipped = rho[i].clamp(1 - epsilon, 1 + epsilon)
+                losses.append(weight * torch.maximum(sign * q * c * rho[i], sign * q * c * clipped) / 2)
             continue
         w = -q * (rho[0] * rho[1]).detach().clamp(1 / cap, cap)
         if clipping == "token":
@@ -255,11 +266,11 @@ def oracle(
                 for t, value in zip(part, values, strict=True):
                     before = pairs.old_token_logprobs[t]
                     clipped = torch.clamp(value, before - epsilon, before + epsilon)
-                    losses.append(torch.maximum(sign * w * value, sign * w * clipped))
+                    losses.append(weight * torch.maximum(sign * w * value, sign * w * clipped))
         elif clipping == "joint":
-            losses.append(torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon)) / 2)
+            losses.append(weight * torch.maximum(w * u, w * torch.clamp(u, u_old - epsilon, u_old + epsilon)) / 2)
         else:
-            losses.append(w * u / 2)
+            losses.append(weight * w * u / 2)
     mean_over = len(logits) * (K - 1) if clipping == "token" else P * K * (K - 1) // 2
     return torch.stack([0 * logits.sum(), *losses]).sum() / max(mean_over, 1)
 

@@ -73,18 +73,21 @@ def test_a_bias_is_read_next_to_the_logits(monkeypatch, pairs):
 
 
 @pytest.mark.parametrize("clipping", ["joint", "token"])
-def test_pairs(monkeypatch, pairs, clipping):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_pairs(monkeypatch, pairs, clipping, weighted):
     given = pairs.cu_seqlens, pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards
     old_token_logprobs = pairs.old_token_logprobs if clipping == "token" else None
     settings = P3OSettings(clipping=clipping)
     with counted_traffic(monkeypatch) as traffic:
-        inputs = PairInputs(*given, None, old_token_logprobs, torch.tensor(2.0))
+        sampler_logprobs = pairs.old_logprobs if weighted else None
+        inputs = PairInputs(*given, None, old_token_logprobs, torch.tensor(2.0), sampler_logprobs)
         launch_pairs(pairs.old_token_logprobs, inputs, settings)
     # Two responses to two prompts. Their offsets are read for the sums, for what is empty and for the coefficients,
     # which pass from one step to the other by way of memory, as the sums do. The divisor is read for coefficients and
     # for the loss. What a prompt adds to loss and metrics passes to a second launch.
-    responses, results, terms = 4, 7 * 4, 2 * TERMS * 4
-    offsets, response_values, divisor = 3 * 2 * 4, 4 * 4, 4 + 4
+    # Importance weights take a further value of each response, two terms of each prompt and two results.
+    responses, results, terms = 4, (9 if weighted else 7) * 4, 2 * (TERMS + 2 * weighted) * 4
+    offsets, response_values, divisor = 3 * 2 * 4, (5 if weighted else 4) * 4, 4 + 4
     if clipping == "token":
         # Each log-prob is summed first, and clipped against the old one when the sums are known.
         read, written = offsets + response_values + 2 * 4, 3 * 4

@@ -36,8 +36,8 @@ class PairLoss:
 
     def __init__(self, pairs: PairInputs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
-        self.terms: Tensor | None = None  # [TERMS, P], with Triton, filled in chunk by chunk
-        self.results: Tensor | None = None  # RESULTS [7], of the last chunk and then of all
+        self.terms: Tensor | None = None  # what each prompt adds, with Triton, filled in chunk by chunk
+        self.results: Tensor | None = None  # RESULTS, of the last chunk and then of all
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
         """The loss needs all chunks at once: metrics are not sums over them."""
@@ -74,7 +74,7 @@ class PairLoss:
 
 
 def results_tensor(loss: Tensor, metrics: dict[str, Tensor]) -> Tensor:
-    """RESULTS, [7]."""
+    """RESULTS: [9], or [7] without importance weights."""
     return torch.stack([loss, *(metric.to(loss.dtype) for metric in metrics.values())])
 
 
@@ -91,6 +91,7 @@ def linear_p3o_loss(
     *,
     old_token_logprobs: Tensor | None = None,
     valid_responses: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
     divisor: float | Tensor | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
@@ -110,8 +111,8 @@ def linear_p3o_loss(
             on the host: a list or a tensor on the CPU spares waiting for the device. An empty response takes part in no
             pair.
         old_logprobs, ref_logprobs, rewards: [P, K]. old_logprobs None: this policy's own, as in `p3o_loss`.
-        settings, valid_responses: as in `p3o_loss`. Tokens of responses that are not valid have no gradient but take
-            part in the logits' product, which empty responses do not.
+        settings, valid_responses, sampler_logprobs: as in `p3o_loss`. Tokens of responses that are not valid have no
+            gradient but take part in the logits' product, which empty responses do not.
         old_token_logprobs: [N], for clipping="token" and only there, as in `token_p3o_loss`.
         divisor: of the sum over prompts, or tokens with clipping="token", as in `token_p3o_loss`.
         memory_budget: bytes of scratch for logits and their gradient, as in `linear_logprobs`. Responses to a prompt
@@ -138,6 +139,7 @@ def linear_p3o_loss(
         settings,
         valid_responses=valid_responses,
         old_token_logprobs=old_token_logprobs,
+        sampler_logprobs=sampler_logprobs,
         divisor=divisor,
     )
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())

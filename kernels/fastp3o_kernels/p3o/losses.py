@@ -11,7 +11,7 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_floating, check_shape
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
 from fastp3o_kernels.p3o import oracle
-from fastp3o_kernels.p3o.output import METRICS, P3OLossOutput
+from fastp3o_kernels.p3o.output import RESULTS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
@@ -22,7 +22,7 @@ if HAS_TRITON:
 
 
 class TokenP3OLoss(torch.autograd.Function):
-    """Two launches forward, which compute the gradient too. Returns the loss, and RESULTS [7] without a gradient."""
+    """Two launches forward, which compute the gradient too. Returns the loss, and RESULTS without a gradient."""
 
     @staticmethod
     def forward(ctx, token_logprobs, pairs, settings):
@@ -39,8 +39,8 @@ class TokenP3OLoss(torch.autograd.Function):
 
 
 def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
-    """Joins a differentiable loss and the metrics in RESULTS, [7]."""
-    return P3OLossOutput(loss, dict(zip(METRICS, results[1:].float().unbind(), strict=True)))
+    """Joins a differentiable loss and the metrics in RESULTS: [9], or [7] without importance weights."""
+    return P3OLossOutput(loss, dict(zip(RESULTS[1 : len(results)], results[1:].float().unbind(), strict=True)))
 
 
 @uncompiled
@@ -54,6 +54,7 @@ def token_p3o_loss(
     *,
     old_token_logprobs: Tensor | None = None,
     valid_responses: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
     divisor: float | Tensor | None = None,
     impl: str | None = None,
 ) -> P3OLossOutput:
@@ -63,7 +64,7 @@ def token_p3o_loss(
         token_logprobs: [N] log π of every response token, the end-of-sequence included.
         cu_seqlens: [P K + 1] int32 or int64 on any device, or a list: where each response begins. An empty response
             takes part in no pair.
-        old_logprobs, ref_logprobs, rewards, settings, valid_responses: as in `p3o_loss`.
+        old_logprobs, ref_logprobs, rewards, settings, valid_responses, sampler_logprobs: as in `p3o_loss`.
         old_token_logprobs: [N] log π_old of the same tokens, for clipping="token" and only there: the first author's
             variant, which clips every token's log-probability at the old one ± ε and averages over tokens. None where
             old_logprobs is None, too.
@@ -89,6 +90,7 @@ def token_p3o_loss(
         settings,
         valid_responses=valid_responses,
         old_token_logprobs=old_token_logprobs,
+        sampler_logprobs=sampler_logprobs,
         divisor=divisor,
     )
     if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
@@ -108,6 +110,7 @@ def logits_p3o_loss(
     *,
     old_token_logprobs: Tensor | None = None,
     valid_responses: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
     divisor: float | Tensor | None = None,
     temperature: float = 1.0,
     inplace_backward: bool = False,
@@ -120,8 +123,8 @@ def logits_p3o_loss(
             the log-ratio of a 128-token response by about 0.1, half a clip range. Compute them in fp32, or give hidden
             states to `linear_p3o_loss`.
         labels: [N] int64 or int32, the response tokens, end-of-sequence included.
-        cu_seqlens, old_logprobs, ref_logprobs, rewards, settings, old_token_logprobs, valid_responses, divisor: as in
-            `token_p3o_loss`.
+        cu_seqlens, old_logprobs, ref_logprobs, rewards, settings, old_token_logprobs, valid_responses,
+            sampler_logprobs, divisor: as in `token_p3o_loss`.
         temperature, inplace_backward, impl: as in `token_logprobs`.
 
     Returns:
@@ -142,6 +145,7 @@ def logits_p3o_loss(
         settings,
         old_token_logprobs=old_token_logprobs,
         valid_responses=valid_responses,
+        sampler_logprobs=sampler_logprobs,
         divisor=divisor,
         impl=impl,
     )
@@ -156,6 +160,7 @@ def p3o_loss(
     settings: P3OSettings = DEFAULTS,
     *,
     valid_responses: Tensor | None = None,
+    sampler_logprobs: Tensor | None = None,
     divisor: float | Tensor | None = None,
     impl: str | None = None,
 ) -> P3OLossOutput:
@@ -181,6 +186,13 @@ def p3o_loss(
             have NaN elsewhere; None: all are valid. Their pairs count in the mean, as 0:
             every prompt weighs the same, whatever the batch. Where less than a pair is left, and where P is 0, the loss
             and its gradient are 0.
+        sampler_logprobs: [P, K] log μ(y|x) by what sampled the responses, where that is not the old policy itself:
+            another engine or precision, or older weights. Each pair's loss is then multiplied by the constant
+            min(π_old(y1) π_old(y2) / (μ(y1) μ(y2)), C), C the settings' sampler_ratio_cap. Without the cap the mean
+            over μ's pairs would be that over the old policy's own: E_π_old[f(y1, y2)] is the mean over μ of f times
+            that product. The cap bounds its variance (truncated importance sampling, Ionides 2008; Yao et al. 2025,
+            "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Whole pairs are weighed with
+            clipping="token", too, whose c is the ratio of a whole pair. None: no weights.
         divisor: of the sum over prompts of the mean over their pairs, P by default: a number above 0 or a 0-d tensor.
             For accumulation and uneven processes: the number of prompts in the whole batch (over that of processes,
             where their gradients are averaged), so that losses of parts add up to the loss of the whole.
@@ -202,4 +214,6 @@ def p3o_loss(
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
     given = logprobs.flatten(), one_token_each, old_logprobs, ref_logprobs, rewards, settings
-    return token_p3o_loss(*given, valid_responses=valid_responses, divisor=divisor, impl=impl)
+    return token_p3o_loss(
+        *given, valid_responses=valid_responses, sampler_logprobs=sampler_logprobs, divisor=divisor, impl=impl
+    )

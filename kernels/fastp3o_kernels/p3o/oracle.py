@@ -7,7 +7,7 @@ prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.p3o.output import METRICS, P3OLossOutput
+from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
 from fastp3o_kernels.rows.oracle import at_least_fp32, sequence_logprobs
@@ -30,6 +30,9 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
     counts, responses = all_pairs(logprobs, old, pairs)
     pair_logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(pair_logprobs, old_logprobs, ref_logprobs, rewards, settings)
+    advantage_mean_abs, sampler_ratios = share(q.abs(), counts), pair_sampler_ratios(old, pairs, settings)
+    if sampler_ratios is not None:
+        q = q * sampler_ratios
     log_ratios = pair_logprobs - old_logprobs
     epsilon = settings.clip_range
 
@@ -57,7 +60,8 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
         outside = share(clipped_difference != difference, counts)
     loss = losses.sum() / (2 * pairs.pairs_per_prompt * pairs.divisor)
     zero_prompts = zero_pairs.view(-1, pairs.pairs_per_prompt).all(dim=1)
-    return P3OLossOutput(loss, loss_metrics(logprobs, old, pairs, share(q.abs(), counts), outside, zero_prompts))
+    metrics = loss_metrics(logprobs, old, pairs, advantage_mean_abs, outside, zero_prompts)
+    return P3OLossOutput(loss, metrics | sampler_metrics(sampler_ratios, counts, settings))
 
 
 def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
@@ -79,6 +83,9 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     counts, responses = all_pairs(response_logprobs, old, pairs)
     logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, settings)
+    advantage_mean_abs, sampler_ratios = share(q.abs(), counts), pair_sampler_ratios(old, pairs, settings)
+    if sampler_ratios is not None:
+        q = q * sampler_ratios
     weighted_advantage = -q * joint_weight(logprobs - old_logprobs, settings)
 
     # Weight of response i in its pair with j, [P, i, j].
@@ -98,8 +105,8 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     gradient = torch.where(token_logprobs > clipped, positive, below)
     has_gradient = sequence_logprobs((gradient != 0).to(logprobs.dtype), cu_seqlens).view(P, K).sum(dim=1) > 0
     outside = share(clipped != token_logprobs, counted_tokens)
-    metrics = loss_metrics(response_logprobs, old, pairs, share(q.abs(), counts), outside, ~has_gradient)
-    return P3OLossOutput(loss, metrics)
+    metrics = loss_metrics(response_logprobs, old, pairs, advantage_mean_abs, outside, ~has_gradient)
+    return P3OLossOutput(loss, metrics | sampler_metrics(sampler_ratios, counts, settings))
 
 
 def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
@@ -129,6 +136,27 @@ def advantage_difference(
     """q = sg((r1 − r2) − β ((log π/π_ref)(y1) − (log π/π_ref)(y2))), [Q]; π is the current or the rollout policy."""
     policy = logprobs if settings.kl_reward == "current" else old_logprobs
     return (rewards[:, 0] - rewards[:, 1] - settings.kl_coef * preference(policy, ref_logprobs)).detach()
+
+
+def pair_sampler_ratios(old: Tensor, pairs: PairInputs, settings: P3OSettings) -> Tensor | None:
+    """The importance weights min(π_old/μ(y1) π_old/μ(y2), C), [Q], of pairs that μ sampled; None if they have none.
+
+    old: log π_old, [P, K].
+    """
+    if pairs.sampler_logprobs is None:
+        return None
+    log_ratios = at_least_fp32(old.detach()) - at_least_fp32(pairs.sampler_logprobs)
+    log_ratios = log_ratios.masked_fill(~pairs.in_pairs, 0.0)
+    first, second = pair_indices(old.shape[1], old.device)
+    return exp_limited(log_ratios[:, first] + log_ratios[:, second]).clamp(max=settings.sampler_ratio_cap).flatten()
+
+
+def sampler_metrics(ratios: Tensor | None, counts: Tensor, settings: P3OSettings) -> dict[str, Tensor]:
+    """ratios, counts: [Q] each."""
+    if ratios is None:
+        return {}
+    values = share(ratios, counts), share(ratios >= settings.sampler_ratio_cap, counts)
+    return {name: value.float() for name, value in zip(SAMPLER_METRICS, values, strict=True)}
 
 
 def preference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ METRICS = (
     "zero_gradient_fraction",
     "kl",
 )
+# Further metrics where pairs have importance weights.
+SAMPLER_METRICS = ("sampler_ratio_mean", "sampler_ratio_capped")
 # The numbers that a loss is computed with, in the order in which they come from every implementation.
-RESULTS = ("loss", *METRICS)
+RESULTS = ("loss", *METRICS, *SAMPLER_METRICS)
 
 
 @copyable
@@ -30,7 +32,9 @@ class P3OLossOutput(NamedTuple):
             responses (separate) or of tokens (token);
         advantage_mean_abs: mean |q| over pairs;
         zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient;
-        kl: mean over responses of log π − log π_ref, in nats.
+        kl: mean over responses of log π − log π_ref, in nats;
+        sampler_ratio_mean, sampler_ratio_capped: only where sampler_logprobs were given: the mean of the pairs'
+            importance weights, and the share of them that is at its cap.
 
     `copy.deepcopy` gives the values without their graph. torch.load(weights_only=True) takes what torch.save wrote,
     once fastp3o_kernels is imported; so it does with the outputs of the other operations.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.p3o.output import RESULTS
+from fastp3o_kernels.p3o.output import RESULTS, SAMPLER_METRICS
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
 from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
@@ -36,14 +36,18 @@ CLIP_FRACTION = tl.constexpr(RESULTS.index("clip_fraction"))
 ADVANTAGE_MEAN_ABS = tl.constexpr(RESULTS.index("advantage_mean_abs"))
 ZERO_GRADIENT_FRACTION = tl.constexpr(RESULTS.index("zero_gradient_fraction"))
 KL = tl.constexpr(RESULTS.index("kl"))
+SAMPLER_RATIO_MEAN = tl.constexpr(RESULTS.index("sampler_ratio_mean"))
+SAMPLER_RATIO_CAPPED = tl.constexpr(RESULTS.index("sampler_ratio_capped"))
 
 # What each prompt adds to the results, and its place: losses; pairs, and responses in pairs; of these the ratios, the
 # largest ratio and log π − log π_ref; how many pairs, responses or tokens are outside the clip range, and of how many;
-# |q|; whether there is a gradient.
+# |q|; whether there is a gradient. Where pairs have importance weights, also these, and how many are at the cap.
 TERMS = 10
 LOSSES, PAIRS, RESPONSES, RATIOS, LARGEST_RATIO, KLS, OUTSIDE, CASES, ADVANTAGES, HAS_GRADIENT = (
     tl.constexpr(place) for place in range(TERMS)
 )
+SAMPLER_TERMS = 2
+SAMPLER_RATIOS, SAMPLER_CAPPED = (tl.constexpr(place) for place in range(TERMS, TERMS + SAMPLER_TERMS))
 
 
 def block_sizes(K: int) -> dict[str, int]:
@@ -71,6 +75,26 @@ def limited_ratio(log_ratio):
 def pair_differences(x):
     """[p, K] -> x1 − x2 of all pairs, [p, i, j]."""
     return x[:, :, None] - x[:, None, :]
+
+
+@triton.jit
+def pairs_of_responses(counts, BLOCK_K: tl.constexpr):
+    """Which i < j are a pair that counts, [p, i, j], from the responses that do, [p, K]."""
+    responses = tl.arange(0, BLOCK_K)
+    return counts[:, :, None] & counts[:, None, :] & (responses[:, None] < responses[None, :])[None, :, :]
+
+
+@triton.jit
+def sum_of_pairs(x):
+    """[p, i, j] -> [p]."""
+    return tl.sum(tl.sum(x, axis=2), axis=1)
+
+
+@triton.jit
+def pair_sampler_ratios(log_ratio, cap):
+    """Importance weights of pairs, min(π_old/μ(y1) π_old/μ(y2), C), [p, i, j]; log π_old/μ of responses is [p, K]."""
+    ratio = limited_ratio(log_ratio[:, :, None] + log_ratio[:, None, :])
+    return tl.minimum(ratio, cap, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -217,19 +241,19 @@ def pair_terms(
     old,
     ref,
     reward,
-    counts,
+    is_pair,
+    sampler_ratio,  # [p, i, j], where HAS_SAMPLER
     clip_range,
     ratio_cap,
     kl_coef,
     CLIPPING: tl.constexpr,
     KL_REWARD: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    HAS_SAMPLER: tl.constexpr,
 ):
-    """From [p, K] of the responses and which of them are in pairs: each pair's loss and its slopes in log π of response
-    1 and 2, [p, i, j]; the sum of |q| over a prompt's pairs, and how many are outside the clip range, [p].
+    """From [p, K] of the responses, and which of these are pairs, [p, i, j]: the loss of each pair and its slopes in
+    log π of response 1 and 2, [p, i, j]; the sum of |q| over a prompt's pairs, and how many are outside the clip range,
+    [p].
     """
-    responses = tl.arange(0, BLOCK_K)
-    is_pair = counts[:, :, None] & counts[:, None, :] & (responses[:, None] < responses[None, :])[None, :, :]
     log_ratio = logprob - old
     # u: how much more than the reference the policy prefers y1 to y2. q: the advantage difference.
     u = pair_differences(logprob - ref)
@@ -237,7 +261,9 @@ def pair_terms(
     q = pair_differences(reward) - kl_coef * (u if KL_REWARD == "current" else u_old)
     # Where it is 0 there is neither a loss nor a slope.
     q = tl.where(is_pair, q, 0.0)
-    advantages = tl.sum(tl.sum(tl.abs(q), axis=2), axis=1)
+    advantages = sum_of_pairs(tl.abs(q))
+    if HAS_SAMPLER:
+        q *= sampler_ratio
     outside = tl.zeros_like(advantages)
     if CLIPPING == "separate":
         log_ratio_1, log_ratio_2 = log_ratio[:, :, None], log_ratio[:, None, :]
@@ -250,7 +276,7 @@ def pair_terms(
         slope_2 = -slope_1
         if CLIPPING != "token":
             is_outside = tl.where(is_pair & (u_clipped != u), 1.0, 0.0)
-            outside += tl.sum(tl.sum(is_outside, axis=2), axis=1)
+            outside += sum_of_pairs(is_outside)
     return loss, slope_1, slope_2, advantages, outside
 
 
@@ -320,21 +346,24 @@ def pair_kernel(
     rewards_ptr,  # [P, K] fp32
     valid_ptr,  # [P, K] uint8, where HAS_VALID: whether a response may be in pairs
     old_token_logprobs_ptr,  # [N] fp32, where CLIPPING is "token"; may be logprobs_ptr
+    sampler_logprobs_ptr,  # [P, K] fp32, where HAS_SAMPLER
     divisor_ptr,  # [] fp32, of the sum over prompts, or over tokens where CLIPPING is "token"
     sums_ptr,  # [P, K] fp32, scratch: log π(y|x)
     response_coefficients_ptr,  # [P, K] fp32, scratch, where CLIPPING is not "token": dL/d log π(y|x)
     positive_weights_ptr,  # [P, K] fp32, scratch, where it is: sum of a response's positive weights in its pairs
     negative_weights_ptr,  # [P, K] fp32, scratch, where it is: sum of its negative ones
     coefficients_ptr,  # [N] fp32, out: dL/d log π of each token
-    terms_ptr,  # [TERMS, P] fp32, out, rows at any stride
+    terms_ptr,  # [TERMS, P] fp32, out, rows at any stride; where HAS_SAMPLER SAMPLER_TERMS more
     P,
     terms_stride,
     clip_range,
     ratio_cap,
     kl_coef,
+    sampler_ratio_cap,
     CLIPPING: tl.constexpr,
     KL_REWARD: tl.constexpr,
     HAS_VALID: tl.constexpr,
+    HAS_SAMPLER: tl.constexpr,
     K: tl.constexpr,
     MEAN_OVER: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -355,8 +384,26 @@ def pair_kernel(
     old = tl.load(old_logprobs_ptr + place, mask=counts, other=0.0)
     ref = tl.load(ref_logprobs_ptr + place, mask=counts, other=0.0)
     reward = tl.load(rewards_ptr + place, mask=counts, other=0.0)
+    is_pair, sampler_ratio = pairs_of_responses(counts, BLOCK_K), 1.0
+    if HAS_SAMPLER:
+        sampler = tl.load(sampler_logprobs_ptr + place, mask=counts, other=0.0)
+        sampler_ratio = tl.where(is_pair, pair_sampler_ratios(old - sampler, sampler_ratio_cap), 0.0)
+        is_capped = is_pair & (sampler_ratio >= sampler_ratio_cap)
+        store_term(terms_ptr, terms_stride, SAMPLER_RATIOS, sum_of_pairs(sampler_ratio), prompt, P)
+        store_term(terms_ptr, terms_stride, SAMPLER_CAPPED, sum_of_pairs(tl.where(is_capped, 1.0, 0.0)), prompt, P)
     loss, slope_1, slope_2, advantages, pairs_outside = pair_terms(
-        logprob, old, ref, reward, counts, clip_range, ratio_cap, kl_coef, CLIPPING, KL_REWARD, BLOCK_K
+        logprob,
+        old,
+        ref,
+        reward,
+        is_pair,
+        sampler_ratio,
+        clip_range,
+        ratio_cap,
+        kl_coef,
+        CLIPPING,
+        KL_REWARD,
+        HAS_SAMPLER,
     )
     responses_outside = store_response_terms(
         terms_ptr, terms_stride, logprob - old, logprob - ref, counts, number, prompt, P, clip_range
@@ -392,7 +439,7 @@ def pair_kernel(
         BLOCK_T,
     )
     if CLIPPING != "token":
-        losses = tl.sum(tl.sum(loss, axis=2), axis=1)
+        losses = sum_of_pairs(loss)
         if CLIPPING == "separate":
             outside, cases = responses_outside, number
         else:
@@ -406,16 +453,19 @@ def pair_kernel(
 
 @triton.jit(do_not_specialize=["P", "mean_over"])
 def results_kernel(
-    terms_ptr,  # [TERMS, P] fp32
+    terms_ptr,  # [TERMS, P] fp32, as in `pair_kernel`
     divisor_ptr,  # [] fp32, as in `pair_kernel`
-    results_ptr,  # [7] fp32, out: RESULTS
+    results_ptr,  # [7] fp32, [9] where HAS_SAMPLER, out: RESULTS
     P,
     mean_over,
+    HAS_SAMPLER: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
     zeros = tl.zeros([BLOCK_R], dtype=tl.float32)
     losses, prompts, pairs, responses, ratios = zeros, zeros, zeros, zeros, zeros
     largest_ratio, kls, outside, cases, advantages, with_gradient = zeros, zeros, zeros, zeros, zeros, zeros
+    if HAS_SAMPLER:
+        sampler_ratios, capped = zeros, zeros
     first = 0
     while first < P:
         prompt = first + tl.arange(0, BLOCK_R)
@@ -431,6 +481,9 @@ def results_kernel(
         cases += load_term(terms_ptr, CASES, prompt, P)
         advantages += load_term(terms_ptr, ADVANTAGES, prompt, P)
         with_gradient += load_term(terms_ptr, HAS_GRADIENT, prompt, P)
+        if HAS_SAMPLER:
+            sampler_ratios += load_term(terms_ptr, SAMPLER_RATIOS, prompt, P)
+            capped += load_term(terms_ptr, SAMPLER_CAPPED, prompt, P)
         first += BLOCK_R
     all_prompts = tl.sum(prompts, axis=0)
     without_gradient = all_prompts - tl.sum(with_gradient, axis=0)
@@ -441,18 +494,22 @@ def results_kernel(
     tl.store(results_ptr + ADVANTAGE_MEAN_ABS, share(advantages, pairs))
     tl.store(results_ptr + ZERO_GRADIENT_FRACTION, without_gradient / tl.maximum(all_prompts, 1.0))
     tl.store(results_ptr + KL, share(kls, responses))
+    if HAS_SAMPLER:
+        tl.store(results_ptr + SAMPLER_RATIO_MEAN, share(sampler_ratios, pairs))
+        tl.store(results_ptr + SAMPLER_RATIO_CAPPED, share(capped, pairs))
 
 
 def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
-    """RESULTS [7], and dL/d log π of each token of the pairs [N], undefined for other tokens; two launches."""
+    """RESULTS [7] or [9], and dL/d log π of each token of the pairs [N], undefined for other tokens; two launches."""
     terms = empty_terms(pairs)
     coefficients = launch_coefficients(token_logprobs, pairs, settings, terms)
     return launch_results(terms, pairs, settings), coefficients
 
 
 def empty_terms(pairs: PairInputs) -> Tensor:
-    """[TERMS, P] fp32, not yet filled in."""
-    return torch.empty(TERMS, len(pairs.rewards), dtype=torch.float32, device=pairs.rewards.device)
+    """[TERMS, P] fp32, with SAMPLER_TERMS more where pairs have importance weights; not yet filled in."""
+    terms = TERMS if pairs.sampler_logprobs is None else TERMS + SAMPLER_TERMS
+    return torch.empty(terms, len(pairs.rewards), dtype=torch.float32, device=pairs.rewards.device)
 
 
 def mean_over(K: int, settings: P3OSettings) -> int:
@@ -472,7 +529,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3O
     # The policy's own are those that the kernel has summed before it reads any old one.
     old_logprobs = sums if pairs.old_logprobs is None else pairs.old_logprobs
     old_token_logprobs = token_logprobs if pairs.old_token_logprobs is None else pairs.old_token_logprobs
-    valid = pairs.valid_responses
+    valid, sampler = pairs.valid_responses, pairs.sampler_logprobs
     blocks = block_sizes(K)
     with torch.cuda.device_of(token_logprobs):
         pair_kernel[(triton.cdiv(P, blocks["BLOCK_P"]),)](
@@ -483,6 +540,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3O
             pairs.rewards.float().contiguous(),
             terms if valid is None else valid.contiguous().view(torch.uint8),
             old_token_logprobs.float().contiguous(),
+            terms if sampler is None else sampler.float().contiguous(),
             pairs.divisor,
             sums,
             response_coefficients,
@@ -495,9 +553,11 @@ def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3O
             settings.clip_range,
             settings.ratio_cap,
             settings.kl_coef,
+            settings.sampler_ratio_cap,
             CLIPPING=settings.clipping,
             KL_REWARD=settings.kl_reward,
             HAS_VALID=valid is not None,
+            HAS_SAMPLER=sampler is not None,
             K=K,
             MEAN_OVER=mean_over(K, settings),
             **blocks,
@@ -508,11 +568,19 @@ def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3O
 
 
 def launch_results(terms: Tensor, pairs: PairInputs, settings: P3OSettings) -> Tensor:
-    """[TERMS, P] -> RESULTS [7]; one launch."""
-    P, K = pairs.rewards.shape
-    results = torch.empty(len(RESULTS), dtype=torch.float32, device=terms.device)
+    """What each prompt adds [TERMS, P] -> RESULTS [7], or [9] where pairs have importance weights; one launch."""
+    (P, K), weighted = pairs.rewards.shape, pairs.sampler_logprobs is not None
+    count = len(RESULTS) if weighted else len(RESULTS) - len(SAMPLER_METRICS)
+    results = torch.empty(count, dtype=torch.float32, device=terms.device)
     with torch.cuda.device_of(terms):
         results_kernel[(1,)](
-            terms, pairs.divisor, results, P, mean_over(K, settings), BLOCK_R=BLOCK_R, num_warps=RESULTS_WARPS
+            terms,
+            pairs.divisor,
+            results,
+            P,
+            mean_over(K, settings),
+            HAS_SAMPLER=weighted,
+            BLOCK_R=BLOCK_R,
+            num_warps=RESULTS_WARPS,
         )
     return results

@@ -35,6 +35,7 @@ class PairInputs:
     valid_responses: Tensor | None  # [P, K] bool
     old_token_logprobs: Tensor | None  # [N], where single tokens are clipped; None: the policy's own
     divisor: Tensor  # 0-d, of the sum over all prompts or tokens, also where these are a part of them
+    sampler_logprobs: Tensor | None = None  # [P, K]; None: pairs have no importance weights
 
     @classmethod
     def checked(
@@ -49,6 +50,7 @@ class PairInputs:
         *,
         valid_responses: Tensor | None = None,
         old_token_logprobs: Tensor | None = None,
+        sampler_logprobs: Tensor | None = None,
         divisor: float | Tensor | None = None,
     ) -> "PairInputs":
         """policy: [N, ...], what the loss has of each token, called `policy_name`. Offsets and divisor come to its
@@ -67,6 +69,7 @@ class PairInputs:
         cu_seqlens = checked_cu_seqlens(cu_seqlens, tokens, responses_per_prompt=K)
         P = (len(cu_seqlens) - 1) // K
         known = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "rewards": rewards}
+        known["sampler_logprobs"] = sampler_logprobs
         for name, tensor in known.items():
             if tensor is not None:
                 check_shape(name, tensor, (P, K), "a row for each prompt")
@@ -87,6 +90,7 @@ class PairInputs:
             valid_responses,
             None if old_token_logprobs is None else old_token_logprobs.detach(),
             number_on_device(divisor, at_least_fp32(rewards[:0]).dtype, device),
+            None if sampler_logprobs is None else sampler_logprobs.detach(),
         )
         check_same_device(**{policy_name: policy}, **pairs.floating, valid_responses=valid_responses)
         if may_look_at_values(policy):
@@ -101,6 +105,7 @@ class PairInputs:
             "ref_logprobs": self.ref_logprobs,
             "rewards": self.rewards,
             "old_token_logprobs": self.old_token_logprobs,
+            "sampler_logprobs": self.sampler_logprobs,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -120,6 +125,7 @@ class PairInputs:
     def part(self, prompts: slice) -> "PairInputs":
         """The inputs of neighbouring prompts; offsets stay those in [N], and the divisor that of all."""
         K, old, valid = self.rewards.shape[1], self.old_logprobs, self.valid_responses
+        sampler = self.sampler_logprobs
         return replace(
             self,
             cu_seqlens=self.cu_seqlens[K * prompts.start : K * prompts.stop + 1],
@@ -127,6 +133,7 @@ class PairInputs:
             ref_logprobs=self.ref_logprobs[prompts],
             rewards=self.rewards[prompts],
             valid_responses=None if valid is None else valid[prompts],
+            sampler_logprobs=None if sampler is None else sampler[prompts],
         )
 
     def check_no_nan(self) -> None:

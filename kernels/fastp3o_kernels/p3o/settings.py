@@ -29,6 +29,9 @@ class P3OSettings:
     )
     clip_range: float = described(0.2, "Epsilon of the clipping (paper: 0.2).")
     ratio_cap: float = described(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
+    sampler_ratio_cap: float = described(
+        2.0, "C of the truncated importance weights of pairs, where sampler_logprobs are given (common: 2)."
+    )
     kl_coef: float = described(0.05, "Beta, the weight of the KL to the reference (first author: 0.05).")
     kl_reward: str = described(
         "current",
@@ -45,6 +48,8 @@ class P3OSettings:
             raise ValueError(f"clip_range must be above 0, got {self.clip_range}")
         if not self.ratio_cap >= 1:
             raise ValueError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
+        if not self.sampler_ratio_cap >= 1:
+            raise ValueError(f"sampler_ratio_cap must be at least 1, got {self.sampler_ratio_cap}")
         if not self.kl_coef >= 0:
             raise ValueError(f"kl_coef must be 0 or more, got {self.kl_coef}")
 

@@ -35,10 +35,12 @@ LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 V, D, N = 50, 8, sum(LENGTHS)
 
 
-def problem(lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, K=2, masked=False, **settings):
+def problem(
+    lengths=LENGTHS, vocabulary=V, dtype=torch.float32, seed=0, moved=0.3, K=2, masked=False, apart=None, **settings
+):
     states = random_hidden_states(sum(lengths), vocabulary, D, DEVICE, dtype, seed=seed, **settings)
     logits = states.to(torch.float64).logits()
-    given = {"K": K, "seed": seed, "moved": moved, "masked": masked}
+    given = {"K": K, "seed": seed, "moved": moved, "masked": masked, "apart": apart}
     return states, random_pairs(lengths, vocabulary, DEVICE, logits=logits, **given)
 
 
@@ -80,12 +82,13 @@ def sampled_by(states, pairs):
     held=st.integers(1, 60),
     impl=st.sampled_from(["eager", None]),
     masked=st.booleans(),
+    apart=st.sampled_from([None, 0.5, 30.0]),
     seed=st.integers(0, 10**6),
 )
-def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, impl, masked, seed):
+def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, impl, masked, apart, seed):
     K, lengths = groups
     head = {"bias": True, "softcap": 6.0, "temperature": 1.3}
-    states, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, masked=masked, **head)
+    states, pairs = problem(lengths, vocabulary, torch.float64, seed, K=K, masked=masked, apart=apart, **head)
     pairs = pairs.to(torch.float64)
     budget = 2 * budget_for(held, vocabulary)
     output, gradients = run(states, pairs, clipping, impl, kl_reward=kl_reward, memory_budget=budget)
@@ -108,14 +111,16 @@ def test_it_is_the_paper_in_fp64(groups, vocabulary, clipping, kl_reward, held, 
     bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
     masked=st.booleans(),
+    apart=st.sampled_from([None, 0.5, 30.0]),
     gpu=st.sampled_from(GPU_ARITHMETIC),
     seed=st.integers(0, 10**6),
 )
 def test_as_exact_as_eager_at_every_budget(
-    groups, vocabulary, clipping, dtype, impl, held, bias, softcap, masked, gpu, seed
+    groups, vocabulary, clipping, dtype, impl, held, bias, softcap, masked, apart, gpu, seed
 ):
     K, lengths = groups
-    states, pairs = problem(lengths, vocabulary, dtype, seed, K=K, bias=bias, softcap=softcap, masked=masked)
+    given = {"K": K, "bias": bias, "softcap": softcap, "masked": masked, "apart": apart}
+    states, pairs = problem(lengths, vocabulary, dtype, seed, **given)
     expected, expected_gradients = run(states.to(torch.float64), pairs.to(torch.float64), clipping, "eager")
     with rounded_gradients_of_logits(dtype) if gpu else nullcontext():
         eager, eager_gradients = run(states, pairs, clipping, "eager")
@@ -149,7 +154,7 @@ def test_the_budget_changes_nothing_but_rounding(clipping, impl):
 @pytest.mark.parametrize("held", [1000, 5])
 def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, impl, held):
     """The loss, its gradients and metrics are those with the policy's log-probs given as the old ones."""
-    states, pairs = problem(bias=True, softcap=5.0, temperature=0.7)
+    states, pairs = problem(bias=True, softcap=5.0, temperature=0.7, apart=0.3)
     pairs = sampled_by(states, pairs)
     budget = budget_for(held, V)
     expected, expected_gradients = run(states, pairs, clipping, "eager")

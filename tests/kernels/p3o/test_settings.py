@@ -13,6 +13,7 @@ from fastp3o_kernels import P3OSettings
         ({"clip_range": 0}, "clip_range must be above 0, got 0"),
         ({"clip_range": float("nan")}, "clip_range must be above 0, got nan"),
         ({"ratio_cap": 0.5}, "ratio_cap must be at least 1, got 0.5"),
+        ({"sampler_ratio_cap": 0.9}, "sampler_ratio_cap must be at least 1, got 0.9"),
         ({"kl_coef": -0.1}, "kl_coef must be 0 or more, got -0.1"),
     ],
 )
