@@ -41,6 +41,12 @@ class Microbatch:
         """Number of tokens that take part in the loss."""
         return counted_tokens(self.row, self.counted) if self.token_count is None else self.token_count
 
+    def sampler_log_ratios(self) -> Tensor:
+        """[N] fp32: log π_old − log μ of each token, μ what sampled it. Raises ValueError if log μ is not known."""
+        if self.sampler_token_logprobs is None:
+            raise ValueError("importance weights need the log-probs of what sampled, and these rollouts have none")
+        return self.old_token_logprobs - self.sampler_token_logprobs
+
     def counted_responses(self) -> Tensor:
         """[P, K] bool: the responses that take part in the loss."""
         return torch.ones_like(self.rewards, dtype=torch.bool) if self.counted is None else self.counted
@@ -120,22 +126,28 @@ class Objective(ABC):
 class GroupwiseObjective(Objective):
     """An objective whose loss is a plain function of the log-probs of each prompt's responses, in one pass of the head.
 
-    outputs: further outputs of that pass for each token (`TokenOutputs`).
+    outputs: further outputs of that pass for each token (`TokenOutputs`). sampler_ratio_cap: of the importance weights
+    of losses (`truncated_ratios`); 0: losses have none.
     """
 
     outputs: tuple[str, ...] = ()
+    sampler_ratio_cap: float = 0.0
 
     @abstractmethod
     def sums(self, groups: Groups) -> LossAndMetrics:
         """Loss and metrics of some prompts, each summed over what it averages.
 
-        groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `counted` [P, K] and `Microbatch.prepared`.
+        groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `counted` [P, K] and `Microbatch.prepared`;
+            with a `sampler_ratio_cap` also `sampler_log_ratios` [n], log π_old − log μ, μ what sampled.
         """
 
     def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         row, counted = microbatch.row, microbatch.counted_responses()
         tokens = max(1, microbatch.counted_tokens()) if self.averages_tokens else None
         count = tokens or self.metric_count(counted).clamp(min=1)
+        tokens_known = {"old_tokens": microbatch.old_token_logprobs, "ref_tokens": microbatch.ref_token_logprobs}
+        if self.sampler_ratio_cap:
+            tokens_known["sampler_log_ratios"] = microbatch.sampler_log_ratios()
         responses = {
             "old": microbatch.old_logprobs,
             "ref": microbatch.ref_logprobs,
@@ -152,10 +164,7 @@ class GroupwiseObjective(Objective):
                 row.cu_seqlens_on_host,
                 self.sums,
                 responses_per_group=counted.shape[1],
-                token_tensors={
-                    "old_tokens": microbatch.old_token_logprobs,
-                    "ref_tokens": microbatch.ref_token_logprobs,
-                },
+                token_tensors=tokens_known,
                 response_tensors=responses,
                 outputs=self.outputs,
                 divisor=tokens or len(counted),
@@ -163,6 +172,11 @@ class GroupwiseObjective(Objective):
 
         loss, metrics = policy(row, row.labelled_at, head_loss)
         return loss, {name: metric / count for name, metric in metrics.items()}
+
+
+def sampler_ratio_metrics(ratios: Tensor, cap: float) -> dict[str, Tensor]:
+    """Values whose means are metrics, as many as there are importance weights: these, and whether they are capped."""
+    return {"sampler_ratio_mean": ratios, "sampler_ratio_capped": (ratios >= cap).to(ratios.dtype)}
 
 
 def mean_kl(minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses) -> float:

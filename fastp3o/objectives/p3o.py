@@ -9,11 +9,12 @@ from fastp3o.errors import UserError
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
-from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss
+from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
+from fastp3o_kernels.p3o.output import SAMPLER_METRICS
 from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD
 
 # These metrics are means over responses, pairs or prompts even if the loss is a mean over tokens.
-PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl")
+PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl", *SAMPLER_METRICS)
 
 HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
 
@@ -45,7 +46,9 @@ class P3O(Objective):
             ratio_cap=config.ratio_cap,
             kl_coef=config.kl_coef,
             kl_reward=config.kl_reward,
+            sampler_ratio_cap=config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap,
         )
+        self.weighs_pairs = bool(config.sampler_ratio_cap)
         self.averages_tokens = config.clipping == "token"
         self.old_is_policy = config.old_logprobs == "policy"
         self.scaler = config.scaler()
@@ -72,7 +75,10 @@ class P3O(Objective):
     def pair_loss(
         self, policy: nn.Module, microbatch: Microbatch, old_logprobs: Tensor | None, old_token_logprobs: Tensor | None
     ) -> P3OLossOutput:
-        row = microbatch.row
+        row, sampler_logprobs = microbatch.row, None
+        if self.weighs_pairs:
+            log_ratios = sequence_logprobs(microbatch.sampler_log_ratios(), row.cu_seqlens)
+            sampler_logprobs = microbatch.old_logprobs - log_ratios.view(microbatch.rewards.shape)
 
         def head_loss(hidden: Tensor, head: Head) -> P3OLossOutput:
             return linear_p3o_loss(
@@ -86,6 +92,7 @@ class P3O(Objective):
                 replace(self.settings, kl_coef=self.kl.value),
                 old_token_logprobs=old_token_logprobs if self.averages_tokens else None,
                 valid_responses=microbatch.counted,
+                sampler_logprobs=sampler_logprobs,
                 divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
             )
 
@@ -93,7 +100,7 @@ class P3O(Objective):
         if self.averages_tokens:
             # The minibatch weighs all metrics by tokens. Every metric of a row without counted tokens is 0.
             share = microbatch.response_share / (microbatch.metrics_weight or 1.0)
-            metrics = metrics | {name: share * metrics[name] for name in PROMPT_METRICS}
+            metrics = metrics | {name: share * metrics[name] for name in PROMPT_METRICS if name in metrics}
         return P3OLossOutput(loss, metrics)
 
 

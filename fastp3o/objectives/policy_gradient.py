@@ -14,12 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.config import objective_name, option
-from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, Microbatch, SumOverProcesses
+from fastp3o.objectives.base import (
+    GroupwiseObjective,
+    LossAndMetrics,
+    Microbatch,
+    SumOverProcesses,
+    sampler_ratio_metrics,
+)
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.rewards.scaling import AbsoluteScaler, pairs
 from fastp3o_kernels import Groups
-from fastp3o_kernels.losses import group_advantages, k2, k3, ppo_clip, rebel, reinforce, rloo_advantages
+from fastp3o_kernels.losses import (
+    group_advantages,
+    k2,
+    k3,
+    ppo_clip,
+    rebel,
+    reinforce,
+    rloo_advantages,
+    truncated_ratios,
+)
 
 TOKEN_KL = {"k2": k2, "k3": k3}
 
@@ -74,6 +89,7 @@ class PolicyGradient(GroupwiseObjective):
 
     def __init__(self, config: PolicyGradientConfig, *, loss_mean: str = "sum"):
         self.config, self.loss_mean = config, loss_mean
+        self.sampler_ratio_cap = config.sampler_ratio_cap
         self.averages_tokens = loss_mean == "token"
         self.outputs = ("entropy",) if config.entropy_coef else ()
         self.scaler = config.scaler()
@@ -102,9 +118,16 @@ class PolicyGradient(GroupwiseObjective):
             return microbatch.rewards
         return microbatch.rewards - self.kl.value * (microbatch.old_logprobs - microbatch.ref_logprobs)
 
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        """log π_old − log μ of what has a loss in `losses`, μ what sampled: by default of whole responses, [P, K]."""
+        return groups.sums(groups["sampler_log_ratios"])
+
     def sums(self, groups: Groups) -> LossAndMetrics:
-        loss = self.total(groups, self.losses(groups), self.takes_part(groups))
-        metrics = self.metrics(groups)
+        losses, metrics = self.losses(groups), self.metrics(groups)
+        if self.sampler_ratio_cap:
+            ratios = truncated_ratios(self.sampler_log_ratios(groups), self.sampler_ratio_cap)
+            losses, metrics = losses * ratios, metrics | self.sampler_metrics(groups, ratios)
+        loss = self.total(groups, losses, self.takes_part(groups))
         if self.config.kl_estimator in TOKEN_KL and self.kl.value:
             estimates = TOKEN_KL[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
             loss = loss + self.kl.value * self.total(groups, estimates, groups["counted"])
@@ -121,6 +144,11 @@ class PolicyGradient(GroupwiseObjective):
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         """Further metrics, each a `metric_sum`."""
         return {}
+
+    def sampler_metrics(self, groups: Groups, ratios: Tensor) -> dict[str, Tensor]:
+        """Metrics of the importance weights of `losses`, each a `metric_sum`."""
+        values = sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
+        return {name: self.metric_sum(groups, value) for name, value in values.items()}
 
     def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
         """The sum over tokens that count, if the loss averages tokens; else over responses that count, of [P, K] values
@@ -286,6 +314,10 @@ class GRPO(PolicyGradient):
         advantages = groups.per_token(groups["advantages"])
         return self.clipped(groups.token_logprobs, groups["old_tokens"], advantages)
 
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        """Of tokens, [n]."""
+        return groups["sampler_log_ratios"]
+
     def clipped(self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
         clip_low, clip_high = self.config.clip_low, self.config.clip_high
         return ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
@@ -326,6 +358,10 @@ class GSPO(GRPO):
     def losses(self, groups: Groups) -> Tensor:
         means = groups.means(groups.token_logprobs), groups.means(groups["old_tokens"])
         return self.clipped(*means, groups["advantages"])
+
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        """Of whole responses, [P, K]: the clipped ratio is a mean over tokens, but a response is sampled as a whole."""
+        return PolicyGradient.sampler_log_ratios(self, groups)
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         return self.ratio_metrics(groups, groups.means(groups.token_logprobs - groups["old_tokens"]))
@@ -368,6 +404,25 @@ class REBEL(PolicyGradient):
         logprobs, old, rewards = map(pairs, (groups.logprobs, groups["old"], groups["advantages"]))
         losses = rebel(logprobs.flatten(0, 1), old.flatten(0, 1), rewards.flatten(0, 1), eta=self.config.eta)
         return losses.view(logprobs.shape[:2])
+
+    def sampler_log_ratios(self, groups: Groups) -> Tensor:
+        """Of pairs, [P, M]."""
+        return pairs(super().sampler_log_ratios(groups)).sum(-1)
+
+    def sampler_metrics(self, groups: Groups, ratios: Tensor) -> dict[str, Tensor]:
+        """A response has the mean over its pairs that take part, 0 without one."""
+        P, K = groups["counted"].shape
+        counts = self.takes_part(groups)
+        first, second = torch.triu_indices(K, K, offset=1, device=ratios.device)
+
+        def pair_sums(values: Tensor) -> Tensor:
+            zeros = values.new_zeros(P, K)
+            return zeros.index_add(1, first, values).index_add(1, second, values)
+
+        shares = pair_sums(counts.to(ratios.dtype)).clamp(min=1)
+        values = sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
+        means = {name: pair_sums(value.where(counts, 0.0)) / shares for name, value in values.items()}
+        return {name: self.metric_sum(groups, value) for name, value in means.items()}
 
     def takes_part(self, groups: Groups) -> Tensor:
         return pairs(groups["counted"]).all(-1)

@@ -19,13 +19,19 @@ from torch.nn.utils.rnn import pad_sequence
 from fastp3o.config import objective_name, option
 from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs, scalars
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, SumOverProcesses
+from fastp3o.objectives.base import (
+    LossAndMetrics,
+    Microbatch,
+    Objective,
+    SumOverProcesses,
+    sampler_ratio_metrics,
+)
 from fastp3o.objectives.config import KLConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
-from fastp3o_kernels.losses import ppo_clip
+from fastp3o_kernels.losses import ppo_clip, truncated_ratios
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +204,11 @@ def ppo_loss(
     mean = partial(mean_where, takes_part=counted_token_mask(microbatch))
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
     policy_losses = ppo_clip(logprobs, microbatch.old_token_logprobs, advantages, clip_low=config.clip_range)
+    sampler_metrics: dict[str, Tensor] = {}
+    if config.sampler_ratio_cap:
+        sampler_ratios = truncated_ratios(microbatch.sampler_log_ratios(), config.sampler_ratio_cap)
+        policy_losses = policy_losses * sampler_ratios
+        sampler_metrics = sampler_ratio_metrics(sampler_ratios, config.sampler_ratio_cap)
     policy_loss = mean(policy_losses)
 
     reach = config.value_clip_range
@@ -212,6 +223,7 @@ def ppo_loss(
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "value_clip_fraction": mean(((values - old_values).abs() > reach).float()),
+        **{name: mean(value) for name, value in sampler_metrics.items()},
     }
     loss = policy_loss + config.value_coef * value_loss
     if entropy is not None:

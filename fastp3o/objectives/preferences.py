@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastp3o.config import SamplerConfig, SupervisedConfig, TrainableConfig, objective_name, option
 from fastp3o.errors import UserError
-from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics
+from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, differences, pairs
@@ -343,7 +343,7 @@ class LabelledPairs(GroupwiseObjective):
     per_token: ClassVar[bool] = False
 
     def __init__(self, config: OnlineConfig):
-        self.config = config
+        self.config, self.sampler_ratio_cap = config, config.sampler_ratio_cap
         # Only the order of the rewards matters.
         self.scaler = AbsoluteScaler(0.0, scale=False)
 
@@ -365,9 +365,15 @@ class LabelledPairs(GroupwiseObjective):
         labels = differences(groups["rewards"]).sign()
         counts = pairs(groups["counted"]).all(-1)
         values = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
+        values = values.view_as(labels)
         margins = labels * differences(logprobs.detach() - anchor)
         metrics = {"accuracy": (1 + margins.sign()) / 2, "tied": (labels == 0).float(), "margin": margins}
-        loss = values.view_as(labels).where(counts & (labels != 0), 0.0).mean(1).sum()
+        if self.sampler_ratio_cap:
+            log_ratios = pairs(groups.sums(groups["sampler_log_ratios"])).sum(-1)
+            ratios = losses.truncated_ratios(log_ratios, self.sampler_ratio_cap)
+            values = values * ratios
+            metrics |= sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
+        loss = values.where(counts & (labels != 0), 0.0).mean(1).sum()
         return loss, {name: values.where(counts, 0.0).sum() for name, values in metrics.items()}
 
 

@@ -14,6 +14,23 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from fastp3o_kernels.overlong_penalty import overlong_penalty as overlong_penalty
+from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT
+
+# --- Samples of something else than the old policy --------------------------------------------------------------------
+
+
+def truncated_ratios(log_ratios: Tensor, cap: float) -> Tensor:
+    """min(π_old / μ, C), constants that weigh the losses of what μ sampled in the place of the old policy; any shape.
+
+    log_ratios: log π_old − log μ. μ is the old policy in another engine or precision, or an older one. Since
+    E_π_old[f(y)] = E_μ[π_old(y) / μ(y) f(y)], losses of whole responses are weighed by ratios of these, and losses of
+    pairs by the product of their two, a sum of log-ratios. The cap C bounds the variance and biases towards μ
+    (truncated importance sampling, Ionides 2008). Losses of tokens are weighed by the ratio of each token alone (Yao et
+    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). That leaves the tokens before
+    it as μ sampled them, for far less variance.
+    """
+    return log_ratios.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+
 
 # --- Estimators of the KL ---------------------------------------------------------------------------------------------
 # Estimators of KL(π ‖ π_ref) from samples of π, tokens or responses (Schulman, "Approximating KL divergence", 2020).

@@ -22,6 +22,13 @@ def odds(x):
     return torch.exp(x) / (1 - torch.exp(x))
 
 
+def test_ratios_to_the_sampler_end_at_their_cap_and_are_constants():
+    log_ratios = torch.tensor([-1e38, -100.0, -0.5, 0.0, 0.5, 2.0, 100.0, 1e38], requires_grad=True)
+    ratios = losses.truncated_ratios(log_ratios, 2.0)
+    torch.testing.assert_close(ratios, torch.tensor([0.0, 0.0, math.exp(-0.5), 1, math.exp(0.5), 2, 2, 2]))
+    assert not ratios.requires_grad
+
+
 # Losses of a pair: a, b are log-probs of the chosen and the rejected response (or of responses 1 and 2), k, n their
 # constants. Each entry is our loss of log-probs and constants, [P, 2] each, and the formula.
 PAIRS = {

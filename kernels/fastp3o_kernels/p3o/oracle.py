@@ -7,6 +7,7 @@ prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones 
 import torch
 from torch import Tensor
 
+from fastp3o_kernels.losses import truncated_ratios
 from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
@@ -145,10 +146,10 @@ def pair_sampler_ratios(old: Tensor, pairs: PairInputs, settings: P3OSettings) -
     """
     if pairs.sampler_logprobs is None:
         return None
-    log_ratios = at_least_fp32(old.detach()) - at_least_fp32(pairs.sampler_logprobs)
+    log_ratios = at_least_fp32(old) - at_least_fp32(pairs.sampler_logprobs)
     log_ratios = log_ratios.masked_fill(~pairs.in_pairs, 0.0)
     first, second = pair_indices(old.shape[1], old.device)
-    return exp_limited(log_ratios[:, first] + log_ratios[:, second]).clamp(max=settings.sampler_ratio_cap).flatten()
+    return truncated_ratios(log_ratios[:, first] + log_ratios[:, second], settings.sampler_ratio_cap).flatten()
 
 
 def sampler_metrics(ratios: Tensor | None, counts: Tensor, settings: P3OSettings) -> dict[str, Tensor]:

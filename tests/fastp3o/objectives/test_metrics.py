@@ -1,5 +1,8 @@
 """Metrics of a minibatch are means over what counts, however its prompts are packed and whatever divides the loss."""
 
+from dataclasses import replace
+from math import exp
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -7,7 +10,14 @@ from accelerate import Accelerator
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import DAPOConfig, DrGRPOConfig, GRPOConfig, GSPOConfig
+from fastp3o.objectives.policy_gradient import (
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    REBELConfig,
+    RLOOConfig,
+)
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
@@ -21,8 +31,8 @@ COUNTED = torch.tensor([[True, True], [False, False], [True, False], [True, True
 NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": 100}
 
 
-def row_metrics(config, counted, tokens_per_row: int) -> dict[str, float]:
-    """Metrics of one minibatch on the policy that sampled."""
+def row_metrics(config, counted, tokens_per_row: int, apart: float | None = None) -> dict[str, float]:
+    """Metrics of one minibatch on the old policy. apart: log π_old − log μ of every token, μ what sampled, if known."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[int]:
@@ -48,6 +58,8 @@ def row_metrics(config, counted, tokens_per_row: int) -> dict[str, float]:
     )
     metrics: dict[str, float] = {}
     for microbatch in minibatch:
+        if apart is not None:
+            microbatch = replace(microbatch, sampler_token_logprobs=microbatch.old_token_logprobs - apart)
         for name, value in objective.loss(policy, microbatch)[1].items():
             metrics[name] = metrics.get(name, 0.0) + microbatch.metrics_weight * value.item()
     return metrics
@@ -74,6 +86,49 @@ def test_pairs_that_are_tied_or_equally_likely_are_half_right(tokens_per_row):
     metrics = row_metrics(OnlineDPOConfig(**NAMES), COUNTED, tokens_per_row)
     assert metrics["accuracy"] == pytest.approx(0.5)
     assert metrics["margin"] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("tokens_per_row", [1000, 30])
+@pytest.mark.parametrize("counted", [None, COUNTED])
+def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, tokens_per_row):
+    """Tokens, whole responses, or pairs."""
+    takes_part = [[True] * K] * P if counted is None else counted.tolist()
+    lengths = [[3 + 2 * p + k for k in range(K)] for p in range(P)]
+    responses = [exp(0.05 * lengths[p][k]) for p in range(P) for k in range(K) if takes_part[p][k]]
+    pairs = [exp(0.05 * sum(lengths[p])) for p in range(P) if all(takes_part[p])]
+    weighed = {
+        GRPOConfig: [exp(0.05)],
+        DAPOConfig: [exp(0.05)],
+        PPOConfig: [exp(0.05)],
+        RLOOConfig: responses,
+        GSPOConfig: responses,
+        OnlineDPOConfig: pairs,
+        P3OConfig: pairs,
+    }
+    settings = [(config_class, {}) for config_class in weighed] + [(P3OConfig, {"clipping": "token"})]
+    for config_class, options in settings:
+        for cap in (1.04, 1.5, 9.0):
+            config = config_class(**NAMES, sampler_ratio_cap=cap, **options)
+            metrics = row_metrics(config, counted, tokens_per_row, apart=0.05)
+            capped = [min(ratio, cap) for ratio in weighed[config_class]]
+            share = sum(ratio >= cap for ratio in weighed[config_class]) / len(capped)
+            assert metrics["sampler_ratio_mean"] == pytest.approx(sum(capped) / len(capped), rel=1e-4)
+            assert metrics["sampler_ratio_capped"] == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize("tokens_per_row", [1000, 30])
+def test_a_response_that_rebel_compares_has_the_mean_weight_of_its_pairs(tokens_per_row):
+    """The one without a pair has none."""
+    metrics = row_metrics(REBELConfig(**NAMES, sampler_ratio_cap=9.0), COUNTED, tokens_per_row, apart=0.05)
+    expected = 2 * (exp(0.05 * (3 + 4)) + exp(0.05 * (9 + 10))) / 5
+    assert metrics["sampler_ratio_mean"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["sampler_ratio_capped"] == 0
+
+
+@pytest.mark.parametrize("config_class", [P3OConfig, PPOConfig, GRPOConfig, RLOOConfig, OnlineDPOConfig])
+def test_importance_weights_are_not_left_out_in_silence(config_class):
+    with pytest.raises(ValueError, match="need the log-probs of what sampled, and these rollouts have none"):
+        row_metrics(config_class(**NAMES, sampler_ratio_cap=2.0), None, 1000)
 
 
 def test_nothing_is_divided_by_zero_where_nothing_counts():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -36,6 +38,21 @@ def test_the_first_step_is_the_policy_gradient():
     torch.testing.assert_close(values.grad, 0.5 * (values.detach() - returns) / 9)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
     assert metrics["clip_fraction"] == metrics["value_clip_fraction"] == 0
+
+
+def test_importance_weights_are_of_the_policys_loss_alone():
+    logprobs = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    advantages, returns = torch.randn(2, 4, dtype=torch.float64)
+    microbatch = given(logprobs.detach(), values.detach(), advantages, returns)
+    ratios = torch.tensor([0.5, 1.0, 1.9, 1e300], dtype=torch.float64)
+    weighted = replace(microbatch, sampler_token_logprobs=logprobs.detach() - ratios.log())
+    loss, metrics = ppo_loss(logprobs, values, weighted, settings(value_coef=0.5, sampler_ratio_cap=2.0))
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, -advantages * ratios.clamp(max=2) / 4)
+    torch.testing.assert_close(values.grad, 0.5 * (values.detach() - returns) / 4)
+    assert metrics["sampler_ratio_mean"].item() == pytest.approx((0.5 + 1 + 1.9 + 2) / 4)
+    assert metrics["sampler_ratio_capped"] == 0.25
 
 
 @pytest.mark.parametrize(
