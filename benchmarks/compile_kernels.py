@@ -247,15 +247,22 @@ def disassembled(config: Configuration, architecture: int) -> Code:
     return Code(registers, stack, result.metadata.shared, layouts, sass)
 
 
-def compiled(config: Configuration, architecture: int) -> dict[str, object]:
-    """What a kernel takes, and instructions of interest."""
-    code = disassembled(config, architecture)
+def identity(config: Configuration, architecture: int, code: Code) -> dict[str, object]:
+    """What every table says of a kernel."""
     return {
         "kernel": config.kernel,
         "configuration": config.name,
         "architecture": f"sm_{architecture}",
         "warps": config.warps,
         "registers": code.registers,
+    }
+
+
+def compiled(config: Configuration, architecture: int) -> dict[str, object]:
+    """What a kernel takes, and instructions of interest."""
+    code = disassembled(config, architecture)
+    return {
+        **identity(config, architecture, code),
         "stack": code.stack,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", code.sass)),
         "shared": code.shared,

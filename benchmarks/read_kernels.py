@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks import compile_kernels
-from benchmarks.compile_kernels import ARCHITECTURES, Configuration, disassembled
+from benchmarks.compile_kernels import ARCHITECTURES, Configuration, disassembled, identity
 from benchmarks.sass import ASYNCHRONOUS, FP32, H100, H200, TENSOR_CORES, blocks_per_processor, main_loop
 
 FOLDER = Path(__file__).parent
@@ -72,11 +72,7 @@ def reading(config: Configuration, architecture: int) -> dict[str, object]:
     code = disassembled(config, architecture)
     loop = main_loop(code.sass)
     return {
-        "kernel": config.kernel,
-        "configuration": config.name,
-        "architecture": f"sm_{architecture}",
-        "warps": config.warps,
-        "registers": code.registers,
+        **identity(config, architecture, code),
         "shared": code.shared,
         "blocks": blocks_per_processor(f"sm_{architecture}", config.warps, code.registers, code.shared),
         "layouts": sorted(set(code.layouts)),

@@ -2,7 +2,7 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import FrozenModel, local_part, map_rows_in_lockstep
 from fastp3o.packing.packed_row import PackedRow
+
+# Elements of weights that move at a time: their fp32 copies take memory.
+TOGETHER = 2**26
 
 
 class Reference(ABC):
@@ -100,9 +103,33 @@ class MovingReference(Reference):
         if self.every and update % self.every:
             return
         own = dict(policy.named_parameters())
-        for name, weight in self.weights.items():
-            now = local_part(own[name])
+        for names in batches({name: local_part(weight).numel() for name, weight in self.weights.items()}, TOGETHER):
+            weights, now = ([local_part(part[name]) for name in names] for part in (self.weights, own))
             if self.decay:
-                mean = local_part(self.means.get(name, weight))
-                now = mean.lerp_(now.to(mean.device, mean.dtype), 1 - self.decay)
-            local_part(weight).copy_(now)
+                means = [local_part(self.means.get(name, self.weights[name])) for name in names]
+                torch._foreach_lerp_(means, converted(now, means), 1 - self.decay)
+                now = means
+            if not self.decay or self.means:
+                torch._foreach_copy_(weights, now)
+
+
+def batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+    """Names in their order, in lists whose sizes add up to at most `most`, or with one name."""
+    names: list[str] = []
+    for name, size in sizes.items():
+        if names and sum(sizes[each] for each in names) + size > most:
+            yield names
+            names = []
+        names.append(name)
+    yield names
+
+
+def converted(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors with the dtypes and devices of others: copies of all if one is unlike."""
+    if all(
+        tensor.dtype == like.dtype and tensor.device == like.device for tensor, like in zip(tensors, likes, strict=True)
+    ):
+        return tensors
+    copies = [torch.empty_like(like) for like in likes]
+    torch._foreach_copy_(copies, tensors)
+    return copies

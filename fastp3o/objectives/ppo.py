@@ -14,7 +14,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from fastp3o.config import objective_name, option
 from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs, scalars
@@ -122,7 +121,9 @@ class PPO(Objective):
             microbatch.row.cu_seqlens,
             kl_coef=self.kl.value,
         )
-        return estimate_advantages(rewards, values, microbatch.row.labelled_lengths, gae_lambda=self.config.gae_lambda)
+        row = microbatch.row
+        longest = max(row.labelled_lengths)
+        return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         row, critic = microbatch.row, policy.get_submodule("critic")
@@ -166,31 +167,38 @@ def token_rewards(
     return kl_penalties.index_add(0, cu_seqlens[1:].long() - 1, rewards)
 
 
-def estimate_advantages(rewards: Tensor, values: Tensor, lengths: tuple[int, ...], *, gae_lambda: float) -> Tensor:
+def estimate_advantages(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, longest: int, *, gae_lambda: float
+) -> Tensor:
     """Σ_l λ^l δ_{t+l}, δ_t = r_t + V_{t+1} − V_t, with V = 0 after the last token and no discount: [N] x 2 -> [N].
 
-    Schulman et al. 2016, equation 16. A response that was cut off ends like any other.
+    longest: tokens of the longest response. Schulman et al. 2016, equation 16. A response that was cut off ends like
+    any other.
+
+    Each pass doubles the number of terms: A_t of 2n terms is A_t + λ^n A_{t+n} of n.
     """
-    rewards, values = (pad_sequence(list(x.split(lengths)), batch_first=True) for x in (rewards, values))
-    next_values = torch.cat([values[:, 1:], values.new_zeros(len(values), 1)], dim=1)
-    deltas = rewards + next_values - values
-    result = torch.zeros_like(deltas)
-    # Padding is zero, so a response's last advantage takes nothing from there.
-    later = deltas.new_zeros(len(deltas))
-    for t in range(deltas.shape[1] - 1, -1, -1):
-        later = deltas[:, t] + gae_lambda * later
-        result[:, t] = later
-    return torch.cat([advantages[:length] for advantages, length in zip(result, lengths, strict=True)])
+    lengths, positions = cu_seqlens.diff(), torch.arange(len(rewards), device=rewards.device)
+    left = cu_seqlens[1:].repeat_interleave(lengths, output_size=len(rewards)) - positions
+
+    def later(numbers: Tensor, distance: int) -> Tensor:
+        """The number `distance` tokens later, 0 after the end of a response."""
+        return numbers.roll(-distance).where(left > distance, 0.0)
+
+    advantages, terms = rewards + later(values, 1) - values, 1
+    while terms < longest:
+        advantages = advantages + gae_lambda**terms * later(advantages, terms)
+        terms *= 2
+    return advantages
 
 
 def whiten(values: list[Tensor], sum_over_processes: SumOverProcesses) -> list[Tensor]:
     """Shifts and scales all values of all processes to mean 0 and standard deviation 1; shapes stay."""
     together = torch.cat(values).double()
     sums = torch.stack([together.new_full((), len(together)), together.sum(), together.square().sum()])
-    count, total, squares = sum_over_processes(sums).tolist()
+    count, total, squares = sum_over_processes(sums)
     mean = total / count
-    deviation = max(squares / count - mean**2, 0.0) ** 0.5
-    return [((value - mean) / (deviation + 1e-8)) for value in values]
+    deviation = (squares / count - mean.square()).clamp(min=0.0).sqrt()
+    return [(value - mean) / (deviation + 1e-8) for value in values]
 
 
 def ppo_loss(

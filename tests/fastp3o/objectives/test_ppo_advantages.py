@@ -1,3 +1,5 @@
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,7 +24,8 @@ def by_definition(rewards: torch.Tensor, values: torch.Tensor, gae_lambda: float
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.integers(0, 99))
 def test_ragged_responses_have_the_advantages_of_each_alone(lengths, gae_lambda, seed):
     rewards, values = ragged(lengths, seed)
-    result = estimate_advantages(rewards, values, tuple(lengths), gae_lambda=gae_lambda)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    result = estimate_advantages(rewards, values, cu_seqlens, max(lengths), gae_lambda=gae_lambda)
     expected = [
         by_definition(r, v, gae_lambda) for r, v in zip(rewards.split(lengths), values.split(lengths), strict=True)
     ]
@@ -32,7 +35,8 @@ def test_ragged_responses_have_the_advantages_of_each_alone(lengths, gae_lambda,
 def test_lambda_one_compares_what_came_with_what_was_expected():
     rewards, values = ragged([4], 0)
     to_come = rewards.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(estimate_advantages(rewards, values, (4,), gae_lambda=1.0), to_come - values)
+    advantages = estimate_advantages(rewards, values, torch.tensor([0, 4]), 4, gae_lambda=1.0)
+    torch.testing.assert_close(advantages, to_come - values)
 
 
 def test_each_token_pays_for_its_kl_and_the_last_one_earns_the_reward():
