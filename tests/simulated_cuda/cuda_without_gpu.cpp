@@ -24,24 +24,24 @@ thread_local int allocating_device = -1; // -1: the host
 thread_local c10::DeviceIndex device_now = 0;
 
 struct Block {
-  c10::DataPtr memory;
   int64_t bytes;
   int device;
 };
+// Tensors that live until the process ends are freed after this file's destructors would have run: none runs.
+auto& blocks_lock = *new std::mutex;
+auto& blocks = *new std::unordered_map<void*, Block>; // on a device, by their addresses
 
-std::mutex blocks_lock;
-std::unordered_map<void*, Block> blocks; // by address
-
-// Some products on some processors take scratch by its address alone, so a block's context is its address, too.
+// oneDNN allocates and frees by address alone, on the host and on a device.
 void free_memory(void* address) {
-  std::unique_lock<std::mutex> guard(blocks_lock);
-  const auto block = blocks.extract(address);
-  guard.unlock();
-  if (block.empty()) {
-    c10::GetDefaultCPUAllocator()->raw_deallocate(address);
-  } else {
-    allocated[block.mapped().device] -= block.mapped().bytes;
+  {
+    std::lock_guard<std::mutex> guard(blocks_lock);
+    auto found = blocks.find(address);
+    if (found != blocks.end()) {
+      allocated[found->second.device] -= found->second.bytes;
+      blocks.erase(found);
+    }
   }
+  c10::GetDefaultCPUAllocator()->raw_deleter()(address);
 }
 
 struct CountingAllocator : c10::Allocator {
@@ -54,9 +54,9 @@ struct CountingAllocator : c10::Allocator {
     int64_t before = peak[device];
     while (before < now && !peak[device].compare_exchange_weak(before, now)) {
     }
-    void* address = memory.get();
+    void* address = memory.release_context();
     std::lock_guard<std::mutex> guard(blocks_lock);
-    blocks.emplace(address, Block{std::move(memory), rounded, device});
+    blocks[address] = {rounded, device};
     return {address, address, free_memory, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return free_memory; }
@@ -65,8 +65,8 @@ struct CountingAllocator : c10::Allocator {
   }
 };
 
-std::mutex pinned_lock;
-std::map<const char*, size_t> pinned; // first address -> bytes
+auto& pinned_lock = *new std::mutex;
+auto& pinned = *new std::map<const char*, size_t>; // first address -> bytes
 
 struct PinnedAllocator : c10::Allocator {
   struct Pinned {
@@ -93,8 +93,8 @@ struct PinnedAllocator : c10::Allocator {
   }
 };
 
-CountingAllocator counting_allocator;
-PinnedAllocator pinned_allocator;
+auto& counting_allocator = *new CountingAllocator;
+auto& pinned_allocator = *new PinnedAllocator;
 
 bool is_pinned(const void* address) {
   std::lock_guard<std::mutex> guard(pinned_lock);
