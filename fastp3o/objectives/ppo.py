@@ -182,11 +182,11 @@ def estimate_advantages(
 
     def later(numbers: Tensor, distance: int) -> Tensor:
         """The number `distance` tokens later, 0 after the end of a response."""
-        return numbers.roll(-distance).where(left > distance, 0.0)
+        return numbers.roll(-distance).masked_fill(left <= distance, 0.0)
 
     advantages, terms = rewards + later(values, 1) - values, 1
     while terms < longest:
-        advantages = advantages + gae_lambda**terms * later(advantages, terms)
+        advantages = advantages.add(later(advantages, terms), alpha=gae_lambda**terms)
         terms *= 2
     return advantages
 

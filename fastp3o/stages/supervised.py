@@ -19,6 +19,7 @@ from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
+from fastp3o.training.late import Moment
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
 from fastp3o.training.run import Run, Steps
@@ -119,16 +120,16 @@ def train_supervised(task: SupervisedTask) -> None:
     run, complete = make_run(task, optimizer, data, steps)
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=total, seed=config.seed)
-        with run.saved_if_not_finite(step):
+        with run.saved_after_error(step):
             batch = own_part(context.accelerator, complete()["train_data"][chosen])
-            with run.phase("update"):
-                rows = task.prepared_rows(optimizer.model, batch)
-                metrics, shown = optimizer_step(task, optimizer, rows, task.count(batch))
-        values = dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
-        values["epoch"] = step * config.batch_size / total
-        values["packing_efficiency"] = efficiency(rows, config.tokens_per_row)
+        run.stop_or_save()
+        begun = Moment(context.device)
+        rows = task.prepared_rows(optimizer.model, batch)
+        metrics, shown = optimizer_step(task, optimizer, rows, task.count(batch))
+        packed = efficiency(rows, config.tokens_per_row)
+        known = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
-        run.report(step, values, tokens=tokens, shown=shown)
+        run.report_later(step, begun, metrics, known, tokens=tokens, shown=shown)
 
 
 def make_run(

@@ -14,7 +14,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import local_part, shard
 from fastp3o.precision import Precision
-from fastp3o.training.processes import sum_over_processes
+from fastp3o.training.processes import NotFiniteError, sum_over_processes
 from fastp3o.training.step_guard import StepGuard
 
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
@@ -108,10 +108,19 @@ class Optimizer:
         """Waits for the steps so far. Raises NotFiniteError if the loss or the gradient of one was not finite: it and
         those after it have moved nothing, and do not count as `steps`.
         """
-        unread = len(self.guard.unread)
-        made, error = self.guard.steps_before_failure()
-        self.steps -= unread - made
+        if self.guard.unread:
+            steps = len(self.guard.unread)
+            self.settle(steps, *self.guard.steps_before_failure())
+
+    def require_finite_later(self, steps: int, outcome: list[float]) -> None:
+        """As `require_finite`, for steps whose outcome (`StepGuard.outcome`) the host has read by now."""
+        self.settle(steps, *self.guard.judge(outcome))
+
+    def settle(self, steps: int, made: int, error: NotFiniteError | None) -> None:
+        """made: steps before the error, out of some. Those that are unread still have moved nothing after it."""
         if error is not None:
+            self.steps -= steps - made + len(self.guard.unread)
+            self.guard.unread = []
             raise error
 
     def next_learning_rate(self) -> float:

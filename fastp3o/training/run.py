@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
@@ -17,8 +18,16 @@ from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.training.checkpoints import FINISHED_MODEL, save_model
+from fastp3o.training.late import LateNumbers, Moment
 from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.processes import NotFiniteError, on_main_process, require_all_finite
+from fastp3o.training.processes import (
+    NotFiniteError,
+    largest,
+    not_finite,
+    not_finite_error,
+    on_main_process,
+    require_all_finite,
+)
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
 from fastp3o.training.run_folder import (
     EVALUATIONS,
@@ -36,6 +45,7 @@ from fastp3o.training.states.store import Progress, States
 from fastp3o.training.stopping import StoppedError, Stops
 
 STATES = "state"
+A_WEIGHT = "a weight"
 
 
 class Steps(NamedTuple):
@@ -44,6 +54,26 @@ class Steps(NamedTuple):
     stage: str
     name: str
     last: int
+
+
+class LateStep(NamedTuple):
+    """A step that was launched, and whose outcome the host has not read yet.
+
+    numbers: the outcome of the optimizer steps, the number of weights that are not finite, and the metrics. known: the
+    other metrics. progress: after the step, with the loss scale before it.
+    """
+
+    step: int
+    optimizer_steps: int
+    numbers: LateNumbers
+    outcomes: int  # numbers of the optimizer steps
+    names: tuple[str, ...]  # of the metrics
+    known: dict[str, float]
+    begun: Moment
+    progress: Progress
+    steps_so_far: int
+    tokens: float
+    shown: tuple[str, ...]
 
 
 class Run:
@@ -94,6 +124,7 @@ class Run:
         self.stops = Stops(self.accelerator)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
+        self.late: LateStep | None = None
 
     def resumed(self) -> Progress | None:
         """Loads the newest state if there is one, and prints its name and the options that have changed."""
@@ -131,13 +162,16 @@ class Run:
                 self.write_missing_checkpoint()
                 for step in range(self.progress.step + 1, self.steps.last + 1):
                     yield step
-                    self.require_finite_weights(step)
-                    self.note_progress(step, evaluated=False)
+                    if self.late is None:
+                        self.require_finite_weights(step)
+                        self.note_progress(step, evaluated=False)
                     self.stop_or_save()
                     self.evaluate_after(step)
                     if self.checkpoint_due(step):
+                        self.read_late_step()
                         self.save_state()
                         self.save_model(self.checkpoint_folder(step))
+                self.read_late_step()
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
@@ -154,13 +188,18 @@ class Run:
 
     @contextmanager
     def saved_if_not_finite(self, step: int) -> Iterator[None]:
-        """Wraps the work of a step, and waits at its end for its optimizer steps. After a NotFiniteError, or an error
-        of an endpoint or a user's function, saves the model, saves the state too if the step has not moved it, and says
-        so in the error.
+        """Wraps the work of a step as `saved_after_error`, and waits at its end for its optimizer steps."""
+        with self.saved_after_error(step):
+            yield
+            self.optimizer.require_finite()
+
+    @contextmanager
+    def saved_after_error(self, step: int) -> Iterator[None]:
+        """After a NotFiniteError, or an error of an endpoint or a user's function, saves the model, saves the state too
+        if the step has not moved it, and says so in the error.
         """
         try:
             yield
-            self.optimizer.require_finite()
         except (NotFiniteError, EndpointError, FunctionError) as error:
             where = f"{self.steps.name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
@@ -178,16 +217,75 @@ class Run:
         """Reports a step's metrics, times and memory. tokens: trained on, over all processes. shown: the names of the
         metrics next to the progress bar.
         """
-        seconds = self.phases.read()
+        metrics = metrics | {"learning_rate": self.optimizer.learning_rate}
+        self.write_report(step, metrics, self.phases.read(), tokens, shown)
+
+    def write_report(
+        self, step: int, metrics: dict[str, float], seconds: dict[str, float], tokens: float, shown: tuple[str, ...]
+    ) -> None:
+        """seconds: of each phase."""
         total = sum(seconds.values())
         self.reporter.step(
             step,
             metrics
-            | {"learning_rate": self.optimizer.learning_rate, "peak_memory_gib": peak_memory_gib()}
+            | {"peak_memory_gib": peak_memory_gib()}
             | {"seconds": total, "tokens_per_second": tokens / total}
             | {f"seconds_{phase}": value for phase, value in seconds.items()},
             shown=shown,
         )
+
+    def report_later(
+        self,
+        step: int,
+        begun: Moment,
+        metrics: dict[str, Tensor],
+        known: dict[str, float],
+        *,
+        tokens: float,
+        shown: tuple[str, ...],
+    ) -> None:
+        """Ends a step that the device may still be working on: reads the outcome of the step before it, and sends its
+        own on the way, which is read after the next step, or before anything is saved or evaluated.
+
+        begun: when its work began. metrics: 0-d, on the device. known: metrics that the host knows.
+        """
+        self.read_late_step()
+        optimizer, steps = self.optimizer, len(self.optimizer.guard.unread)
+        outcome = optimizer.guard.outcome()
+        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights()))
+        self.late = LateStep(
+            step,
+            optimizer_steps=steps,
+            numbers=LateNumbers(torch.cat([outcome, bad.float()[None], torch.stack([*metrics.values()])])),
+            outcomes=len(outcome),
+            names=tuple(metrics),
+            known=known | {"learning_rate": optimizer.learning_rate},
+            begun=begun,
+            progress=self.states.progress(step, evaluated=False),
+            steps_so_far=optimizer.steps,
+            tokens=tokens,
+            shown=shown,
+        )
+
+    def read_late_step(self) -> None:
+        """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one.
+
+        Raises NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before
+        that step, also where a later one was launched.
+        """
+        late, self.late = self.late, None
+        if late is None:
+            return
+        numbers = late.numbers.read()
+        outcome, bad, metrics = numbers[: late.outcomes], numbers[late.outcomes], numbers[late.outcomes + 1 :]
+        with self.saved_after_error(late.step):
+            self.optimizer.require_finite_later(late.optimizer_steps, outcome)
+        seconds = {"update": late.numbers.arrived.seconds_since(late.begun)}
+        values = dict(zip(late.names, metrics, strict=True)) | late.known
+        self.write_report(late.step, values, seconds, late.tokens, late.shown)
+        if bad:
+            raise self.ruined(late.step, not_finite_error(A_WEIGHT, int(bad)))
+        self.progress, self.optimizer_steps = self.states.with_loss_scale(late.progress), late.steps_so_far
 
     def warn_once(self, about: str, message: str) -> None:
         if about not in self.warned:
@@ -197,7 +295,10 @@ class Run:
     def evaluate_after(self, step: int) -> None:
         """Makes the evaluation if it is due and was not made before the run was resumed."""
         due = step == 0 or self.config.evaluates_after(step, last=self.steps.last)
-        if self.evaluate is not None and due and not self.progress.evaluated:
+        if self.evaluate is None or not due:
+            return
+        self.read_late_step()
+        if not self.progress.evaluated:
             with self.saved_if_not_finite(step):
                 metrics = self.evaluate()
                 for name, value in metrics.items():
@@ -210,13 +311,16 @@ class Run:
 
     def require_finite_weights(self, step: int) -> None:
         """Raises NotFiniteError if the step has ruined the model, before a state can replace a good one."""
-        trained = (parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad)
         try:
-            require_all_finite(self.accelerator, "a weight", trained)
+            require_all_finite(self.accelerator, A_WEIGHT, self.trained_weights())
         except NotFiniteError as error:
-            raise NotFiniteError(
-                f"{self.steps.name} {step}: {error} after its optimizer step. {self.remedy()}"
-            ) from error
+            raise self.ruined(step, error) from error
+
+    def trained_weights(self) -> Iterator[Tensor]:
+        return (parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad)
+
+    def ruined(self, step: int, error: NotFiniteError) -> NotFiniteError:
+        return NotFiniteError(f"{self.steps.name} {step}: {error} after its optimizer step. {self.remedy()}")
 
     def remedy(self) -> str:
         if self.states.newest is None:
@@ -236,7 +340,10 @@ class Run:
         waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
         due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
         number, due = self.stops.agreed(due)
-        if self.moved or not (number or due):
+        if not (number or due):
+            return
+        self.read_late_step()
+        if self.moved:
             return
         self.save_state()
         if number:

@@ -62,13 +62,20 @@ class StepGuard:
 
     def steps_before_failure(self) -> tuple[int, NotFiniteError | None]:
         """The number of unread steps before a failure, and its error, None if there is none. Waits for the device."""
-        if not self.unread:
-            return 0, None
-        numbers = torch.stack([*self.unread, *self.counters()]).tolist()
-        failures, self.known = numbers[: len(self.unread)], numbers[len(self.unread) :]
+        return self.judge(self.outcome().tolist()) if self.unread else (0, None)
+
+    def outcome(self) -> Tensor:
+        """What became of the unread steps, one at least, which count as read: numbers for `judge`, 1-d fp32."""
+        outcome = torch.stack([*self.unread, *self.counters()])
         self.unread = []
-        before = next((step for step, failure in enumerate(failures) if failure), len(failures))
-        if before == len(failures):
+        return outcome
+
+    def judge(self, outcome: list[float]) -> tuple[int, NotFiniteError | None]:
+        """The number of these steps before a failure, and its error, None if there is none."""
+        steps = len(outcome) - len(self.counters())
+        failures, self.known = outcome[:steps], outcome[steps:]
+        before = next((step for step, failure in enumerate(failures) if failure), steps)
+        if before == steps:
             return before, None
         if math.isinf(failures[before]):
             return before, NotFiniteError("the gradient is NaN or infinite at any scale of the loss")

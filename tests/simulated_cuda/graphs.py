@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_cuda.host import host
+from tests.simulated_cuda.native import library
 from tests.simulated_cuda.record import note_launch
 
 
@@ -43,9 +44,10 @@ class Operation(NamedTuple):
 
 
 class Capture:
-    """Operations in the order of their launches. invalid: something happened that no graph can hold."""
+    """Operations in the order of their launches, on one device. invalid: something happened that no graph can hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
+        self.device = device
         self.operations: list[Operation] = []
         self.own: dict[int, torch.UntypedStorage] = {}
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -102,7 +104,7 @@ class CUDAGraph:
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global", **_: Any) -> None:
         self.own_pool = new_pool() if pool is None else pool
         CUDAGraph.captures_under_way.add(self.own_pool)
-        host.capture = Capture()
+        host.capture = Capture(library().current_device())
 
     def capture_end(self) -> None:
         capture, host.capture = host.capture, None

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated_cuda.host import copy_to_device_later, copy_to_host_later, host, wait_for_device
 from tests.simulated_cuda.native import library, memory_of
-from tests.simulated_cuda.record import note_launch, place
+from tests.simulated_cuda.record import note_device, note_launch, place
 from tests.simulated_cuda.stand_ins import STAND_INS, one_kernel
 from tests.simulated_cuda.tensors import is_simulated, on_device, values_in
 
@@ -131,8 +131,12 @@ def execute(
         values, tensor = given.get(id(value), (None, None))
         return on_device(value, device) if tensor is None else of_same_shape(tensor, values)
 
+    if launched:
+        note_device(device)
     low_args, low_kwargs = tree_map(lower, (args, kwargs))
     if host.capture is not None:
+        if launched and device.index != host.capture.device:
+            raise RuntimeError(f"a launch on {device} in a capture on cuda:{host.capture.device} (at {place()})")
         host.capture.keep_contents([values_in(tensor) for tensor in written])
     with memory_of(device), torch.inference_mode(False), torch.no_grad(), torch._C._DisableTorchDispatch():
         result = function(*low_args, **low_kwargs)

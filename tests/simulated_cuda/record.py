@@ -33,6 +33,7 @@ class Wait(NamedTuple):
 class Record:
     waits: list[Wait] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)  # operations of torch, copies, `triton NAME`, graphs
+    devices: Counter[str] = field(default_factory=Counter)  # launches by device
     variants: dict[str, Counter[tuple]] = field(default_factory=dict)  # of Triton's kernels: what would be compiled
 
     def places(self) -> Counter[tuple[str, str]]:
@@ -69,6 +70,11 @@ def note_wait(kind: str) -> None:
 def note_launch(name: str) -> None:
     for record in records:
         record.launches[name] += 1
+
+
+def note_device(device: object) -> None:
+    for record in records:
+        record.devices[str(device)] += 1
 
 
 def note_variant(kernel: str, variant: tuple) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class States:
     def progress(self, step: int, *, evaluated: bool) -> Progress:
         counters = {name: part.state_dict() for name, part in self.parts.items()}
         return Progress(step, evaluated, counters, generator_states())
+
+    def with_loss_scale(self, progress: Progress) -> Progress:
+        """The progress with the loss scale as the host has read it since."""
+        optimizer = progress.counters["optimizer"] | {"loss_scale": self.optimizer.guard.state_dict()}
+        return replace(progress, counters=progress.counters | {"optimizer": optimizer})
 
     def save(self, progress: Progress, config: dict[str, Any], fingerprints: dict[str, str]) -> None:
         """Writes a state and removes all but the last two. The optimizer must stand where `progress` was taken.

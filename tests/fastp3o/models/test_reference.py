@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastp3o.models import reference
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.reference import SecondModel, WithoutAdapters
+from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.packed_row import PackedRow
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
@@ -65,6 +66,34 @@ def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back
     assert model.model.lm_head.weight is weight
     assert weight.data_ptr() == before[0]
     assert torch.equal(weight, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("together", [1, 5000, reference.TOGETHER])
+def test_a_moving_reference_is_the_fp32_mean_of_policies(monkeypatch, dtype, together):
+    monkeypatch.setattr(reference, "TOGETHER", together)
+    policy, start = (PackedModel(random_model("llama").to(dtype)) for _ in range(2))
+    moving = MovingReference(SecondModel(start, CPU, offload=False), every=0, decay=0.75)
+    means = {name: parameter.detach().float() for name, parameter in start.named_parameters()}
+    for update in (1, 2):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        means = {name: means[name].lerp(parameter.float(), 0.25) for name, parameter in policy.named_parameters()}
+        moving.follow(policy, update)
+    assert all(torch.equal(parameter, means[name].to(dtype)) for name, parameter in start.named_parameters())
+
+
+def test_a_reference_that_is_copied_waits_for_its_update():
+    policy, start = (PackedModel(random_model("llama")) for _ in range(2))
+    before = {name: parameter.clone() for name, parameter in start.named_parameters()}
+    moving = MovingReference(SecondModel(start, CPU, offload=False), every=2, decay=0.0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    for update, expected in ((1, before), (2, dict(policy.named_parameters()))):
+        moving.follow(policy, update)
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in start.named_parameters())
 
 
 @pytest.mark.gpu

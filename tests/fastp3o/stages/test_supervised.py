@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastp3o.stages import reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
+from fastp3o.training.processes import NotFiniteError
+from tests.fastp3o.runs import assert_equal, weights
 
 COMMON = {
     "max_response_tokens": 16,
@@ -85,6 +87,43 @@ def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, monkeypat
         for run in ("whole", "resumed")
     )
     assert whole == resumed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, monkeypatch, precision, at):
+    """The next step has been launched by the time the host reads of it, if there is one."""
+    settings = {"epochs": 4, "eval_data": None, "precision": precision}
+    for folder, epochs in (("whole", 4), ("short", at - 1)):
+        sft.train(sft_config(tiny_model, folder, **settings | {"epochs": epochs}))
+
+    original, calls = sft.labelled_logprobs, []
+
+    def fails(model, batch):
+        calls.append(None)
+        return original(model, batch) * (float("nan") if len(calls) == at else 1.0)
+
+    monkeypatch.setattr(sft, "labelled_logprobs", fails)
+    stopped = f"run/stopped-in-00000{at}"
+    with pytest.raises(NotFiniteError, match=f"step {at}: the loss .*model before that is in {stopped}"):
+        sft.train(sft_config(tiny_model, "run", **settings))
+    assert len(calls) == min(at + 1, 4)
+    assert [line["step"] for line in lines("run", "metrics.jsonl")] == [*range(1, at)]
+    assert [path.name for path in Path("run/state").iterdir()] == [f"step-00000{at - 1}"]
+    assert_equal(weights("short"), weights(stopped))
+    monkeypatch.setattr(sft, "labelled_logprobs", original)
+    sft.train(sft_config(tiny_model, "run", resume=True, **settings))
+    assert_equal(weights("whole"), weights("run"))
+    losses = [[line["loss"] for line in lines(run, "metrics.jsonl")] for run in ("whole", "run")]
+    assert losses[0] == losses[1]
+
+
+def test_a_step_that_ruins_the_weights_is_named_and_no_state_is_saved(workplace, tiny_model):
+    message = r"^step 1: a weight is NaN or infinite \(\d+ values\) after its optimizer step. No state was saved"
+    with pytest.raises(NotFiniteError, match=message):
+        sft.train(sft_config(tiny_model, "run", learning_rate=1e39))
+    assert len(lines("run", "metrics.jsonl")) == 1
+    assert not Path("run/state").exists()
 
 
 def test_the_bradley_terry_loss_is_that_of_the_margin():

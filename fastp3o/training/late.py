@@ -1,0 +1,40 @@
+"""Numbers and times of the device that the host reads later, so that it can launch the next step first."""
+
+import time
+
+import torch
+from torch import Tensor
+
+
+class Moment:
+    """When the device has done all that was launched before; on a CPU that is when this is made."""
+
+    def __init__(self, device: torch.device):
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Both must be over."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+class LateNumbers:
+    """Numbers that are on their way to the host."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers.to("cpu", non_blocking=True)
+        self.arrived = Moment(numbers.device)
+
+    def read(self) -> list[float]:
+        """Waits until they have arrived, and not for what was launched since."""
+        self.arrived.wait()
+        return self.numbers.tolist()

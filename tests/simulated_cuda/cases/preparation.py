@@ -1,0 +1,61 @@
+"""What an update computes once, on the pretended device: launches that neither long responses nor layers multiply."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fastp3o.models import reference
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.reference import MovingReference, SecondModel
+from fastp3o.objectives.ppo import estimate_advantages, whiten
+from tests.simulated_cuda.record import Record, recorded
+
+DEVICE = torch.device("cuda")
+# Launches of a doubling of the terms, and of all else.
+DOUBLING, BESIDE = 4, 10
+
+
+def advantages(longest: int) -> Record:
+    lengths = [longest, 1, longest // 2]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(DEVICE)
+    rewards, values = torch.randn(2, sum(lengths)).to(DEVICE)
+    with recorded() as record:
+        estimate_advantages(rewards, values, cu_seqlens, longest, gae_lambda=0.95)
+    return record
+
+
+def test_advantages_of_ppo_double_their_terms_with_each_pass():
+    for longest, doublings in ((8, 3), (100, 7), (1024, 10)):
+        record = advantages(longest)
+        assert not record.waits, record.table()
+        assert record.launches.total() <= BESIDE + DOUBLING * doublings, record.table()
+
+
+def test_whitening_waits_for_nothing():
+    pieces = [torch.randn(5).to(DEVICE), torch.randn(3).to(DEVICE)]
+    with recorded() as record:
+        whiten(pieces, lambda sums: sums)
+    assert not record.waits, record.table()
+
+
+def model(layers: int, dtype: torch.dtype) -> PackedModel:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    return PackedModel(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).to(dtype))
+
+
+def launches_of_following(layers: int, dtype: torch.dtype, decay: float) -> int:
+    policy = model(layers, dtype).to(DEVICE)
+    second = SecondModel(model(layers, dtype), DEVICE, offload=False)
+    moving = MovingReference(second, every=0 if decay else 1, decay=decay)
+    with recorded() as record:
+        moving.follow(policy, 1)
+    assert not record.waits, record.table()
+    return record.launches.total()
+
+
+def test_a_reference_follows_in_as_many_launches_whatever_its_layers(monkeypatch):
+    for dtype, decay, launches in ((torch.float32, 0.0, 1), (torch.float32, 0.9, 1), (torch.float16, 0.9, 3)):
+        assert [launches_of_following(layers, dtype, decay) for layers in (1, 4)] == [launches, launches]
+    # Large weights move one by one.
+    monkeypatch.setattr(reference, "TOGETHER", 1)
+    weights = len(list(model(1, torch.float16).parameters()))
+    assert launches_of_following(1, torch.float16, 0.9) == 3 * weights

@@ -1,0 +1,55 @@
+"""Supervised steps on the pretended device: the host waits once a step, for the step before it."""
+
+from collections import Counter
+
+import pytest
+
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.stages import preference, reward_model, sft
+from fastp3o.training import late
+from fastp3o.training.late import LateNumbers
+from tests.fastp3o.runs import metrics
+from tests.simulated_cuda.record import Record, recorded
+
+STEP = "aten._fused_adamw_.default"  # launched once in each optimizer step
+
+
+def config_of(stage: str, model: str, folder: str, epochs: int):
+    data = {"sft": "sft", "kto": "unpaired"}.get(stage, "preferences")
+    settings = {"model": model, "output_dir": folder, "train_data": f"{data}.jsonl", "batch_size": 2, "epochs": epochs}
+    settings |= {"max_prompt_tokens": 32, "max_response_tokens": 16, "report_to": "none", "precision": "fp16"}
+    if stage in OFFLINE_OBJECTIVES:
+        return OFFLINE_OBJECTIVES[stage](**settings)
+    return {"sft": sft.SFTConfig, "reward model": reward_model.RewardModelConfig}[stage](**settings)
+
+
+def train(stage: str, model: str, folder: str, epochs: int) -> Record:
+    module = {"sft": sft, "reward model": reward_model}.get(stage, preference)
+    with recorded() as record:
+        module.train(config_of(stage, model, folder, epochs))
+    return record
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward model", "dpo", "kto"])
+def test_a_step_waits_once(tiny_model, workplace, stage):
+    few, many = (train(stage, tiny_model, f"run{epochs}", epochs) for epochs in (1, 3))
+    steps = [len(metrics(f"run{epochs}")) for epochs in (1, 3)]
+    assert many.launches[STEP] == steps[1]
+    further = Counter(many.places())
+    further.subtract(few.places())
+    waits = {place: count for place, count in further.items() if count}
+    assert waits == {("fastp3o/training/late.py", "Moment.wait"): steps[1] - steps[0]}
+
+
+def test_the_host_has_launched_the_next_step_when_it_reads(tiny_model, workplace, monkeypatch):
+    launched, read = [], LateNumbers.read
+
+    def noted(numbers: LateNumbers) -> list[float]:
+        launched.append(record.launches[STEP])
+        return read(numbers)
+
+    monkeypatch.setattr(late.LateNumbers, "read", noted)
+    with recorded() as record:
+        sft.train(config_of("sft", tiny_model, "run", 2))
+    steps = len(metrics("run"))
+    assert launched == [*range(2, steps + 1), steps]
