@@ -276,7 +276,7 @@ def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequ
                 continue
             left = seconds - (time.monotonic() - started)
             if left < MARGIN:
-                break
+                continue
             began = time.monotonic()
             run_part(part, folder, device, began + left)
             print(line(part, folder, time.monotonic() - began), flush=True)

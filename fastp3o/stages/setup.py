@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
@@ -58,11 +59,15 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
             )
     set_seed(seed)
     quiet_libraries()
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision="no" if precision.autocast is None else "bf16",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
         **trackers,
     )
+    # ACCELERATE_TORCH_DEVICE leaves another device the current one, whose clock, memory and generator would be read.
+    if accelerator.device.type == "cuda" and accelerator.device.index is not None:
+        torch.cuda.set_device(accelerator.device)
+    return accelerator
 
 
 def tracker_names(report_to: str) -> list[str] | None:

@@ -132,6 +132,25 @@ def test_log_probs(dtype, impl):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_device_that_is_not_the_current_one(dtype):
+    def elsewhere(*shape, dtype=torch.float32):
+        return torch.randn(*shape, dtype=dtype, device="cuda:1").requires_grad_()
+
+    hidden, weight = elsewhere(N, D, dtype=dtype), elsewhere(V, D, dtype=dtype)
+    old, ref, rewards = (elsewhere(P, 2).detach() for _ in range(3))
+    tokens, options = labels().to("cuda:1"), {"memory_budget": budget_for(10, V)}
+    with recorded() as record:
+        linear_p3o_loss(hidden, weight, tokens, OFFSETS, old, ref, rewards, **options).loss.backward()
+        linear_loss(hidden, weight, tokens, OFFSETS, lambda groups: groups.logprobs.sum(), **options).loss.backward()
+        found = linear_logprobs(hidden, weight, tokens, cu_seqlens=OFFSETS, outputs=("entropy",), **options)
+        (sequence_logprobs(found.logprobs, OFFSETS).sum() + found.entropy.sum()).backward()
+        token_logprobs(elsewhere(N, V, dtype=dtype), tokens).sum().backward()
+    assert record.devices.keys() == {"cuda:1"}
+    assert torch.cuda.current_device() == 0
+    assert record.waits == [], record.table()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_no_tokens(dtype):
     hidden, head = randn(0, D, dtype=dtype, gradient=True), head_of(dtype)
     with recorded() as record:

@@ -1,10 +1,13 @@
 """Small whole runs of every stage on the pretended device. They end, and what they report is finite."""
 
+import gc
+import json
 import math
 import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForSequenceClassification
 
@@ -18,6 +21,7 @@ from fastp3o.training.run_folder import EVALUATIONS
 from fastp3o.training.stopping import StoppedError
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.simulated_cuda.native import ROOT
+from tests.simulated_cuda.record import recorded
 
 ONLINE_OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"), run_name="imported")["OBJECTIVES"]
 SMALL = {"updates": 2, "prompts_per_update": 4, "prompts_per_minibatch": 4, "inner_epochs": 2, "max_response_tokens": 4}
@@ -90,6 +94,27 @@ def reward_of(tiny_model: str) -> str:
     assert_finite("rm", 2)
     assert AutoModelForSequenceClassification.from_pretrained("rm/model").num_labels == 1
     return "rm/model"
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_the_second_device(tiny_model, workplace, monkeypatch, current):
+    """Chosen by its number while the first one is current, or current as in a process with LOCAL_RANK=1."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    torch.cuda.set_device(current)
+    if current == 0:
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(0)
+    others = torch.cuda.memory_allocated(0)
+    settings = {"sampler": "engine", "limit": 2, "prompts_per_update": 2, "prompts_per_minibatch": 2}
+    with recorded() as record:
+        online(tiny_model, "run", offload=True, precision="fp16", **settings)
+    assert_finite("run", 2)
+    assert record.launches["graph"]
+    assert record.devices.keys() == {"cuda:1"}
+    assert torch.cuda.max_memory_allocated(0) == others
+    assert torch.cuda.current_device() == 1
+    assert all(json.loads(line)["peak_memory_gib"] > 0 for line in Path("run/metrics.jsonl").read_text().splitlines())
 
 
 def test_a_resumed_run_is_the_unbroken_one(tiny_model, workplace):
