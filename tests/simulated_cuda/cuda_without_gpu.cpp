@@ -4,9 +4,12 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -15,15 +18,19 @@
 namespace {
 
 constexpr c10::DeviceIndex DEVICES = 2;
-constexpr int64_t BLOCK = 512; // bytes; CUDA's allocator rounds up to them
+constexpr size_t BLOCK = 512; // bytes; CUDA's allocator rounds up to them
+constexpr size_t PAGE = 4096, ALIGNMENT = 64; // bytes; the latter as torch's on a CPU
+constexpr int GARBAGE = 0xff; // in new memory: NaN, or -1
 
-// ---- memory
+// ---- memory: each block ends where the process may not read or write
 
 std::atomic<int64_t> allocated[DEVICES], peak[DEVICES];
 thread_local int allocating_device = -1; // -1: the host
 thread_local c10::DeviceIndex device_now = 0;
 
 struct Block {
+  char* pages; // the first and the last one must not be touched
+  size_t length;
   int64_t bytes;
   int device;
 };
@@ -37,26 +44,36 @@ void free_memory(void* address) {
     std::lock_guard<std::mutex> guard(blocks_lock);
     auto found = blocks.find(address);
     if (found != blocks.end()) {
-      allocated[found->second.device] -= found->second.bytes;
+      const Block block = found->second;
       blocks.erase(found);
+      allocated[block.device] -= block.bytes;
+      munmap(block.pages, block.length);
+      return;
     }
   }
   c10::GetDefaultCPUAllocator()->raw_deleter()(address);
 }
 
+size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
 struct CountingAllocator : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    auto memory = c10::GetDefaultCPUAllocator()->allocate(bytes);
-    if (allocating_device < 0 || bytes == 0) return memory;
-    const int device = allocating_device;
-    const int64_t rounded = (static_cast<int64_t>(bytes) + BLOCK - 1) / BLOCK * BLOCK;
-    const int64_t now = allocated[device] += rounded;
-    int64_t before = peak[device];
-    while (before < now && !peak[device].compare_exchange_weak(before, now)) {
+    if (allocating_device < 0 || bytes == 0) return c10::GetDefaultCPUAllocator()->allocate(bytes);
+    Block block{nullptr, rounded(bytes, PAGE) + 2 * PAGE, static_cast<int64_t>(rounded(bytes, BLOCK)), allocating_device};
+    void* mapped = mmap(nullptr, block.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(mapped != MAP_FAILED, "the pretended device is out of memory");
+    block.pages = static_cast<char*>(mapped);
+    char* const first = block.pages + PAGE;
+    char* const last = block.pages + block.length - PAGE;
+    mprotect(first, last - first, PROT_READ | PROT_WRITE);
+    std::memset(first, GARBAGE, last - first);
+    void* address = last - rounded(bytes, ALIGNMENT);
+    const int64_t now = allocated[block.device] += block.bytes;
+    int64_t before = peak[block.device];
+    while (before < now && !peak[block.device].compare_exchange_weak(before, now)) {
     }
-    void* address = memory.release_context();
     std::lock_guard<std::mutex> guard(blocks_lock);
-    blocks[address] = {rounded, device};
+    blocks[address] = block;
     return {address, address, free_memory, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return free_memory; }

@@ -29,20 +29,20 @@ def run(*arguments: str) -> None:
 
 
 def test_sample():
-    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "losses", "updates")]
-    run(*files, "-k", "rules or optimizer or losses and (launches or places or dpo) or updates and fp16")
+    files = [f"{CASES}/{name}.py" for name in ("rules", "optimizer", "preparation", "losses", "updates")]
+    run(*files, "-k", "rules or optimizer or preparation or losses and (launches or places or dpo) or updates and fp16")
 
 
 @pytest.mark.simulated
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", ["losses", "memory", "rollouts", "updates"])
+@pytest.mark.parametrize("case", ["losses", "memory", "rollouts", "supervised", "updates"])
 def test_cases(case):
     run(f"{CASES}/{case}.py")
 
 
 @pytest.mark.simulated
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("stages", ["p3o or resumed or generate", "online", "offline or sft"])
+@pytest.mark.parametrize("stages", ["p3o or resumed or generate or second_device", "online", "offline or sft"])
 def test_runs(stages):
     run(f"{CASES}/runs.py", "-k", stages)
 

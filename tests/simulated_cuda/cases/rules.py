@@ -1,6 +1,10 @@
 """Each rule of the pretended device, by a case that breaks it."""
 
 import copy
+import ctypes
+import faulthandler
+import os
+import signal
 
 import pytest
 import torch
@@ -231,3 +235,14 @@ def test_half_precision_products_keep_fp32_results():
     out = torch.ones(4, 4, device="cuda")
     torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
     torch.testing.assert_close(out.cpu(), 1 + a.cpu().float() @ b.cpu().float())
+
+
+def test_memory_past_the_end_is_guarded_and_new_memory_is_garbage():
+    values = torch.empty(16, device="cuda")
+    assert values.isnan().all().item()
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        ctypes.string_at(values.data_ptr() + values.nbytes, 1)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
