@@ -124,7 +124,7 @@ def batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     yield names
 
 
-def converted(tensors: Sequence[Tensor], likes: Sequence[Tensor]) -> Sequence[Tensor]:
+def converted(tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
     """The tensors with the dtypes and devices of others: copies of all if one is unlike."""
     if all(
         tensor.dtype == like.dtype and tensor.device == like.device for tensor, like in zip(tensors, likes, strict=True)
