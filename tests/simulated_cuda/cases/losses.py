@@ -48,6 +48,9 @@ OBJECTIVES = {
     "gspo": lambda g: losses.gspo(g.means(g.token_logprobs), g["ref"], g["rewards"]).sum(),
     "reinforce": lambda g: losses.reinforce(g.logprobs, losses.rloo_advantages(g["rewards"])).sum(),
     "ppg": lambda g: losses.ppg(g.logprobs, g["rewards"]).sum(),
+    "weighted": lambda g: (
+        losses.reinforce(g.logprobs, g["rewards"]) * losses.truncated_ratios(g["ref"] - g["rewards"], 2.0)
+    ).sum(),
     "rebel": lambda g: losses.rebel(g.logprobs, g["ref"], g["rewards"]).sum(),
     "dpo": lambda g: losses.dpo(g.logprobs, g["ref"]).sum(),
     "ipo": lambda g: losses.ipo(g.logprobs, g["ref"]).sum(),
@@ -103,6 +106,7 @@ def test_p3o_at_every_level(dtype, clipping, own, impl):
     options = {
         "old_token_logprobs": old_tokens,
         "valid_responses": rewards > -1,
+        "sampler_logprobs": None if own else randn(P, 2),
         "divisor": torch.tensor(3.0),
         "impl": impl,
     }
