@@ -70,6 +70,9 @@ class SimulatedDevice(TorchDispatchMode):
 def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
     if function is torch.ops.prim.device.default:
         return args[0].simulated_device
+    if torch.is_inference_mode_enabled() and is_composite(function):
+        with SimulatedDevice():
+            return function.decompose(*args, **kwargs)
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     simulated = [tensor for tensor in tensors if is_simulated(tensor)]
     asked = cuda_device(kwargs.get("device"))
@@ -106,6 +109,11 @@ def run_operation(function: Any, args: tuple, kwargs: dict) -> Any:
         launched=launched,
         written=written_by(function, args, kwargs),
     )
+
+
+def is_composite(function: Any) -> bool:
+    """Whether autograd takes an operation apart. Without it, in inference mode, this is left to do."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd")
 
 
 def execute(

@@ -246,3 +246,10 @@ def test_memory_past_the_end_is_guarded_and_new_memory_is_garbage():
         ctypes.string_at(values.data_ptr() + values.nbytes, 1)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV
+
+
+def test_inference_mode(x):
+    with torch.inference_mode():
+        moved = torch.arange(3).pin_memory().to(x.device, non_blocking=True)
+        assert moved.device == x.device
+        assert (x @ moved.float()).tolist() == [5, 14]
