@@ -25,6 +25,7 @@ SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial
 
 TOKENS_PER_ROW = 8192
 LARGEST_INT = 2**32
+SAMPLERS = ("engine", "transformers", "vllm")
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 
 
@@ -270,9 +271,37 @@ class SamplerConfig(Flags):
 
     sampler: str = option(
         "engine",
-        "Samples responses with fastp3o's own engine, or with transformers' generate. On a GPU the engine launches "
-        "each step as one CUDA graph where the model allows it.",
-        choices=("engine", "transformers"),
+        "Samples responses with fastp3o's own engine, with transformers' generate, or on vLLM servers, which the user "
+        "starts (fastp3o/rollouts/README.md). On a GPU the engine launches each step as one CUDA graph where the model "
+        "allows it.",
+        choices=SAMPLERS,
+    )
+    vllm_url: str | None = option(
+        None,
+        "vLLM servers of equal models, separated by commas (http://localhost:8000); they share the prompts. The "
+        "environment variable VLLM_API_KEY holds their key, if they have one.",
+        changeable=True,
+    )
+    vllm_folder: str | None = option(
+        None,
+        "Folder in which the servers find new weights, on a file system that they share with this machine. By default "
+        "in memory, for servers on this machine.",
+        needs="vllm_url",
+        changeable=True,
+    )
+    vllm_requests: int = option(
+        64,
+        "Prompts that each process asks the servers for at once, each with all of its responses.",
+        at_least=1,
+        needs="vllm_url",
+        changeable=True,
+    )
+    vllm_time_limit: float = option(
+        1800.0,
+        "Seconds that a server may take to answer, or to load weights.",
+        above=0,
+        needs="vllm_url",
+        changeable=True,
     )
     rollout_batch_size: int = option(64, "Prompts sampled at once on one device.", at_least=1, changeable=True)
     rollout_memory: float | None = option(
@@ -291,8 +320,16 @@ class SamplerConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sampler == "transformers" and (self.rollout_memory is not None or self.compile_rollouts):
-            raise UserError("--rollout_memory and --compile_rollouts do nothing with --sampler transformers")
+        if self.sampler != "engine" and (self.rollout_memory is not None or self.compile_rollouts):
+            raise UserError(f"--rollout_memory and --compile_rollouts do nothing with --sampler {self.sampler}")
+        if self.sampler == "vllm" and not self.vllm_urls:
+            raise UserError("--sampler vllm needs --vllm_url, the servers that sample")
+        if self.sampler != "vllm" and self.vllm_url:
+            raise UserError(f"--vllm_url does nothing with --sampler {self.sampler}")
+
+    @property
+    def vllm_urls(self) -> list[str]:
+        return [url.strip().rstrip("/") for url in (self.vllm_url or "").split(",") if url.strip()]
 
 
 class Parser(HfArgumentParser):

@@ -6,11 +6,11 @@ import os
 import random
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from typing import Generic, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -58,6 +58,8 @@ class Endpoint:
             read), too slow or unreachable. Any other status except 200 stops at once.
         backoff: seconds before the first retry, doubled for each further one, and up to half as much again at random.
         longest_wait: seconds; an endpoint whose Retry-After asks for more counts as unavailable.
+        longest_body: bytes of an answer; a longer one is not read.
+        abandons: whether a request under way is given up once its answer is no longer wanted, rather than waited for.
 
     Raises ValueError on a URL, a key or a proxy that cannot be used.
     """
@@ -71,9 +73,12 @@ class Endpoint:
         retries: int = 6,
         backoff: float = 1.0,
         longest_wait: float = 120.0,
+        longest_body: int = LONGEST_BODY,
+        abandons: bool = False,
     ):
         self.url, self.proxy = check_url(url), environment_proxy(url)
         self.timeout, self.retries, self.backoff, self.longest_wait = timeout, retries, backoff, longest_wait
+        self.longest_body, self.abandons = longest_body, abandons
         self.key = os.environ.get(key_variable, "").strip()
         if not (self.key.isascii() and self.key.isprintable()):
             # httpx would complain too, but quote the key.
@@ -89,11 +94,20 @@ class Endpoint:
         Raises EndpointError if the endpoint refuses or all attempts fail, and StoppedError in place of a retry once
         `stopped` is set.
         """
+        return self.send("POST", json.dumps(body).encode(), read_answer, stopped)
+
+    def get(self, read_answer: Callable[[bytes], Answer]) -> Answer:
+        """As `post`, without a body."""
+        return self.send("GET", b"", read_answer, threading.Event())
+
+    def send(
+        self, method: str, body: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event
+    ) -> Answer:
         attempt = 0
         while True:
             attempt += 1
             try:
-                return self.attempt(json.dumps(body).encode(), read_answer)
+                return self.attempt(method, body, read_answer, stopped)
             except AttemptError as failure:
                 if attempt > self.retries or failure.wait > self.longest_wait:
                     asked = f", and asks to wait {failure.wait:.0f} s" if failure.wait else ""
@@ -102,9 +116,12 @@ class Endpoint:
             if stopped.wait(wait):
                 raise StoppedError
 
-    def attempt(self, body: bytes, read_answer: Callable[[bytes], Answer]) -> Answer:
+    def attempt(
+        self, method: str, body: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event
+    ) -> Answer:
+        request = self.request(method, body)
         try:
-            status, retry_after, answer = asyncio.run(self.request(body))
+            status, retry_after, answer = asyncio.run(unless(stopped, request) if self.abandons else request)
         except TimeoutError as error:
             late = f"timed out, no end of the answer within {self.timeout:g} s"
             raise AttemptError(f"does not answer: TimeoutError: {late}") from error
@@ -123,20 +140,20 @@ class Endpoint:
         except ValueError as error:
             raise AttemptError(f"{what} — {error}") from error
 
-    async def request(self, body: bytes) -> tuple[int, str | None, bytes]:
+    async def request(self, method: str, body: bytes) -> tuple[int, str | None, bytes]:
         """The status, the Retry-After header and the body of the answer. Raises TimeoutError; httpx's own time limits
         begin anew with every byte.
         """
         async with (
             asyncio.timeout(self.timeout),
             httpx.AsyncClient(verify=self.certificates, proxy=self.proxy, trust_env=False, timeout=None) as client,
-            client.stream("POST", self.url, content=body, headers=self.headers) as response,
+            client.stream(method, self.url, content=body, headers=self.headers) as response,
         ):
             answer = bytearray()
             async for part in response.aiter_raw():
                 answer += part
-                if len(answer) > LONGEST_BODY:
-                    raise AttemptError(f"sends an answer that is longer than {LONGEST_BODY} bytes")
+                if len(answer) > self.longest_body:
+                    raise AttemptError(f"sends an answer that is longer than {self.longest_body} bytes")
             return response.status_code, response.headers.get("Retry-After"), bytes(answer)
 
     def without_key(self, text: str) -> str:
@@ -149,22 +166,58 @@ class Endpoint:
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
 
+async def unless(stopped: threading.Event, request: Coroutine[None, None, Answer]) -> Answer:
+    """Raises StoppedError in place of the request's answer, soon after `stopped` is set."""
+    task = asyncio.create_task(request)
+    while not (await asyncio.wait([task], timeout=0.2))[0]:
+        if stopped.is_set():
+            task.cancel()
+            raise StoppedError
+    return task.result()
+
+
+class Answers(Generic[Answer]):
+    """Answers to questions that are asked in the background, with this many requests at a time. `ask` gets an event
+    that is set once no more answers are wanted.
+
+    Iterating yields answers as they come. After an error or an interrupt no more requests are sent, and pending answers
+    are waited for.
+    """
+
+    def __init__(
+        self, ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
+    ):
+        self.stopped = threading.Event()
+        self.pool = ThreadPoolExecutor(requests)
+        self.futures = [self.pool.submit(ask, question, self.stopped) for question in questions]
+
+    def __iter__(self) -> Iterator[Answer]:
+        try:
+            for answered in as_completed(self.futures):
+                yield answered.result()
+        finally:
+            self.stop()
+            self.pool.shutdown()
+
+    @property
+    def done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+    def wait(self) -> None:
+        """Waits for all answers, whatever they are."""
+        wait(self.futures)
+
+    def stop(self) -> None:
+        """Sends no more requests, and does not wait for those under way."""
+        self.stopped.set()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
 def at_once(
     ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
 ) -> Iterator[Answer]:
-    """Yields answers as they come, with this many requests at a time. `ask` gets an event that is set once no more
-    answers are wanted.
-
-    After an error or an interrupt no more requests are sent, and pending answers are waited for.
-    """
-    stopped = threading.Event()
-    pool = ThreadPoolExecutor(requests)
-    try:
-        for asked in as_completed([pool.submit(ask, question, stopped) for question in questions]):
-            yield asked.result()
-    finally:
-        stopped.set()
-        pool.shutdown(cancel_futures=True)
+    """Yields answers as they come (`Answers`)."""
+    return iter(Answers(ask, questions, requests))
 
 
 def check_url(url: str) -> str:

@@ -8,10 +8,12 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import LARGEST_INT, option, required
+from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
@@ -24,6 +26,9 @@ from fastp3o.rewards.reward import asked_columns, load_reward
 from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
+from fastp3o.rollouts.publisher import Publisher
+from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.vllm_sampler import VLLMSampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +127,12 @@ def respond(
 ) -> Responses:
     """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = choose_precision("auto", automatic="fp16").weights
-    loading: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    precision = choose_precision("auto", automatic="fp16")
+    loading: dict[str, Any] = {
+        "device": device,
+        "dtype": precision.weights,
+        "trust_remote_code": config.trust_remote_code,
+    }
     reward = None
     if config.reward:
         reward = load_reward(config.reward, tokenizer, remote=config, packing=config.packing, **loading)
@@ -131,14 +140,16 @@ def respond(
         reward.check(prompts[0])
     policy = load_policy(checkpoint, **loading)
     policy.check_reach(config.longest_sequence)
-    sampler = named_sampler(
-        config,
-        policy,
-        tokenizer,
-        max_response_tokens=config.max_response_tokens,
-        batch_size=config.rollout_batch_size,
-        settings=config.sampling_settings(),
-    )
+    sampler: Sampler
+    options: dict[str, Any] = {
+        "max_response_tokens": config.max_response_tokens,
+        "settings": config.sampling_settings(),
+    }
+    if config.sampler == "vllm":
+        publisher = Publisher(Context(Accelerator(), precision, tokenizer, None), config, policy)
+        sampler = VLLMSampler(publisher, tokenizer, **options)
+    else:
+        sampler = named_sampler(config, policy, tokenizer, batch_size=config.rollout_batch_size, **options)
     groups = sampler(prompts, config.responses_per_prompt, config.seed)
     return Responses(groups, None if reward is None else reward(groups))
 

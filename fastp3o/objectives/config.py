@@ -82,6 +82,13 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         8, "Texts of the mix in each optimizer step, over all processes.", at_least=1, needs="ptx_data"
     )
 
+    rounds_ahead: int = option(
+        0,
+        "Sample the rollouts of a round this many rounds before it trains, from the policy as it is then. 1 lets vLLM "
+        "servers sample while the round before trains; fastp3o's own samplers gain nothing, but take more for "
+        "experiments on stale rollouts.",
+        at_least=0,
+    )
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
     mask_truncated: bool = option(
         False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."

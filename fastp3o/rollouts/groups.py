@@ -26,7 +26,12 @@ class Response(NamedTuple):
     ids: list[int]  # with the end-of-sequence if it was sampled
     text: str  # without special tokens
     finished: bool  # whether it ended with an end-of-sequence
-    logprob: float | None = None  # log π(y|x) in nats by the sampler; None if it computes none
+    logprobs: Sequence[float] | None = None  # log π of its tokens in nats by the sampler; None if it computes none
+
+    @property
+    def logprob(self) -> float | None:
+        """log π(y|x)."""
+        return None if self.logprobs is None else sum(self.logprobs)
 
 
 class Group(NamedTuple):

@@ -105,7 +105,7 @@ def partly_from_mixture(policy_sampler: Sampler, mixture_sampler: Sampler, count
         plain = policy_sampler(prompts, own, seed) if own else [Group(prompt, []) for prompt in prompts]
         return [
             # The mixture's log-probs are not the policy's.
-            Group(prompt, responses + [response._replace(logprob=None) for response in from_mixture])
+            Group(prompt, responses + [response._replace(logprobs=None) for response in from_mixture])
             for (prompt, responses), (_, from_mixture) in zip(plain, mixed, strict=True)
         ]
 

@@ -1,5 +1,6 @@
 """The type of samplers, and their common parts."""
 
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ def decoded(
 ) -> Iterator[Response]:
     """Responses to one prompt. logprobs: one for each token, in nats."""
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    sums = [None] * len(ids) if logprobs is None else map(sum, logprobs)
-    for response_ids, text, logprob in zip(ids, texts, sums, strict=True):
-        yield Response(response_ids, text, response_ids[-1] in end_ids, logprob)
+    # Arrays take an eighth of a list's memory, and numbers of fp32 lose nothing.
+    compact = [None] * len(ids) if logprobs is None else [array("f", values) for values in logprobs]
+    for response_ids, text, values in zip(ids, texts, compact, strict=True):
+        yield Response(response_ids, text, response_ids[-1] in end_ids, values)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
@@ -28,6 +29,15 @@ if TYPE_CHECKING:  # a run imports its own stage only
 
 # Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
 WHILE_TRAINING = 16
+
+
+def sampled_model(
+    config: SamplerConfig, policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING
+) -> SampledModel:
+    """The policy, which is not on its device yet, as it will be sampled. On servers it needs a publisher, too."""
+    if config.sampler == "vllm":
+        return SampledModel(policy, None)
+    return with_copy(policy, context, bytes_per_parameter)
 
 
 def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +26,8 @@ from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.reward import Reward, asked_columns, weighted
-from fastp3o.stages.models import load_fixed_reference, load_named_reward, with_copy
+from fastp3o.rollouts.publisher import Publisher
+from fastp3o.stages.models import load_fixed_reference, load_named_reward, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import load_examples
 from fastp3o.stages.supervised import SupervisedTask, train_supervised
@@ -233,6 +235,9 @@ def sampled_evaluation(
         rewards["reward"] = weighted(named, config.weights)
     if config.gold_reward:
         rewards["gold"] = load_named_reward(context, config, config.gold_reward, examples)
-    sampled = with_copy(model, context)
+    sampled = sampled_model(config, model, context)
+    if config.sampler == "vllm":
+        # Every evaluation comes after other steps.
+        sampled = sampled._replace(publisher=Publisher(context, config, model, count().__next__))
     sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
     return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)

@@ -12,7 +12,9 @@ from fastp3o.rollouts.cache import return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler, rollout_bytes
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
+from fastp3o.rollouts.publisher import Publisher
 from fastp3o.rollouts.sampler import POLICY_ITSELF, Sampler, SamplingSettings
+from fastp3o.rollouts.vllm_sampler import VLLMSampler
 
 if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.objectives.preferences import PreferenceConfig
@@ -21,11 +23,13 @@ if TYPE_CHECKING:  # a run imports its own stage only
 
 class SampledModel(NamedTuple):
     """A model to sample from. copy: sampled in its place, if it is spread over processes, if its weights are finer than
-    its passes, or if it has adapters; None if it is sampled itself.
+    its passes, or if it has adapters; None if it is sampled itself. publisher: brings it to servers, which sample in
+    the place of both; None without.
     """
 
     model: PackedModel
     copy: SamplingCopy | None
+    publisher: Publisher | None = None
 
     @property
     def sampled(self) -> PackedModel:
@@ -56,7 +60,11 @@ def policy_sampler(
     batch_size: int,
     settings: SamplingSettings = POLICY_ITSELF,
 ) -> Sampler:
-    """Builds the policy's sampler. batch_size: prompts sampled at once."""
+    """Builds the policy's sampler. batch_size: prompts sampled at once, by this process's own samplers."""
+    if policy.publisher is not None:
+        return VLLMSampler(
+            policy.publisher, tokenizer, max_response_tokens=config.max_response_tokens, settings=settings
+        )
     sampler = named_sampler(
         config,
         policy.sampled,

@@ -3,7 +3,7 @@
 P prompts, K responses each, N labelled tokens in a packed row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import deal
 from fastp3o_kernels import sequence_logprobs
 
+RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
 Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
 
 
@@ -64,7 +65,7 @@ def pack_minibatches(
 @torch.no_grad()
 def make_microbatches(
     accelerator: Accelerator,
-    policy: nn.Module,
+    old: RowLogprobs,
     reference: Reference,
     minibatches: list[list[PackedRow]],
     rewards: Tensor,
@@ -73,8 +74,8 @@ def make_microbatches(
 ) -> list[list[Microbatch]]:
     """Adds the loss's inputs to the rows: rewards, old and reference log-probs, weights.
 
-    The old log-probs come from the policy on the very rows that it is trained on: before the first step every ratio is
-    exactly 1, which neither the sampler's log-probs nor another packing would give.
+    old: gives the old log-probs. If they come from the policy on the very rows that it is trained on, every ratio is
+    exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give.
 
     rewards: [P, K] of all prompts, in the order they were sampled. counted: [P, K] bool, the responses that take
     part in the loss, None for all. objective: decides how rows are weighted.
@@ -86,9 +87,13 @@ def make_microbatches(
     tables = ((rewards[list(row.groups)], None if counted is None else counted[list(row.groups)]) for row in on_host)
     # One copy for all rows.
     rows, own_tables = to_device((tuple(on_host), tuple(tables)), accelerator.device)
-    old_logprobs = map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
-    microbatches = iter(map(make_microbatch, rows, own_tables, token_counts, old_logprobs, reference(rows), weights))
+    microbatches = iter(map(make_microbatch, rows, own_tables, token_counts, old(rows), reference(rows), weights))
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
+
+
+def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
+    """The policy's log-probs of the rows' tokens, [N] fp32 for each row."""
+    return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
 
 
 class RowWeights(NamedTuple):

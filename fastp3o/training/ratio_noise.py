@@ -1,6 +1,7 @@
 """Measures how much of a ratio is rounding: two evaluations of the same log-probs that are mathematically equal."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -18,7 +19,7 @@ TOLERATED = 0.2
 
 
 @torch.no_grad()
-def ratio_noise(policy: PackedModel, groups: list[Group], microbatch: Microbatch) -> Tensor:
+def ratio_noise(policy: PackedModel, groups: Sequence[Group], microbatch: Microbatch) -> Tensor:
     """Root mean square of the difference of log π(y|x) between two evaluations, 0-d fp32, in nats per response.
 
     The first is the row of `microbatch`, on which the policy trains. The second is a row of its first responses in

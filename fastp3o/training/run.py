@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 from datasets import Dataset
-from torch import Tensor
-from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
@@ -41,7 +39,7 @@ from fastp3o.training.run_folder import (
 )
 from fastp3o.training.states.fingerprints import run_fingerprints
 from fastp3o.training.states.manifest import ResumeError, plain, require_same_run
-from fastp3o.training.states.store import Progress, States
+from fastp3o.training.states.store import Carried, Progress, States
 from fastp3o.training.stopping import StoppedError, Stops
 
 STATES = "state"
@@ -84,8 +82,7 @@ class Run:
     Args:
         evaluate: gives the metrics of an evaluation; None without evaluation data.
         data: the examples, by the option that names them.
-        parts: objects with a state of their own, as the optimizer has.
-        tensors: gives the tensors that change next to the optimizer's; they are filled in place.
+        carried: what else goes from step to step and into a state.
 
     Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError if the folder is not
     this run's, ResumeError if the run would be another than the one it goes on from, and CorruptStateError if none of
@@ -101,15 +98,15 @@ class Run:
         *,
         evaluate: Callable[[], dict[str, float]] | None,
         data: Mapping[str, Dataset | None],
-        parts: Mapping[str, Stateful] | None = None,
-        tensors: Callable[[], dict[str, Tensor]] = dict,
+        carried: Carried | None = None,
     ):
         self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
+        self.pending = None if carried is None else carried.pending
         self.folder = claim(self.accelerator, config)
         try:
             self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config, data))
-            self.states = States(self.folder / STATES, optimizer, dict(parts or {}), tensors)
+            self.states = States(self.folder / STATES, optimizer, carried or Carried())
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
@@ -177,6 +174,8 @@ class Run:
                 self.save_model(self.folder / FINISHED_MODEL)
                 self.reporter.close()
             finally:
+                if self.pending is not None:
+                    self.pending.close()
                 release(self.folder)
 
     @contextmanager

@@ -73,7 +73,7 @@ def test_wrong_values_are_refused_by_name(capsys, flags, message):
         (GRPOConfig, "kl_estimator", "k4"),
         (PPOConfig, "reward_scaling", "difference"),
         (PPGConfig, "clipping", "token"),
-        (P3OConfig, "sampler", "vllm"),
+        (P3OConfig, "sampler", "sglang"),
         (P3OConfig, "precision", "fp8"),
     ],
 )

@@ -18,11 +18,12 @@ from fastp3o.precision import choose_precision
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_columns, rewarded
 from fastp3o.rollouts.groups import make_prompts
+from fastp3o.rollouts.publisher import Publisher
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, summary, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, make_samples
-from fastp3o.stages.models import load_named_reward, with_copy
+from fastp3o.stages.models import load_named_reward, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import make_accelerator
 from fastp3o.training.processes import on_main_process, require_finite
@@ -92,8 +93,10 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     )
     policy.check_reach(config.longest_sequence)
     # Its own weights are spread, and those of a reward model of its size.
-    sampled = with_copy(policy, context, 2 * precision.weights.itemsize)
+    sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
+    if config.sampler == "vllm":
+        sampled = sampled._replace(publisher=Publisher(context, config, policy))
     return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, config.sampling_settings()), reward
 
 

@@ -14,14 +14,14 @@ from fastp3o.stages.online.report import Update, report_update
 from fastp3o.stages.online.setup import set_up
 from fastp3o.training.minibatches import (
     equal_passes,
-    first_microbatch,
     gather_groups,
     make_microbatches,
     pack_minibatches,
+    policy_logprobs,
 )
 from fastp3o.training.order import derived_seed, shuffled
 from fastp3o.training.processes import require_finite
-from fastp3o.training.ratio_noise import ratio_noise
+from fastp3o.training.sampler_logprobs import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 
 
 def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | None = None) -> None:
@@ -33,12 +33,12 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward fails, and FunctionError if a function fails.
     """
-    prompts, sampler, score, resample, objective, policy, reference, step, run = set_up(config, reward, gold)
-    accelerator = run.accelerator
+    rounds, score, resample, objective, policy, reference, step, run = set_up(config, reward, gold)
+    accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
-                rollouts = sampler(prompts(update), config.responses_per_prompt, derived_seed(config.seed, update))
+                rollouts = rounds(update)
             with run.phase("reward"), accelerator.autocast():
                 rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
                 rollouts, rewards, sampled_again = resample(update, rollouts, rewards)
@@ -47,9 +47,13 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
                 counted = finished(rollouts) if config.mask_truncated else None
-                minibatches = make_microbatches(accelerator, policy, reference, rows, scaled, counted, objective)
+                old = partial(sampler_logprobs, rollouts) if old_are_sampled else partial(policy_logprobs, policy)
+                minibatches = make_microbatches(accelerator, old, reference, rows, scaled, counted, objective)
+                if config.sampler_ratio_cap:
+                    minibatches = with_sampler_logprobs(rollouts, minibatches)
                 minibatches = objective.prepare(policy, minibatches, partial(accelerator.reduce, reduction="sum"))
-                noise = ratio_noise(policy, rollouts, first_microbatch(minibatches))
+                gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
+                rounds.require_policys_own(update, rollouts, gaps)
             with run.phase("update"):
                 passes = equal_passes(minibatches)
                 step_metrics: list[dict[str, Tensor]] = []
@@ -58,5 +62,6 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                         loss = objective.loss if step_metrics else objective.first_loss
                         step_metrics.append(step(passes[index], loss))
                 reference.follow(policy, update)
-        done = Update(update, rollouts, rewards, sampled_again, minibatches, noise, step_metrics)
+        staleness = rounds.staleness(update)
+        done = Update(update, rollouts, rewards, sampled_again, staleness, minibatches, gaps, step_metrics)
         report_update(run, config, objective, done)

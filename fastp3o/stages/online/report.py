@@ -10,7 +10,7 @@ from torch import Tensor
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.on_device import to_device
-from fastp3o.packing.pack import by_group, efficiency
+from fastp3o.packing.pack import efficiency
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.training.minibatches import Rewards
@@ -27,8 +27,9 @@ class Update(NamedTuple):
     groups: list[Group]
     rewards: Rewards  # unscaled, less penalties
     sampled_again: int  # how often a prompt was
+    staleness: int  # updates between the policy that sampled and the one that trained
     minibatches: list[list[Microbatch]]
-    noise: Tensor
+    logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]
 
     @property
@@ -39,6 +40,10 @@ class Update(NamedTuple):
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     own = config.responses_per_prompt - config.from_mixture
     metrics = update_metrics(run.accelerator, update, own) | objective.adaptive_metrics
+    if config.rounds_ahead:
+        metrics["staleness"] = update.staleness
+    else:
+        metrics.pop("sampler_kl", None)  # rounding alone
     if config.dynamic_sampling:
         metrics["sampled_again"] = update.sampled_again / len(update.groups)
     metrics["packing_efficiency"] = efficiency([one.row for one in update.microbatches], config.tokens_per_row)
@@ -63,9 +68,8 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> dict[s
 
     reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
     rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of
-    the responses' tokens, in nats per token. missing_eos: share of responses without an end-of-sequence. ratio/noise:
-    how much rounding adds to a log-ratio. sampler_gap: how much the sampler's own log π(y|x) differs from the old one.
-    The last two are root mean squares in nats per response.
+    the responses' tokens, in nats per token. missing_eos: share of responses without an end-of-sequence. ratio/noise,
+    sampler_gap, sampler_kl: see `logprob_metrics`.
     """
     rewards, microbatches, step_metrics = update.rewards["reward"], update.microbatches, update.step_metrics
     tokens = lengths(update.groups)
@@ -85,11 +89,8 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> dict[s
         # Over the policy's responses, or over all if none is the policy's.
         "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
         "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
-        "ratio/noise": update.noise,
+        **update.logprob_metrics,
     }
-    gap = sampler_gap(update.groups, microbatches)
-    if gap is not None:
-        on_device["sampler_gap"] = gap
     largest = sorted(name for name in step_metrics[0] if name.endswith("_max"))
     # The loss's own KL is of the moving policy; the reported one is of the rollouts.
     averaged = sorted(step_metrics[0].keys() - {*largest, "kl"})
@@ -114,20 +115,6 @@ def step_table(step_metrics: Sequence[dict[str, Tensor]], names: Sequence[str]) 
     """Metrics of S optimizer steps, [names, S]."""
     values = [step[name] for name in names for step in step_metrics]
     return torch.stack(values).view(len(names), -1) if names else step_metrics[0]["loss"].new_empty(0, 1)
-
-
-def sampler_gap(groups: Sequence[Group], microbatches: Sequence[Microbatch]) -> Tensor | None:
-    """Root mean square over responses of log π(y|x) as sampled less the old one, 0-d fp32, in nats per response: by
-    rounding, or because the sampler is wrong.
-
-    None if the sampler does not give all log-probs.
-    """
-    if any(response.logprob is None for group in groups for response in group.responses):
-        return None
-    old = by_group([m.row for m in microbatches], [m.old_logprobs.flatten() for m in microbatches])
-    own = sorted(number for m in microbatches for number in m.row.groups)
-    sampled = torch.tensor([[response.logprob for response in groups[number].responses] for number in own])
-    return (to_device(sampled, old.device) - old).square().mean().sqrt()
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:

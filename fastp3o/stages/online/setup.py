@@ -17,15 +17,17 @@ from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
+from fastp3o.rollouts.publisher import Publisher
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.stages.models import (
     load_frozen_policy,
     load_named_reward,
     load_reference,
     load_trainable_policy,
-    with_copy,
+    sampled_model,
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
+from fastp3o.stages.online.rounds import Rounds
 from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
 from fastp3o.training.minibatches import Rewards, optimizer_step
@@ -34,6 +36,7 @@ from fastp3o.training.order import derived_seed, examples_of_step, process_share
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.processes import require_finite
 from fastp3o.training.run import Run, Steps
+from fastp3o.training.states.store import Carried
 
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
@@ -50,8 +53,7 @@ class Data(NamedTuple):
 class Online(NamedTuple):
     """The parts of the loop, in the order in which an update uses them."""
 
-    prompts: "UpdatePrompts"
-    sampler: Sampler
+    rounds: Rounds
     score: Callable[[list[Group]], Rewards]
     resample: DynamicSampling
     objective: Objective
@@ -72,13 +74,23 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     data = load_data(context, config, own_reward=reward is not None, own_gold=gold is not None)
     objective = config.build()
     policy = load_trainable_policy(config)
-    sampled = with_copy(policy, context)
+    sampled = sampled_model(config, policy, context)
     objective.add_to(policy)
     rewards = load_rewards(context, config, data, reward, gold)
     accelerator, precision, _, mesh = context
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
+    if config.sampler == "vllm":
+        stale, rounded = bool(config.rounds_ahead), bool(config.sampler_ratio_cap)
+        publisher = Publisher(context, config, policy, lambda: optimizer.steps, probes_always=stale, tolerant=rounded)
+        sampled = sampled._replace(publisher=publisher)
     reference, sampled_reference = load_reference(context, config, policy)
+    sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
+    if isinstance(config, MixtureConfig) and sampled_reference is not None:
+        sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
+    prompts = UpdatePrompts(context, config, data.prompts)
+    rounds = Rounds(context, config, policy, sampler, prompts)
+    tensors = reference.tensors if isinstance(reference, MovingReference) else dict
     run = Run(
         context,
         config,
@@ -86,19 +98,14 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
         Steps(type(objective).__name__, "update", config.updates),
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
-        parts=objective.stateful_parts,
-        tensors=reference.tensors if isinstance(reference, MovingReference) else dict,
+        carried=Carried(objective.stateful_parts, tensors, rounds),
     )
-    sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
-    if isinstance(config, MixtureConfig) and sampled_reference is not None:
-        sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
-    prompts = UpdatePrompts(context, config, data.prompts)
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
     mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
     pretraining = None if data.texts is None else PretrainingMix(optimizer, data.texts, *mix)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
-    return Online(prompts, sampler, score, resample, objective, policy, reference, step, run)
+    return Online(rounds, score, resample, objective, policy, reference, step, run)
 
 
 def note_idle_processes(context: Context, config: OnlineConfig) -> None:

@@ -3,11 +3,11 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -44,6 +44,7 @@ from fastp3o.training.states.manifest import (
 
 KEPT = 2
 COUNTERS = "counters.json"
+PENDING = "pending.json"
 NAME = re.compile(r"step-(\d{6,})")
 CORRUPT = re.compile(r"step-\d{6,}\.corrupt-[0-9a-f]{12}")
 
@@ -62,23 +63,39 @@ class Progress:
     generators: dict[str, Any] = field(repr=False)
 
 
-class States:
-    """The states of a run in `folder`. The newest two stay, and files with other names are not touched.
+class Pending(Protocol):
+    """Work that goes on beside the steps, such as rollouts of later ones."""
 
-    parts: other parts with a state of their own, such as the scaling of rewards. tensors: gives the tensors that change
-    next to the optimizer's; they are filled in place.
+    def saved(self, step: int) -> dict[str, Any]:
+        """What a run that goes on after `step` needs of it, as JSON, the same on all processes."""
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Goes on from what `saved` has returned."""
+
+    def close(self) -> None:
+        """Gives up what is under way."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """All that a run carries from step to step next to its optimizer.
+
+    parts: with states of their own, by name, such as the scaling of rewards. tensors: gives the tensors that change;
+    they are filled in place. pending: work under way, if there is any.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        optimizer: Optimizer,
-        parts: dict[str, Stateful],
-        tensors: Callable[[], dict[str, Tensor]] = dict,
-    ):
+    parts: Mapping[str, Stateful] = field(default_factory=dict)
+    tensors: Callable[[], dict[str, Tensor]] = dict
+    pending: Pending | None = None
+
+
+class States:
+    """The states of a run in `folder`. The newest two stay, and files with other names are not touched."""
+
+    def __init__(self, folder: Path, optimizer: Optimizer, carried: Carried):
         self.accelerator, self.folder, self.optimizer = optimizer.accelerator, folder, optimizer
-        self.other_tensors = tensors
-        self.parts = {"optimizer": optimizer, **parts}
+        self.other_tensors, self.pending = carried.tensors, carried.pending
+        self.parts = {"optimizer": optimizer, **carried.parts}
         self.good: list[Path] = []
         self.corrupt: list[Path] = []
 
@@ -106,9 +123,13 @@ class States:
             return
         tensors = self.optimizer.tensors() | self.other_tensors()
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
+        pending = {} if self.pending is None else self.pending.saved(progress.step)
         unfinished = on_main_process(self.accelerator, lambda: self.begin(place))
         try:
             save_tensors(unfinished, tensors)
+            if pending:
+                content = json.dumps(pending)
+                on_main_process(self.accelerator, lambda: write_file(unfinished / PENDING, content))
             on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress))
             checksums = self.checksums(unfinished)
             processes = self.accelerator.num_processes
@@ -227,6 +248,8 @@ class States:
         if others:
             load_tensors(folder, others)
         on_every_process(self.accelerator, lambda: self.read_numbers(folder))
+        if self.pending is not None and (folder / PENDING).exists():
+            self.pending.restore(json.loads((folder / PENDING).read_text()))
         return self.progress(manifest.step, evaluated=manifest.evaluated)
 
     def rename_states(self, newest: Path, folder: Path) -> None:

@@ -8,8 +8,8 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group
-from fastp3o.stages.online.report import sampler_gap
 from fastp3o.training.minibatches import pack_minibatches
+from fastp3o.training.sampler_logprobs import logprob_metrics
 from fastp3o_kernels import sequence_logprobs
 from tests.fastp3o.groups import tokenised
 
@@ -26,13 +26,18 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
         sums = sequence_logprobs(old, row.cu_seqlens).view(-1, 2)
         microbatches.append(Microbatch(row, torch.zeros(len(sums), 2), old, old, sums, sums, 1.0))
     assert len(microbatches) > 2
-    assert sampler_gap(rollouts, microbatches) < 1e-4
+
+    def gaps(groups):
+        return logprob_metrics(policy, groups, [microbatches[:1], microbatches[1:]], old_are_policys=True)
+
+    assert gaps(rollouts)["sampler_gap"] < 1e-4
     # One response of eight is off by 0.5 and another by 1.
     off = {(1, 0): 0.5, (3, 1): -1.0}
     moved = [
-        Group(prompt, [r._replace(logprob=r.logprob + off.get((p, k), 0.0)) for k, r in enumerate(responses)])
+        Group(prompt, [r._replace(logprobs=[*r.logprobs, off.get((p, k), 0.0)]) for k, r in enumerate(responses)])
         for p, (prompt, responses) in enumerate(rollouts)
     ]
-    assert sampler_gap(moved, microbatches) == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
-    moved[2].responses[1] = moved[2].responses[1]._replace(logprob=None)
-    assert sampler_gap(moved, microbatches) is None
+    assert gaps(moved)["sampler_gap"] == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
+    assert gaps(moved)["sampler_kl"] == pytest.approx((0.5 - 1.0) / 8, abs=1e-4)
+    moved[2].responses[1] = moved[2].responses[1]._replace(logprobs=None)
+    assert gaps(moved).keys() == {"ratio/noise"}

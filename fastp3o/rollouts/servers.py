@@ -1,0 +1,228 @@
+"""vLLM servers over HTTP: their limits, their completions, and new weights."""
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, at_once
+from fastp3o.errors import UserError
+from fastp3o.packing.packed_row import Ids
+from fastp3o.rollouts.sampler import SamplingSettings
+
+KEY = "VLLM_API_KEY"
+OLDEST = (0, 30)
+# Bytes of a token in an answer: its id, its text and its log-prob, with room to spare.
+TOKEN_BYTES = 256
+LARGEST = 1e30  # nats; vLLM clamps a log-prob of 0 to -9999
+# A server that has been started anew has other weights. It takes longer to start than this leaves it.
+RETRIES = 1
+
+# All that vLLM would otherwise take from the generation_config.json of the model that it was started with.
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
+
+
+class OtherWeightsError(EndpointError):
+    """A server samples from other weights than the policy's."""
+
+
+class Completion(NamedTuple):
+    """One response of a server. logprobs: of its tokens, before the temperature and other settings, in nats."""
+
+    ids: Ids
+    logprobs: list[float]
+
+
+class Question(NamedTuple):
+    """A prompt that a server is asked to complete. place: of its answer among those of a call."""
+
+    place: int
+    prompt_ids: Ids
+    seed: int
+    server: str
+
+
+class Servers:
+    """vLLM servers with equal models, which share the prompts.
+
+    Args:
+        urls: without a path. The environment variable VLLM_API_KEY holds their key, if they have one.
+        requests: prompts that this process asks for at once. Each is one request for all of its responses.
+        time_limit: seconds that an answer may take, and a reload of weights.
+    """
+
+    def __init__(self, urls: Sequence[str], *, requests: int, time_limit: float):
+        self.urls = [url.rstrip("/") for url in urls]
+        self.requests, self.time_limit = requests, time_limit
+        self.under_way: list[Answers] = []
+
+    def endpoint(self, url: str, path: str, **options: Any) -> Endpoint:
+        return Endpoint(url + path, KEY, timeout=self.time_limit, retries=RETRIES, **options)
+
+    def require_usable(self, longest_sequence: int) -> None:
+        """Raises EndpointError if a server does not answer as vLLM does, and ValueError if it is too old, or has no
+        room for a prompt and a response of this many tokens together.
+        """
+        for url in self.urls:
+            version = self.endpoint(url, "/version").get(read_version)
+            if version < OLDEST:
+                raise UserError(f"{url} is vLLM {dotted(version)}, and {dotted(OLDEST)} or newer is needed")
+            room = self.endpoint(url, "/v1/models").get(read_longest_sequence)
+            if room < longest_sequence:
+                raise UserError(
+                    f"{url} takes sequences of {room} tokens, and prompt and response may have {longest_sequence}: "
+                    "start it with a larger --max-model-len, or lower --max_prompt_tokens or --max_response_tokens"
+                )
+
+    def complete(
+        self, prompts: Sequence[Ids], seeds: Sequence[int], settings: Mapping[str, Any], end_ids: set[int]
+    ) -> Answers:
+        """Begins to ask for completions, prompt by prompt from one server after the other. Answers are pairs of a
+        prompt's place and its completions.
+
+        settings: vLLM's, with the numbers of completions, `n`, and of tokens at most, `max_tokens`. end_ids: the
+        tokens that end a response.
+        """
+        self.under_way = [answers for answers in self.under_way if not answers.done]
+        longest = TOKEN_BYTES * settings["n"] * (settings["max_tokens"] + 1) + 2**16
+        endpoints = {
+            url: self.endpoint(url, "/v1/completions", longest_body=longest, abandons=True) for url in self.urls
+        }
+
+        def ask(question: Question, stopped: threading.Event) -> tuple[int, list[Completion]]:
+            def read(answer: bytes) -> list[Completion]:
+                return read_completions(answer, settings["n"], settings["max_tokens"], end_ids)
+
+            body = {**settings, "prompt": question.prompt_ids, "seed": question.seed}
+            return question.place, endpoints[question.server].post(body, read, stopped)
+
+        places = range(len(prompts))
+        questions = map(Question, places, prompts, seeds, cycle(self.urls))
+        answers = Answers(ask, questions, self.requests)
+        self.under_way.append(answers)
+        return answers
+
+    def load(self, folder: str) -> None:
+        """Has every server read its weights from a folder, and forget the keys and values of the old ones. Nothing may
+        be under way.
+
+        Raises EndpointError if a server cannot.
+        """
+        self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        for url, answer in zip(self.urls, self.post_to_all("/reset_prefix_cache", {}), strict=True):
+            if not (isinstance(answer, dict) and answer.get("success") is True):
+                raise EndpointError(
+                    f"{url} has not dropped the keys and values of older weights: it still answers requests of "
+                    "others, and a run needs its servers for itself"
+                )
+
+    def post_to_all(self, path: str, body: object) -> list[Any]:
+        """The answers of all servers, in their order. Raises EndpointError if one refuses or fails."""
+
+        def ask(place: int, stopped: threading.Event) -> tuple[int, Any]:
+            try:
+                return place, self.endpoint(self.urls[place], path).post(body, json.loads, stopped)
+            except EndpointError as error:
+                raise EndpointError(
+                    f"{error}. New weights need a server that was started with VLLM_SERVER_DEV_MODE=1 and sees "
+                    "--vllm_folder"
+                ) from error
+
+        answers = dict(at_once(ask, range(len(self.urls)), len(self.urls)))
+        return [answers[place] for place in range(len(self.urls))]
+
+    def wait(self) -> None:
+        """Waits until nothing is under way from this process."""
+        for answers in self.under_way:
+            answers.wait()
+
+    def stop(self) -> None:
+        """Gives up what is under way."""
+        for answers in self.under_way:
+            answers.stop()
+
+
+def read_version(answer: bytes) -> tuple[int, ...]:
+    try:
+        version = json.loads(answer)["version"]
+        parts = re.match(r"(\d+)\.(\d+)", version)
+    except (ValueError, LookupError, TypeError) as error:
+        raise AnswerError("which is not the version of a vLLM server") from error
+    if parts is None:
+        raise AnswerError("which is not the version of a vLLM server")
+    return tuple(map(int, parts.groups()))
+
+
+def dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def read_longest_sequence(answer: bytes) -> int:
+    """Tokens of the longest sequence that the server takes."""
+    try:
+        return int(json.loads(answer)["data"][0]["max_model_len"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise AnswerError("which does not say how long its model's sequences may be (max_model_len)") from error
+
+
+def read_completions(answer: bytes, count: int, max_tokens: int, end_ids: set[int]) -> list[Completion]:
+    """The completions of an answer, in vLLM's order.
+
+    Raises AnswerError if they are not `count` whole ones with a log-prob of each token, and ValueError if another
+    attempt may help.
+    """
+    try:
+        choices = sorted(json.loads(answer)["choices"], key=itemgetter("index"))
+        completions = [Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
+        reasons = {choice["finish_reason"] for choice in choices}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError("which is not one of vLLM's completions with token ids and log-probs") from error
+    if reasons - {"stop", "length"}:
+        raise ValueError("which was cut short")
+    if len(completions) != count:
+        raise AnswerError(f"which has {len(completions)} responses, and {count} were asked for")
+    for completion in completions:
+        require_whole(completion, max_tokens, end_ids)
+    return completions
+
+
+def require_whole(completion: Completion, max_tokens: int, end_ids: set[int]) -> None:
+    """Raises AnswerError if it is not a response with its end, or of full length, and a log-prob of each token."""
+    ids, logprobs = completion
+    if not (ids and whole_numbers(ids) and isinstance(logprobs, list) and len(ids) == len(logprobs)):
+        raise AnswerError("which has a response without tokens, or without a log-prob of each")
+    if not all(isinstance(logprob, int | float) and -LARGEST <= logprob <= 1e-3 for logprob in logprobs):
+        raise AnswerError("which has a log-prob that is not a finite number of nats")
+    if len(ids) > max_tokens or any(token in end_ids for token in ids[:-1]):
+        raise AnswerError(f"which has a response that goes on after its end, or after {max_tokens} tokens")
+    if len(ids) < max_tokens and ids[-1] not in end_ids:
+        raise AnswerError(
+            f"which has a response of {len(ids)} tokens, cut short: was the server started with a --max-model-len that "
+            f"has no room for {max_tokens}?"
+        )
+
+
+def whole_numbers(ids: object) -> bool:
+    return isinstance(ids, list) and all(isinstance(token, int) and token >= 0 for token in ids)
+
+
+def completion_settings(settings: SamplingSettings, max_tokens: int, end_ids: set[int]) -> dict[str, Any]:
+    """All that decides about a completion in vLLM, except its prompt, seed and number."""
+    return NO_PENALTIES | {
+        "max_tokens": max_tokens,
+        "temperature": settings.temperature,
+        "top_k": settings.top_k,
+        "top_p": settings.top_p,
+        "min_p": settings.min_p,
+        "ignore_eos": True,  # the served folder's; the policy's are these
+        "stop_token_ids": sorted(end_ids),
+        "logprobs": 0,  # of the sampled tokens alone
+        "return_token_ids": True,
+        "skip_special_tokens": False,
+    }

@@ -1,0 +1,122 @@
+"""Rollouts of each update, begun some updates before they train."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from fastp3o.context import Context
+from fastp3o.endpoint import EndpointError
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.rollouts.groups import Group, Prompt
+from fastp3o.rollouts.sampler import Sampler, decoded, end_of_sequence_ids
+from fastp3o.rollouts.vllm_sampler import VLLMSampler
+from fastp3o.training.order import derived_seed
+from fastp3o.training.sampler_logprobs import require_policys_own
+
+
+class Round:
+    """The rollouts of one update.
+
+    sampled_at: the update before whose steps the policy was as it sampled them. finish: waits for the groups.
+    """
+
+    def __init__(self, sampled_at: int, finish: Callable[[], list[Group]]):
+        self.sampled_at, self.finish = sampled_at, finish
+        self.groups: list[Group] | None = None
+
+    def wait(self) -> list[Group]:
+        if self.groups is None:
+            self.groups = self.finish()
+        return self.groups
+
+
+class Rounds:
+    """Gives each update its rollouts.
+
+    Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
+    while t trains; a sampler of this process samples them first.
+
+    prompts: of an update.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: OnlineConfig,
+        policy: PackedModel,
+        sampler: Sampler,
+        prompts: Callable[[int], list[Prompt]],
+    ):
+        self.context, self.config, self.sampler, self.prompts = context, config, sampler, prompts
+        self.end_ids = end_of_sequence_ids(policy.model, context.tokenizer)
+        self.rounds: dict[int, Round] = {}
+
+    def __call__(self, update: int) -> list[Group]:
+        """This process's rollouts of an update. Raises EndpointError if servers fail."""
+        self.rounds = {number: sampled for number, sampled in self.rounds.items() if number >= update}
+        for number in range(update, min(update + self.config.rounds_ahead, self.config.updates) + 1):
+            if number not in self.rounds:
+                self.rounds[number] = Round(update, self.begin(number))
+        return self.rounds[update].wait()
+
+    def begin(self, number: int) -> Callable[[], list[Group]]:
+        given = self.prompts(number), self.config.responses_per_prompt, derived_seed(self.config.seed, number)
+        if isinstance(self.sampler, VLLMSampler):
+            return self.sampler.begin(*given)
+        groups = self.sampler(*given)
+        return lambda: groups
+
+    def staleness(self, update: int) -> int:
+        """The number of updates between the policy that sampled an update's rollouts and the one that they train."""
+        return update - self.rounds[update].sampled_at
+
+    def require_policys_own(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
+        """Raises OtherWeightsError if servers sampled an update's rollouts from other weights than the policy's. Of
+        stale rollouts `sampler_gap` cannot tell; then the publisher has compared the two.
+        """
+        if isinstance(self.sampler, VLLMSampler) and not self.staleness(update):
+            tolerance = self.sampler.publish.tolerance
+            require_policys_own(self.context.accelerator, gaps["sampler_gap"], groups, tolerance)
+
+    def close(self) -> None:
+        """Gives up what servers still sample."""
+        if isinstance(self.sampler, VLLMSampler):
+            self.sampler.stop()
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """All processes' rollouts of updates after `step` from a policy that is gone by then, as JSON. Waits for them.
+
+        Those that servers have failed to answer are left out: a resumed run samples them anew.
+        """
+        saved = {}
+        for number, sampled in sorted(self.rounds.items()):
+            if number <= step or sampled.sampled_at > step:
+                continue
+            try:
+                groups = sampled.wait()
+            except EndpointError:
+                continue
+            own = {
+                str(prompt.number): [[response.ids, list(response.logprobs or [])] for response in responses]
+                for prompt, responses in groups
+            }
+            everyone = gather_object([own]) if self.context.accelerator.num_processes > 1 else [own]
+            saved[str(number)] = {
+                "sampled_at": sampled.sampled_at,
+                "responses": {prompt: responses for part in everyone for prompt, responses in part.items()},
+            }
+        return saved
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Goes on from what `saved` has returned, on any number of processes."""
+        for number, content in saved.items():
+            groups = []
+            for prompt in self.prompts(int(number)):
+                ids, logprobs = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
+                known = logprobs if all(logprobs) else None
+                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, known))))
+            self.rounds[int(number)] = Round(content["sampled_at"], partial(list, groups))
