@@ -1,0 +1,167 @@
+"""A stand-in for a vLLM server: its routes, answered by the engine, with faults that a run must not pass over."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.rollouts.engine_sampler import EngineSampler
+from fastp3o.rollouts.groups import Prompt
+
+
+# transformers loads one model at a time.
+LOADING = threading.Lock()
+
+
+class StandIn(ThreadingHTTPServer):
+    """Serves the model in `folder`, until it is told to load others.
+
+    fault: of its answers, see `FAULTS`, from the completion with the number `from_completion` on, counted from 0.
+    version, room: what it says of itself; room is of tokens.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: str, *, fault: str = "", from_completion: int = 0, version: str = "0.32.0", room: int = 1024):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.fault, self.from_completion, self.version, self.room = fault, from_completion, version, room
+        self.lock, self.tokenizer = threading.Lock(), load_tokenizer(folder)
+        self.requests: list[tuple[str, Any]] = []
+        self.completions = 0
+        self.load(folder)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def load(self, folder: str) -> None:
+        assert Path(folder, "model.safetensors").exists()
+        with LOADING:
+            self.policy = load_policy(folder)
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.requests]
+
+    def broken(self) -> str:
+        return self.fault if self.completions > self.from_completion else ""
+
+    def complete(self, body: dict) -> dict:
+        self.completions += 1
+        self.policy.model.generation_config.eos_token_id = body["stop_token_ids"]
+        # No token ends a response if none is named.
+        tokenizer = SimpleNamespace(
+            eos_token_id=next(iter(body["stop_token_ids"]), -1), batch_decode=self.tokenizer.batch_decode
+        )
+        sampler = EngineSampler(self.policy, tokenizer, max_response_tokens=body["max_tokens"], batch_size=1)
+        ((_, responses),) = sampler([Prompt("", body["prompt"])], body["n"], body["seed"])
+        choices = [
+            {
+                "index": index,
+                "token_ids": list(response.ids),
+                "logprobs": {"token_logprobs": list(response.logprobs)},
+                "finish_reason": "stop" if response.finished else "length",
+            }
+            for index, response in enumerate(responses)
+        ]
+        fault = FAULTS.get(self.broken())
+        return {"choices": choices if fault is None else fault(choices)}
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients that have gone are what some tests are about; what else fails is shown."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def cut(choices: list[dict]) -> list[dict]:
+    """As with a --max-model-len that has no room for more."""
+    first = choices[0] | {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
+    return [first, *choices[1:]]
+
+
+def without_a_logprob(choices: list[dict]) -> list[dict]:
+    return [choice | {"logprobs": {"token_logprobs": choice["logprobs"]["token_logprobs"][1:]}} for choice in choices]
+
+
+def off(choices: list[dict]) -> list[dict]:
+    """Log-probs of other weights."""
+    return [
+        choice | {"logprobs": {"token_logprobs": [value - 0.5 for value in choice["logprobs"]["token_logprobs"]]}}
+        for choice in choices
+    ]
+
+
+FAULTS = {
+    "cut": cut,
+    "one too few": lambda choices: choices[1:],
+    "without a log-prob": without_a_logprob,
+    "off": off,
+    "aborted": lambda choices: [choice | {"finish_reason": "abort"} for choice in choices],
+    "reversed": lambda choices: choices[::-1],
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def do_GET(self) -> None:
+        answers = {
+            "/version": {"version": self.server.version},
+            "/v1/models": {"data": [{"id": "policy", "max_model_len": self.server.room}]},
+        }
+        self.answer(answers.get(self.path))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        with server.lock:
+            server.requests.append((self.path, body))
+            if self.path == "/collective_rpc":
+                # A real one answers 200, too, when it keeps old weights.
+                if server.fault != "stale":
+                    server.load(body["kwargs"]["weights_path"])
+                return self.answer({"results": [None]} if server.fault != "no reload" else None)
+            if self.path == "/reset_prefix_cache":
+                return self.answer({"success": server.fault != "busy"})
+            if self.path != "/v1/completions":
+                return self.answer(None)
+            answer = server.complete(body)
+        if server.broken() == "dead":
+            self.close_connection = True
+            self.connection.close()
+            threading.Thread(target=server.shutdown).start()
+            server.socket.close()
+            return None
+        if server.broken() == "slow":
+            time.sleep(2.0)
+        return self.answer(answer)
+
+    def answer(self, content: object) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(404 if content is None else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@contextmanager
+def standing_in(folder: str, **options) -> Iterator[StandIn]:
+    server = StandIn(folder, **options)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
