@@ -115,6 +115,21 @@ FLAGS = [
     ("p3o", "--clip_range 0", "--clip_range must be above 0"),
     ("p3o", "--ratio_cap 0.5", "--ratio_cap must be at least 1"),
     ("p3o", "--reward_clip -1", "--reward_clip must be 0 or more"),
+    ("p3o", "--sampler vllm", "--sampler vllm needs --vllm_url, the servers that sample"),
+    ("p3o", "--vllm_url http://localhost:8000", "--vllm_url does nothing with --sampler engine"),
+    ("p3o", "--vllm_folder weights", "--vllm_folder does nothing without --vllm_url"),
+    ("p3o", "--rounds_ahead -1", "--rounds_ahead must be 0 or more"),
+    ("generate", "--sampler vllm", "--sampler vllm needs --vllm_url, the servers that sample"),
+    (
+        "p3o",
+        "--sampler vllm --vllm_url http://localhost:8000 --rollout_memory 1",
+        "--rollout_memory and --compile_rollouts do nothing with --sampler vllm",
+    ),
+    (
+        "online",
+        "--objective nash_md --sampler vllm --vllm_url http://localhost:8000",
+        "--mixture needs --sampler engine without --compile_rollouts",
+    ),
     ("p3o", "--sampler_ratio_cap -1", "--sampler_ratio_cap must be 0 or more"),
     ("p3o", "--sampler_ratio_cap 0.5", "--sampler_ratio_cap must be 0 or at least 1, got 0.5"),
     (
