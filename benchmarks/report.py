@@ -16,6 +16,7 @@ from benchmarks.iteration_report import iterations, plot_iterations, unit
 from benchmarks.objectives_report import WAYS, objectives
 from benchmarks.results_file import joined
 from benchmarks.rollouts_report import plot_rollouts, rollouts
+from benchmarks.served_report import measured_with, plot_served, served_runs, speeds
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -218,6 +219,11 @@ def rollouts_section(record: dict) -> str:
     return "\n\n".join([first, markdown(rollouts(record["benchmarks"])), "![tokens per second](results/rollouts.png)"])
 
 
+def served_section(record: dict) -> str:
+    plotted = "![where the time of an update goes](results/served.png)"
+    return "\n\n".join([measured_with(record), markdown(speeds(record)), markdown(served_runs(record)), plotted])
+
+
 def policy_description(update: dict) -> str:
     return (
         "forward and backward of one update of a random Llama with "
@@ -275,6 +281,9 @@ def write() -> None:
     record = level_record("rollouts")
     write_between(README, "rollouts", rollouts_section(record))
     plot_rollouts(record, RESULTS / "rollouts.png")
+    record = load(RESULTS / "served.json")
+    write_between(README, "served", served_section(record))
+    plot_served(record, RESULTS / "served.png")
 
 
 def goals_page(record: dict, on_gpu: bool) -> str:

@@ -1,7 +1,7 @@
 """Chooses the parameters that train (all, the top layers, or LoRA adapters), and merges adapters for saving."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -99,28 +99,46 @@ def whole_model(
     return plain, weights
 
 
-@torch.no_grad()
 def whole_weights(
     model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor] | None
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    kept: dict[tuple[int, str], Tensor] = {}  # tied weights stay tied, unless one of them is adapted
+    for names, weight in each_whole_weight(model, dtype):
+        weights |= dict.fromkeys(names, keep(weight) if keep else weight)
+    return weights
+
+
+@torch.no_grad()
+def each_whole_weight(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[tuple[list[str], Tensor]]:
+    """Yields each weight with its names, and LoRA adapters merged into it.
+
+    A sharded model's weights are gathered one after the other, on all processes.
+    """
+    for names, part, adapted in named_weights(model):
+        weight = whole(part.detach())
+        if isinstance(part, nn.Parameter):
+            weight = weight.to(dtype or weight.dtype)
+        if adapted:
+            delta = lora_delta(model.get_submodule(adapted), model.active_adapters()[0], dtype)
+            # Together they would be a second model on the device.
+            weight = (weight.float() + delta).cpu()
+        yield names, weight
+
+
+def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]:
+    """Each weight of a model, or this process's part of it, without adapters: its names, of which tied weights have
+    several; itself; and the module whose adapter is to be merged into it, "" for none.
+    """
+    found: dict[tuple[int, str], tuple[list[str], Tensor, str]] = {}
     for name, part in model.state_dict(keep_vars=True).items():
         if ".lora_" in name:
             continue
         owner, adapted, base_name = name.partition(".base_layer.")
+        # Tied weights stay tied, unless one of them is adapted.
         key = id(part), owner if adapted else ""
-        if key not in kept:
-            weight = whole(part.detach())
-            if isinstance(part, nn.Parameter):
-                weight = weight.to(dtype or weight.dtype)
-            if base_name == "weight":
-                delta = lora_delta(model.get_submodule(owner), model.active_adapters()[0], dtype)
-                # Together they would be a second model on the device.
-                weight = (weight.float() + delta).cpu()
-            kept[key] = keep(weight) if keep else weight
-        weights[name.replace(".base_layer.", ".")] = kept[key]
-    return weights
+        found.setdefault(key, ([], part, owner if base_name == "weight" else ""))
+        found[key][0].append(name.replace(".base_layer.", "."))
+    return list(found.values())
 
 
 def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> Tensor:

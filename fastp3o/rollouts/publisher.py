@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.nccl_transfer import NCCLTransfer
 from fastp3o.rollouts.sampler import POLICY_ITSELF
 from fastp3o.rollouts.servers import Completion, OtherWeightsError, Servers, completion_settings
 from fastp3o.training.checkpoints import save_model
@@ -35,6 +37,9 @@ class ServedConfig(Protocol):
     def vllm_folder(self) -> str | None: ...
 
     @property
+    def vllm_transfer(self) -> str: ...
+
+    @property
     def vllm_requests(self) -> int: ...
 
     @property
@@ -48,7 +53,7 @@ class ServedConfig(Protocol):
 
 
 class Publisher:
-    """Brings a policy's weights to vLLM servers through a folder, if they have moved since it was last called.
+    """Brings a policy's weights to vLLM servers, if they have moved since it was last called.
 
     All processes call it. A sharded policy's weights are gathered one after the other, LoRA adapters are merged. After
     the first weights and the first new ones, and after all if `probes_always`, a few responses of each server must
@@ -76,17 +81,21 @@ class Publisher:
         self.accelerator, self.precision, self.tokenizer, _ = context
         self.policy, self.version, self.probes_always = policy, version, probes_always
         self.servers = Servers(config.vllm_urls, requests=config.vllm_requests, time_limit=config.vllm_time_limit)
-        self.folder = shared_folder(config)
         passes = self.precision.autocast or self.precision.weights
         self.tolerance = TOLERANCE[torch.bfloat16 if tolerant else passes]
         self.published: int | None = None
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
-        on_main_process(self.accelerator, lambda: self.begin(config.longest_sequence))
+        on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
+        self.bring = self.transfer(config)
 
-    def begin(self, longest_sequence: int) -> None:
-        clear_leftovers(self.folder)
-        self.servers.require_usable(longest_sequence)
+    def transfer(self, config: ServedConfig) -> Callable[[], None]:
+        """What brings weights to the servers."""
+        if config.vllm_transfer == "nccl":
+            return NCCLTransfer(self.accelerator, self.policy, self.precision.weights, self.servers)
+        folder = shared_folder(config)
+        on_main_process(self.accelerator, lambda: clear_leftovers(folder))
+        return partial(self.bring_by_folder, folder / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}")
 
     def __call__(self) -> None:
         """Raises EndpointError on all processes if a server does not take the weights, or samples from others."""
@@ -97,22 +106,21 @@ class Publisher:
         self.servers.wait()
         self.accelerator.wait_for_everyone()
         self.published = None
-        on_main_process(self.accelerator, self.own_folder.mkdir)
-        try:
-            save_model(
-                self.accelerator, self.policy, self.tokenizer, self.own_folder / "policy", self.precision.weights
-            )
-            on_main_process(self.accelerator, lambda: self.servers.load(str(self.own_folder / "policy")))
-        finally:
-            if self.accelerator.is_main_process:
-                shutil.rmtree(self.own_folder, ignore_errors=True)
+        self.bring()
+        on_main_process(self.accelerator, self.servers.reset_prefix_cache)
         if self.reloads < 2 or self.probes_always:
             self.probe(version)
         self.published, self.reloads = version, self.reloads + 1
 
-    @property
-    def own_folder(self) -> Path:
-        return self.folder / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}"
+    def bring_by_folder(self, folder: Path) -> None:
+        """Has the servers read the weights from a folder, which is there only as long as they do."""
+        on_main_process(self.accelerator, folder.mkdir)
+        try:
+            save_model(self.accelerator, self.policy, self.tokenizer, folder / "policy", self.precision.weights)
+            on_main_process(self.accelerator, lambda: self.servers.load(str(folder / "policy")))
+        finally:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def probe(self, seed: int) -> None:
         """Compares log-probs of a few responses from each server with the policy's own."""

@@ -106,15 +106,14 @@ class Servers:
         return answers
 
     def load(self, folder: str) -> None:
-        """Has every server read its weights from a folder, and forget the keys and values of the old ones. Nothing may
-        be under way.
-
-        Raises EndpointError if a server cannot.
-        """
+        """Has every server read its weights from a folder. Raises EndpointError if one cannot."""
         self.post_to_all("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-        self.reset_prefix_cache()
 
     def reset_prefix_cache(self) -> None:
+        """Has every server drop the keys and values of older weights. Nothing may be under way.
+
+        Raises EndpointError if one cannot.
+        """
         for url, answer in zip(self.urls, self.post_to_all("/reset_prefix_cache", {}), strict=True):
             if not (isinstance(answer, dict) and answer.get("success") is True):
                 raise EndpointError(

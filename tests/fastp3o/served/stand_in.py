@@ -15,7 +15,6 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Prompt
 
-
 # transformers loads one model at a time.
 LOADING = threading.Lock()
 
@@ -29,7 +28,9 @@ class StandIn(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: str, *, fault: str = "", from_completion: int = 0, version: str = "0.32.0", room: int = 1024):
+    def __init__(
+        self, folder: str, *, fault: str = "", from_completion: int = 0, version: str = "0.32.0", room: int = 1024
+    ):
         super().__init__(("127.0.0.1", 0), Handler)
         self.fault, self.from_completion, self.version, self.room = fault, from_completion, version, room
         self.lock, self.tokenizer = threading.Lock(), load_tokenizer(folder)
@@ -164,4 +165,3 @@ def standing_in(folder: str, **options) -> Iterator[StandIn]:
         server.shutdown()
         server.server_close()
         thread.join()
-

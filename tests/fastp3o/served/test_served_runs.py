@@ -1,8 +1,7 @@
 """Runs whose responses come from a server, or two, against the engine's."""
 
-import json
 import os
-import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -90,7 +89,7 @@ def test_what_a_request_says_leaves_nothing_to_the_servers_files(workplace, tiny
     assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)
     seeds = [body["seed"] for path, body in server.requests if "seed" in body]
     far_apart = sorted(seeds[-8:])
-    assert min(b - a for a, b in zip(far_apart, far_apart[1:], strict=False)) > 2**32
+    assert min(b - a for a, b in pairwise(far_apart)) > 2**32
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,9 @@ def test_a_run_whose_server_died_goes_on_with_another(workplace, tiny_model, rou
     with standing_in(tiny_model) as server:
         train(served(tiny_model, "whole", server, **ahead))
     names = ["step", "response_length", "kl", "loss"] if rounds_ahead == 0 else ["step"]
-    assert [[step[n] for n in names] for step in metrics("run")] == [[step[n] for n in names] for step in metrics("whole")]
+    assert [[step[n] for n in names] for step in metrics("run")] == [
+        [step[n] for n in names] for step in metrics("whole")
+    ]
 
 
 def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplace, tiny_model, numbers_of_requests):
@@ -142,20 +143,20 @@ def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplac
     assert all(step["sampler_gap"] > 1e-3 for step in metrics("served")[1:])
     order = [path for path in server.paths() if path == "/collective_rpc" or path == "/v1/completions"]
     rounds = "".join("r" if path == "/collective_rpc" else "c" for path in order).split("r")[1:]
-    # Probes of 2 prompts, rounds of 8, evaluations of 4: both at the start, then a round each, the last two evaluations.
+    # Probes ask for 2 prompts, rounds for 8, evaluations for 4. Weights go four times.
     assert [len(part) for part in rounds] == [2 + 4 + 8 + 8, 2 + 8, 2 + 4 + 8, 2 + 4]
 
 
 def test_a_server_with_old_weights_is_found_one_round_ahead(workplace, tiny_model):
-    with standing_in(tiny_model, fault="stale") as server:
-        with pytest.raises(OtherWeightsError, match=r"update 2: .* does not sample from the policy"):
-            train(served(tiny_model, "run", server, rounds_ahead=1))
+    stale = pytest.raises(OtherWeightsError, match=r"update 2: .* does not sample from the policy")
+    with standing_in(tiny_model, fault="stale") as server, stale:
+        train(served(tiny_model, "run", server, rounds_ahead=1))
 
 
 def test_a_server_that_keeps_old_weights_ends_the_run_before_it_trains_on_them(workplace, tiny_model):
-    with standing_in(tiny_model, fault="stale") as server:
-        with pytest.raises(OtherWeightsError, match=r"update 2: .* does not sample from the policy: its log-probs are"):
-            train(served(tiny_model, "run", server))
+    stale = pytest.raises(OtherWeightsError, match=r"update 2: .* does not sample from the policy: its log-probs are")
+    with standing_in(tiny_model, fault="stale") as server, stale:
+        train(served(tiny_model, "run", server))
     assert [step["step"] for step in metrics("run")] == [1]
 
 
