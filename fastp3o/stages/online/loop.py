@@ -62,6 +62,6 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                         loss = objective.loss if step_metrics else objective.first_loss
                         step_metrics.append(step(passes[index], loss))
                 reference.follow(policy, update)
-        staleness = rounds.staleness(update)
-        done = Update(update, rollouts, rewards, sampled_again, staleness, minibatches, gaps, step_metrics)
+        ages = rounds.metrics(update)
+        done = Update(update, rollouts, rewards, sampled_again, ages, minibatches, gaps, step_metrics)
         report_update(run, config, objective, done)

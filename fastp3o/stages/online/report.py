@@ -27,7 +27,7 @@ class Update(NamedTuple):
     groups: list[Group]
     rewards: Rewards  # unscaled, less penalties
     sampled_again: int  # how often a prompt was
-    staleness: int  # updates between the policy that sampled and the one that trained
+    round_metrics: dict[str, float]  # `Rounds.metrics`
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]
@@ -40,9 +40,8 @@ class Update(NamedTuple):
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     own = config.responses_per_prompt - config.from_mixture
     metrics = update_metrics(run.accelerator, update, own) | objective.adaptive_metrics
-    if config.rounds_ahead:
-        metrics["staleness"] = update.staleness
-    else:
+    metrics |= update.round_metrics
+    if not config.rounds_ahead:
         metrics.pop("sampler_kl", None)  # rounding alone
     if config.dynamic_sampling:
         metrics["sampled_again"] = update.sampled_again / len(update.groups)

@@ -13,7 +13,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.sampler import Sampler, decoded, end_of_sequence_ids
-from fastp3o.rollouts.vllm_sampler import VLLMSampler
+from fastp3o.rollouts.served.sampler import VLLMSampler
 from fastp3o.training.order import derived_seed
 from fastp3o.training.sampler_logprobs import require_policys_own
 
@@ -73,6 +73,17 @@ class Rounds:
     def staleness(self, update: int) -> int:
         """The number of updates between the policy that sampled an update's rollouts and the one that they train."""
         return update - self.rounds[update].sampled_at
+
+    def metrics(self, update: int) -> dict[str, float]:
+        """How stale an update's rollouts are, if rounds are sampled ahead, and how much servers round (`probe_gap`, in
+        nats per token).
+        """
+        if not self.config.rounds_ahead:
+            return {}
+        metrics: dict[str, float] = {"staleness": self.staleness(update)}
+        if isinstance(self.sampler, VLLMSampler):
+            metrics["probe_gap"] = self.sampler.publish.gap
+        return metrics
 
     def require_policys_own(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
         """Raises OtherWeightsError if servers sampled an update's rollouts from other weights than the policy's. Of

@@ -10,8 +10,8 @@ import torch
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.rollouts import engine_sampler
-from fastp3o.rollouts.publisher import IN_MEMORY
-from fastp3o.rollouts.servers import OtherWeightsError
+from fastp3o.rollouts.served.publisher import IN_MEMORY
+from fastp3o.rollouts.served.servers import OtherWeightsError
 from fastp3o.stages.online import train
 from fastp3o.training.order import derived_seed
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
@@ -41,7 +41,7 @@ def served(tiny_model, folder, *servers, **changes):
 
 def assert_close(first: str, second: str, tolerance: float = 1e-4) -> None:
     for one, two in zip(metrics(first), metrics(second), strict=True):
-        names = one.keys() - {"ratio/noise", "sampler_gap"}
+        names = one.keys() - {"ratio/noise", "sampler_gap", "probe_gap"}
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=tolerance)
     for name, weight in weights(first).items():
         assert (weight - weights(second)[name]).abs().max() < tolerance
@@ -139,6 +139,7 @@ def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplac
         train(served(tiny_model, "served", server, **ahead))
     assert_close("engine", "served")
     assert [step["staleness"] for step in metrics("served")] == [0, 1, 1, 1]
+    assert all(0 <= step["probe_gap"] < 1e-4 for step in metrics("served"))
     # The policy moves by more than rounding between the update that samples and the one that trains.
     assert all(step["sampler_gap"] > 1e-3 for step in metrics("served")[1:])
     order = [path for path in server.paths() if path == "/collective_rpc" or path == "/v1/completions"]

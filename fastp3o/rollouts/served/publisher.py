@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from functools import partial
+from math import nan
 from pathlib import Path
 from typing import Protocol
 
@@ -17,9 +18,9 @@ from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.nccl_transfer import NCCLTransfer
 from fastp3o.rollouts.sampler import POLICY_ITSELF
-from fastp3o.rollouts.servers import Completion, OtherWeightsError, Servers, completion_settings
+from fastp3o.rollouts.served.nccl_transfer import NCCLTransfer
+from fastp3o.rollouts.served.servers import Completion, OtherWeightsError, Servers, completion_settings
 from fastp3o.training.checkpoints import save_model
 from fastp3o.training.processes import on_every_process, on_main_process
 
@@ -85,7 +86,7 @@ class Publisher:
         self.tolerance = TOLERANCE[torch.bfloat16 if tolerant else passes]
         self.published: int | None = None
         self.reloads = 0
-        self.gap: float | None = None  # of the last probe
+        self.gap = nan  # of the last probe
         on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
         self.bring = self.transfer(config)
 
