@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
