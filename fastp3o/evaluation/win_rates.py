@@ -27,8 +27,8 @@ from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.rollouts.served.publisher import Publisher
-from fastp3o.rollouts.served.sampler import VLLMSampler
+from fastp3o.served.publisher import Publisher
+from fastp3o.served.sampler import VLLMSampler
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.reward import Reward, asked_columns, weighted
-from fastp3o.rollouts.served.publisher import Publisher
+from fastp3o.served.publisher import Publisher
 from fastp3o.stages.models import load_fixed_reference, load_named_reward, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import load_examples

@@ -13,8 +13,8 @@ from fastp3o.rollouts.engine_sampler import named_sampler, rollout_bytes
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
 from fastp3o.rollouts.sampler import POLICY_ITSELF, Sampler, SamplingSettings
-from fastp3o.rollouts.served.publisher import Publisher
-from fastp3o.rollouts.served.sampler import VLLMSampler
+from fastp3o.served.publisher import Publisher
+from fastp3o.served.sampler import VLLMSampler
 
 if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.objectives.preferences import PreferenceConfig

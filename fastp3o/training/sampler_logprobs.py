@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import chain
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.errors import UserError
@@ -14,15 +13,10 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rollouts.groups import Group, lengths
-from fastp3o.rollouts.served.servers import OtherWeightsError
+from fastp3o.rollouts.groups import Group
 from fastp3o.training.minibatches import policy_logprobs
 from fastp3o.training.ratio_noise import ratio_noise
 from fastp3o_kernels import sequence_logprobs
-
-# Tokens are rounded independently, so a response's log-prob differs by about the square root of its length times what a
-# token's does. The margin is for tokens that differ by more than the mean.
-MARGIN = 5.0
 
 
 def sampler_logprobs(groups: Sequence[Group], rows: Sequence[PackedRow]) -> tuple[Tensor, ...]:
@@ -80,17 +74,3 @@ def sampler_gaps(groups: Sequence[Group], microbatches: Sequence[Microbatch]) ->
     own = sorted(number for m in microbatches for number in m.row.groups)
     sampled = torch.tensor([[response.logprob for response in groups[number].responses] for number in own])
     return to_device(sampled, old.device) - old
-
-
-def require_policys_own(accelerator: Accelerator, gap: Tensor, groups: Sequence[Group], tolerance: float) -> None:
-    """Raises OtherWeightsError on every process if the `sampler_gap` of fresh rollouts is not one of rounding.
-
-    tolerance: nats a token.
-    """
-    mean = accelerator.reduce(gap, reduction="mean").item()
-    bound = MARGIN * tolerance * lengths(groups).mean().sqrt().item()
-    if not mean <= bound:
-        raise OtherWeightsError(
-            f"the servers' log-probs of responses are {mean:.3g} nats off the policy's own (sampler_gap), more than "
-            f"{bound:.3g}: they did not sample from its weights, though they answered that they had loaded them"
-        )

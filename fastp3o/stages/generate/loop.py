@@ -19,7 +19,7 @@ from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_columns, rewarded
 from fastp3o.rollouts.groups import make_prompts
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.rollouts.served.publisher import Publisher
+from fastp3o.served.publisher import Publisher
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, summary, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, make_samples

@@ -11,11 +11,15 @@ from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.rollouts.groups import Group, Prompt
+from fastp3o.rollouts.groups import Group, Prompt, lengths
 from fastp3o.rollouts.sampler import Sampler, decoded, end_of_sequence_ids
-from fastp3o.rollouts.served.sampler import VLLMSampler
+from fastp3o.served.sampler import VLLMSampler
+from fastp3o.served.servers import OtherWeightsError
 from fastp3o.training.order import derived_seed
-from fastp3o.training.sampler_logprobs import require_policys_own
+
+# Tokens are rounded independently, so a response's log-prob differs by about the square root of its length times what a
+# token's does. The margin is for tokens that differ by more than the mean.
+MARGIN = 5.0
 
 
 class Round:
@@ -86,12 +90,18 @@ class Rounds:
         return metrics
 
     def require_policys_own(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
-        """Raises OtherWeightsError if servers sampled an update's rollouts from other weights than the policy's. Of
-        stale rollouts `sampler_gap` cannot tell; then the publisher has compared the two.
+        """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
+        policy's. Of stale rollouts `sampler_gap` cannot tell; then the publisher has compared the two.
         """
-        if isinstance(self.sampler, VLLMSampler) and not self.staleness(update):
-            tolerance = self.sampler.publish.tolerance
-            require_policys_own(self.context.accelerator, gaps["sampler_gap"], groups, tolerance)
+        if not isinstance(self.sampler, VLLMSampler) or self.staleness(update):
+            return
+        gap = self.context.accelerator.reduce(gaps["sampler_gap"], reduction="mean").item()
+        bound = MARGIN * self.sampler.publish.tolerance * lengths(groups).mean().sqrt().item()
+        if not gap <= bound:
+            raise OtherWeightsError(
+                f"the servers' log-probs of responses are {gap:.3g} nats off the policy's own (sampler_gap), more than "
+                f"{bound:.3g}: they did not sample from its weights, though they answered that they had loaded them"
+            )
 
     def close(self) -> None:
         """Gives up what servers still sample."""

@@ -18,7 +18,7 @@ from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.rollouts.served.publisher import Publisher
+from fastp3o.served.publisher import Publisher
 from fastp3o.stages.models import (
     load_frozen_policy,
     load_named_reward,

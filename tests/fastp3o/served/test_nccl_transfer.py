@@ -10,8 +10,8 @@ from fastp3o.config import TrainableConfig
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.models.trainable import choose_trainable, whole_weights
-from fastp3o.rollouts.served.nccl_transfer import NCCLTransfer, Weights
-from fastp3o.rollouts.served.servers import Servers
+from fastp3o.served.nccl_transfer import NCCLTransfer, Weights
+from fastp3o.served.servers import Servers
 
 
 class Described(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.rollouts import engine_sampler
-from fastp3o.rollouts.served.publisher import IN_MEMORY
-from fastp3o.rollouts.served.servers import OtherWeightsError
+from fastp3o.served.publisher import IN_MEMORY
+from fastp3o.served.servers import OtherWeightsError
 from fastp3o.stages.online import train
 from fastp3o.training.order import derived_seed
 from tests.fastp3o.runs import assert_equal, config, metrics, weights

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.endpoint import EndpointError
-from fastp3o.rollouts.served.servers import OtherWeightsError, Servers
+from fastp3o.served.servers import OtherWeightsError, Servers
 from fastp3o.stages.online import train
 from tests.fastp3o.runs import config, metrics
 
@@ -159,7 +159,7 @@ def test_a_damaged_folder_ends_the_run(workplace, untied, server, monkeypatch, d
     monkeypatch.setattr(Servers, "load", damaged)
     with pytest.raises(EndpointError if damage == "cut" else OtherWeightsError):
         train(served(untied, "run", server))
-    monkeypatch.undo()
+    monkeypatch.setattr(Servers, "load", load)
     train(served(untied, "after", server, updates=1))  # a good folder heals it
 
 

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings, decoded, end_of_sequence_ids
-from fastp3o.rollouts.served.publisher import Publisher
-from fastp3o.rollouts.served.servers import completion_settings
+from fastp3o.served.publisher import Publisher
+from fastp3o.served.servers import completion_settings
 from fastp3o.training.order import derived_seed
 from fastp3o.training.processes import on_every_process
 

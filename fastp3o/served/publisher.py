@@ -19,8 +19,8 @@ from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.sampler import POLICY_ITSELF
-from fastp3o.rollouts.served.nccl_transfer import NCCLTransfer
-from fastp3o.rollouts.served.servers import Completion, OtherWeightsError, Servers, completion_settings
+from fastp3o.served.nccl_transfer import NCCLTransfer
+from fastp3o.served.servers import Completion, OtherWeightsError, Servers, completion_settings
 from fastp3o.training.checkpoints import save_model
 from fastp3o.training.processes import on_every_process, on_main_process
 

@@ -18,7 +18,7 @@ from fastp3o.endpoint import AnswerError, EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import each_whole_weight, named_weights
-from fastp3o.rollouts.served.servers import Servers
+from fastp3o.served.servers import Servers
 
 
 class Weights:
