@@ -58,3 +58,23 @@ def test_ratios_to_what_sampled_are_exact(workplace, tiny_model):
     # Both compare what sampled with the policy before the update.
     assert exact[1]["sampler_gap"] > 1e-3
     assert exact[1]["ratio/noise"] < 1e-4
+
+
+@pytest.mark.parametrize("clipping", ["joint", "token"])
+def test_weights_of_a_sampler_that_rounds_alike_change_nothing(workplace, tiny_model, clipping):
+    plain = {"updates": 2, "clipping": clipping}
+    train(config(tiny_model, "plain", **plain))
+    train(config(tiny_model, "weighted", **plain, sampler_ratio_cap=2.0))
+    for one, two in zip(metrics("plain"), metrics("weighted"), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
+        assert two["sampler_ratio_mean"] == pytest.approx(1, abs=1e-4)
+        assert two["sampler_ratio_capped"] == 0
+    for name, weight in weights("plain").items():
+        assert (weight - weights("weighted")[name]).abs().max() < 1e-4
+
+
+def test_weights_of_stale_responses_are_capped(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=4, rounds_ahead=2, sampler_ratio_cap=1.0, learning_rate=3e-2))
+    steps = metrics("run")
+    assert steps[0]["sampler_ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert all(step["sampler_ratio_mean"] < 1 and 0 < step["sampler_ratio_capped"] < 1 for step in steps[2:])
