@@ -1,6 +1,7 @@
 """fastp3o's own update on the rollouts of another trainer, which that trainer's update must equal."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.training.minibatches import make_microbatches, pack_minibatches
+from fastp3o.training.minibatches import make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.together import together
 
@@ -46,7 +47,9 @@ def own_update(
             rollouts = groups_of_ids([group.prompt for group in groups], [group.responses for group in groups])
             rewards = torch.tensor([group.rewards for group in groups])
             rows = pack_minibatches(accelerator, rollouts, 1, Packing(100))
-            prepared += make_microbatches(accelerator, policy, reference, rows, rewards, None, objective)
+            prepared += make_microbatches(
+                accelerator, partial(policy_logprobs, policy), reference, rows, rewards, None, objective
+            )
         for _ in range(inner_epochs):
             for microbatches in prepared:
                 for microbatch in microbatches:

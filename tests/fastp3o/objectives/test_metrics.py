@@ -1,6 +1,7 @@
 """Metrics of a minibatch are means over what counts, however its prompts are packed and whatever divides the loss."""
 
 from dataclasses import replace
+from functools import partial
 from math import exp
 
 import pytest
@@ -21,7 +22,7 @@ from fastp3o.objectives.policy_gradient import (
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.training.minibatches import make_microbatches, pack_minibatches
+from fastp3o.training.minibatches import make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
@@ -47,7 +48,7 @@ def row_metrics(config, counted, tokens_per_row: int, apart: float | None = None
         policy,
         make_microbatches(
             accelerator,
-            policy,
+            partial(policy_logprobs, policy),
             SecondModel(reference, accelerator.device, offload=False),
             pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row)),
             torch.arange(P * K).view(P, K) % 3.0,

@@ -77,4 +77,5 @@ def test_weights_of_stale_responses_are_capped(workplace, tiny_model):
     train(config(tiny_model, "run", updates=4, rounds_ahead=2, sampler_ratio_cap=1.0, learning_rate=3e-2))
     steps = metrics("run")
     assert steps[0]["sampler_ratio_mean"] == pytest.approx(1, abs=1e-3)
-    assert all(step["sampler_ratio_mean"] < 1 and 0 < step["sampler_ratio_capped"] < 1 for step in steps[2:])
+    assert all(step["sampler_ratio_mean"] < 0.9 for step in steps[1:])
+    assert any(0 < step["sampler_ratio_capped"] < 1 for step in steps[1:])

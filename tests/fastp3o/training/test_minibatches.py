@@ -1,3 +1,4 @@
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.groups import Group
-from fastp3o.training.minibatches import make_microbatches, pack_minibatches
+from fastp3o.training.minibatches import make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import logprobs_alone, random_model
 
@@ -46,7 +47,7 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
     rewards = torch.arange(P * K).view(P, K).float()
     minibatches = make_microbatches(
         accelerator,
-        policy,
+        partial(policy_logprobs, policy),
         SecondModel(reference, accelerator.device, offload=False),
         pack_minibatches(accelerator, rollouts, 2, Packing(30)),
         rewards,
