@@ -22,13 +22,13 @@ def served_runs(record: dict) -> list[list[str]]:
         last = [run["evaluations"][-1] for run in runs]
         steps = later_steps(record, way)
         # A stale gap is the policy's own move.
-        fresh = [step["sampler_gap"] for step in steps if not step.get("staleness")]
+        fresh = [step["sampler_gap"] for run in runs for step in run["steps"] if not step.get("staleness")]
         lines.append(
             [
                 way,
                 " ".join(f"{one['reward']:.2f}" for one in last),
                 " ".join(f"{one['kl']:.2f}" for one in last),
-                f"{max(fresh):.1e}" if fresh else "the policy's move",
+                f"{max(fresh):.1e}",
                 f"{fmean(step['seconds'] for step in steps):.2f}",
                 f"{fmean(step['seconds_rollout'] for step in steps):.2f}",
             ]
@@ -73,6 +73,6 @@ def plot_served(record: dict, path: Path) -> None:
         left = [before + more for before, more in zip(left, seconds, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds of an update")
-    axes.legend(loc="lower right", ncols=2, frameon=False, fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(PHASES), frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
