@@ -149,9 +149,7 @@ def test_the_budget_changes_nothing_but_rounding(clipping, impl):
             assert relative_error(got, target.double()) < 1e-4
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
-@pytest.mark.parametrize("held", [1000, 5])
+@pytest.mark.parametrize(("clipping", "impl", "held"), pairwise(CLIPPINGS, [*CHUNKED, "eager"], [1000, 5]))
 def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, impl, held):
     """The loss, its gradients and metrics are those with the policy's log-probs given as the old ones."""
     states, pairs = problem(bias=True, softcap=5.0, temperature=0.7, apart=0.3)
@@ -168,10 +166,9 @@ def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, impl, hel
         torch.testing.assert_close(output.metrics[name], value, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize(
-    ("clipping", "dtype", "held"),
-    pairwise(["joint", "separate", "none"], [torch.float32, torch.bfloat16], [1000, 30, 7, 2]),
+    ("clipping", "impl", "dtype", "held"),
+    pairwise(["joint", "separate", "none"], CHUNKED, [torch.float32, torch.bfloat16], [1000, 30, 7, 2]),
 )
 def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clipping, impl, dtype, held):
     states, pairs = problem(dtype=dtype)
@@ -186,9 +183,9 @@ def test_the_ratio_of_two_evaluations_of_the_same_weights_is_exactly_one(clippin
     assert output.metrics["clip_fraction"] == 0
 
 
-@pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize(
-    ("own", "needed", "held"), pairwise([False, True], [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)], [1000, 32])
+    ("impl", "own", "needed", "held"),
+    pairwise(CHUNKED, [False, True], [(1, 1, 6), (1, 0, 4), (0, 1, 4), (0, 0, 2)], [1000, 32]),
 )
 def test_only_the_products_that_are_needed(impl, own, needed, held):
     """F = N V D; whole pairs in chunks need their logits once, whatever the number of chunks."""
@@ -236,9 +233,7 @@ def test_a_pair_beyond_the_budget_is_computed_again_only_where_it_does_not_fit(i
     assert counter.get_total_flops() == (6 * 55 + 2 * (55 - held)) * V * D
 
 
-@pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("held", [1000, 32, 6])
-@pytest.mark.parametrize("gpu", GPU_ARITHMETIC)
+@pytest.mark.parametrize(("impl", "held", "gpu"), pairwise(CHUNKED, [1000, 32, 6], GPU_ARITHMETIC))
 def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products_on_a_cpu(impl, held, gpu):
     """On a GPU the host would have to wait for their number: they are rows of zeros."""
     states, pairs = problem()
@@ -258,9 +253,7 @@ def test_pairs_without_a_coefficient_take_no_part_in_the_gradients_products_on_a
     assert (leaves.hidden.grad[:7] == 0).all()
 
 
-@pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("gpu", GPU_ARITHMETIC)
+@pytest.mark.parametrize(("impl", "own", "gpu"), pairwise(CHUNKED, [False, True], GPU_ARITHMETIC))
 def test_no_pair_with_a_coefficient(impl, own, gpu):
     states, pairs = problem(bias=True)
     pairs.rewards[:] = 0.25
@@ -315,9 +308,7 @@ def test_gradients_of_fp16_products_survive_a_loss_scale():
             assert relative_error(got, target) < 2e-3
 
 
-@pytest.mark.parametrize("impl", CHUNKED)
-@pytest.mark.parametrize("sampled_by_it", [False, True])
-@pytest.mark.parametrize("factor", [1e-5, 1.0, 1e5])
+@pytest.mark.parametrize(("impl", "sampled_by_it", "factor"), pairwise(CHUNKED, [False, True], [1e-5, 1.0, 1e5]))
 def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(factor, sampled_by_it, impl):
     """Small enough that probabilities times advantages are nothing in fp16, large enough that these are infinite."""
     states, pairs = problem([2, 3] * 8, 3000, torch.float16, scale=0.05)
