@@ -7,7 +7,7 @@ from fastp3o.models import reference
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, SecondModel
 from fastp3o.objectives.ppo import estimate_advantages, whiten
-from tests.simulated_cuda.record import Record, recorded
+from tests.simulated_cuda.record import Record, recorded, write_counts
 
 DEVICE = torch.device("cuda")
 # Launches of a doubling of the terms, and of all else.
@@ -26,6 +26,7 @@ def advantages(longest: int) -> Record:
 def test_advantages_of_ppo_double_their_terms_with_each_pass():
     for longest, doublings in ((8, 3), (100, 7), (1024, 10)):
         record = advantages(longest)
+        write_counts(f"advantages of PPO, at most {longest} tokens", {"launches": record.launches.total()})
         assert not record.waits, record.table()
         assert record.launches.total() <= BESIDE + DOUBLING * doublings, record.table()
 
@@ -54,7 +55,9 @@ def launches_of_following(layers: int, dtype: torch.dtype, decay: float) -> int:
 
 def test_a_reference_follows_in_as_many_launches_whatever_its_layers(monkeypatch):
     for dtype, decay, launches in ((torch.float32, 0.0, 1), (torch.float32, 0.9, 1), (torch.float16, 0.9, 3)):
-        assert [launches_of_following(layers, dtype, decay) for layers in (1, 4)] == [launches, launches]
+        counts = [launches_of_following(layers, dtype, decay) for layers in (1, 4)]
+        write_counts(f"reference in {dtype}, decay {decay}", {"launches": counts[-1]})
+        assert counts == [launches, launches]
     # Large weights move one by one.
     monkeypatch.setattr(reference, "TOGETHER", 1)
     weights = len(list(model(1, torch.float16).parameters()))

@@ -9,7 +9,7 @@ from fastp3o.stages import preference, reward_model, sft
 from fastp3o.training import late
 from fastp3o.training.late import LateNumbers
 from tests.fastp3o.runs import metrics
-from tests.simulated_cuda.record import Record, recorded
+from tests.simulated_cuda.record import Record, recorded, write_counts
 
 STEP = "aten._fused_adamw_.default"  # launched once in each optimizer step
 
@@ -38,6 +38,8 @@ def test_a_step_waits_once(tiny_model, workplace, stage):
     further = Counter(many.places())
     further.subtract(few.places())
     waits = {place: count for place, count in further.items() if count}
+    each = {" ".join(place): count / (steps[1] - steps[0]) for place, count in waits.items()}
+    write_counts(f"{stage}, of a step", {"waits": each})
     assert waits == {("fastp3o/training/late.py", "Moment.wait"): steps[1] - steps[0]}
 
 

@@ -1,19 +1,14 @@
 """Whole online runs on the pretended device: where an update's host waits, and how much it launches."""
 
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 from fastp3o.stages.online import train
 from fastp3o.training.reporting import Phases
 from tests.fastp3o.runs import config, metrics
-from tests.simulated_cuda.record import Record, recorded
+from tests.simulated_cuda.record import Record, recorded, write_counts
 
 # Launches of an update of four optimizer steps of the tiny Llama, most of them the model's own. With older versions of
 # torch and transformers there are some more.
@@ -55,18 +50,12 @@ def test_an_update_waits_for_nothing_until_its_report(tiny_model, workplace, pha
     further = runs[2].places()
     further.subtract(runs[1].places())
     waits = {place: count for place, count in further.items() if count and "sampler" not in place[0]}
-    if path := os.environ.get("FASTP3O_COUNTS"):
-        note(Path(path), precision, phases, waits)
+    write_counts(
+        precision,
+        {
+            "launches": {name: phases[name][-1].launches.total() for name in ("logprobs", "update")},
+            "waits": {name: len(phases[name][-1].waits) for name in ("logprobs", "update")},
+            "waits around them": {" ".join(place): count for place, count in waits.items()},
+        },
+    )
     assert waits == WAITS
-
-
-def note(path: Path, precision: str, phases: dict[str, list[Record]], waits: dict[tuple[str, str], int]) -> None:
-    """Adds the counts of the last update to a JSON file."""
-    noted = json.loads(path.read_text()) if path.exists() else {}
-    noted |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    noted[precision] = {
-        "launches": {name: phases[name][-1].launches.total() for name in ("logprobs", "update")},
-        "waits": {name: len(phases[name][-1].waits) for name in ("logprobs", "update")},
-        "waits around them": {" ".join(place): count for place, count in waits.items()},
-    }
-    path.write_text(json.dumps(noted, indent=1) + "\n")
