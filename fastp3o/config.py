@@ -202,6 +202,13 @@ class StageConfig(RunConfig):
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward pass to save memory.", changeable=True
     )
+    compile_layers: bool = option(
+        False,
+        "Compile the layers of the models that train and of the reference with torch, which fuses norms, rotary "
+        "positions, gates and residuals. Takes a minute or more at first. Off: a GPU has not been measured, and tests "
+        "on CPUs are of correctness.",
+        changeable=True,
+    )
     save_every: int = option(
         0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
     )

@@ -18,13 +18,13 @@ from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.utils.logging import get_logger
 
 from fastp3o.errors import UserError
-from fastp3o.packing.packed_row import Segments, SharedKeys
+from fastp3o.models.one_by_one import FlatSegments, gather_keys, one_by_one
+from fastp3o.packing.packed_row import Segments
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -83,7 +83,7 @@ def segment_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     *,
-    segments: Segments | None = None,
+    segments: Segments | FlatSegments | None = None,
     cache: KeyValueCache | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -129,7 +129,7 @@ AttentionInterface.register(NAME, segment_attention)
 def fastest_backend(query: Tensor, softcap: float | None):
     """The first backend that supports these queries."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and query.shape[-1] <= LARGEST_HEAD and libraries_support(query.device):
+    if half and query.shape[-1] <= LARGEST_HEAD and libraries_are_supported(query.device):
         if flash_attn_varlen_func is not None:
             return by_flash_attn
         if softcap:
@@ -140,6 +140,12 @@ def fastest_backend(query: Tensor, softcap: float | None):
         elif varlen_attn is not None and query.shape[-1] % 8 == 0:
             return by_varlen_attn
     return one_by_one
+
+
+@torch.compiler.assume_constant_result
+def libraries_are_supported(device: torch.device) -> bool:
+    """`libraries_support`, which a compiler asks in place of looking into it."""
+    return libraries_support(device)
 
 
 @cache
@@ -154,27 +160,6 @@ def libraries_support(device: torch.device) -> bool:
     return capability >= LEAST_CAPABILITY
 
 
-class GatherKeys(torch.autograd.Function):
-    """Gathers the keys of all segments from those of the tokens. Gradients are added in a fixed order."""
-
-    @staticmethod
-    def forward(ctx, tokens, shared):
-        ctx.shared = shared
-        return tokens[shared.tokens]
-
-    @staticmethod
-    def backward(ctx, grad_keys):
-        grad = grad_keys[ctx.shared.own]
-        for tokens, keys in ctx.shared.repeats:
-            grad.index_add_(0, tokens, grad_keys[keys])
-        return grad, None
-
-
-def gather_keys(tokens: Tensor, shared: SharedKeys) -> Tensor:
-    """[T, Hkv, D] -> [U, Hkv, D]."""
-    return GatherKeys.apply(tokens, shared)
-
-
 def by_flash_attn(query, key, value, segments, scale, window, softcap):
     return flash_attn_varlen_func(
         query,
@@ -182,8 +167,8 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
         value,
         segments.cu_queries,
         segments.cu_keys,
-        max(segments.query_lengths),
-        max(segments.key_lengths),
+        segments.longest_query,
+        segments.longest_keys,
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -211,10 +196,21 @@ def takes_grouped_heads(function: Callable, dtype: torch.dtype, device: torch.de
     return True
 
 
+# A compiler asks these two once, in place of looking into them.
+@torch.compiler.assume_constant_result
+def varlen_names_groups() -> bool:
+    return names_grouped_heads(varlen_attn)
+
+
+@torch.compiler.assume_constant_result
+def varlen_takes_groups(dtype: torch.dtype, device: torch.device) -> bool:
+    return takes_grouped_heads(varlen_attn, dtype, device)
+
+
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
-    options: dict[str, Any] = {"enable_gqa": True} if names_grouped_heads(varlen_attn) else {}
+    options: dict[str, Any] = {"enable_gqa": True} if varlen_names_groups() else {}
     groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not options and not takes_grouped_heads(varlen_attn, query.dtype, query.device):
+    if groups > 1 and not options and not varlen_takes_groups(query.dtype, query.device):
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     return varlen_attn(
         query,
@@ -222,52 +218,9 @@ def by_varlen_attn(query, key, value, segments, scale, window, softcap):
         value,
         segments.cu_queries,
         segments.cu_keys,
-        max(segments.query_lengths),
-        max(segments.key_lengths),
+        segments.longest_query,
+        segments.longest_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )
-
-
-def one_by_one(query, key, value, segments, scale, window, softcap):
-    # Splitting, unlike slicing, adds up the pieces' gradients in one operation.
-    pieces = zip(
-        query.split(segments.query_lengths),
-        key.split(segments.key_lengths),
-        value.split(segments.key_lengths),
-        strict=True,
-    )
-    attend: Callable[..., Tensor] = with_softcap if softcap else with_sdpa
-    return torch.cat(
-        [attend(*(t.transpose(0, 1) for t in piece), scale, window, softcap) for piece in pieces], dim=1
-    ).transpose(0, 1)
-
-
-def with_sdpa(query, key, value, scale, window, softcap):
-    queries, keys = query.shape[1], key.shape[1]
-    square = queries == keys and (window is None or window >= keys)
-    return F.scaled_dot_product_attention(
-        query.unsqueeze(0),
-        key.unsqueeze(0),
-        value.unsqueeze(0),
-        attn_mask=None if square else visible(queries, keys, window, query.device),
-        is_causal=square,
-        scale=scale,
-        enable_gqa=query.shape[0] != key.shape[0],
-    ).squeeze(0)
-
-
-def with_softcap(query, key, value, scale, window, softcap):
-    key, value = (tensor.repeat_interleave(query.shape[0] // tensor.shape[0], dim=0) for tensor in (key, value))
-    precise = torch.promote_types(query.dtype, torch.float32)
-    products = softcap * torch.tanh(query @ key.transpose(1, 2) * (scale / softcap))
-    hidden = ~visible(query.shape[1], key.shape[1], window, query.device)
-    return products.masked_fill(hidden, float("-inf")).softmax(-1, dtype=precise).to(value.dtype) @ value
-
-
-def visible(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """[queries, keys] bool: whether a query sees a key. The last query and key are at the same position."""
-    everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    past = everything.tril(keys - queries)
-    return past if window is None else past.triu(keys - queries - window + 1)

@@ -14,6 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o.errors import UserError
 from fastp3o.models import attention
+from fastp3o.models.compiled_layers import compile_layers
+from fastp3o.models.one_by_one import flat
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
@@ -39,6 +41,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.relative_positions = end_of_positions(model.config) is None
         self.longest_sequence = longest_sequence(model.config)
+        self.compiled = False
         # transformers' SDPA ignores soft capping.
         softcapped = getattr(model.config, "attn_logit_softcapping", None)
         self.own_attention = "eager" if softcapped else model.config._attn_implementation
@@ -51,8 +54,9 @@ class PackedModel(nn.Module):
 
         Raises ValueError for a sequence that is longer than the model's positions reach.
         """
-        self.check_reach(max(row.segments.key_lengths))
-        hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
+        self.check_reach(row.segments.longest_keys)
+        segments = flat(row.segments) if self.compiled else row.segments
+        hidden = self.hidden_states(row.input_ids, row.position_ids, segments=segments)
         return compute(hidden[at], self.head())
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: object) -> Tensor:
@@ -75,6 +79,11 @@ class PackedModel(nn.Module):
         # The name before transformers 5.23, which warns of it.
         old = self.model.gradient_checkpointing_enable
         getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
+
+    def compile_layers(self) -> None:
+        """Lets torch compile the layers for packed rows, at the first one."""
+        compile_layers(self.layers(), cast(nn.Module, self.model.get_input_embeddings()))
+        self.compiled = True
 
     @contextmanager
     def with_own_attention(self) -> Iterator[PreTrainedModel]:

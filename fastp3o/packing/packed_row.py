@@ -46,6 +46,15 @@ class Segments(OnDevice):
     key_lengths: tuple[int, ...]
     shared: SharedKeys | None  # None if keys are those of the tokens, in their order
 
+    @property
+    def longest_query(self) -> int:
+        """Queries of the longest segment."""
+        return max(self.query_lengths)
+
+    @property
+    def longest_keys(self) -> int:
+        return max(self.key_lengths)
+
 
 @dataclass(frozen=True)
 class PackedRow(OnDevice):

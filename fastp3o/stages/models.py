@@ -71,6 +71,8 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
     choose_trainable(model, config)
     if config.gradient_checkpointing:
         model.recompute_activations()
+    if config.compile_layers:
+        model.compile_layers()
     return model
 
 
@@ -127,4 +129,6 @@ def load_frozen_policy(context: Context, config: "OnlineConfig | PreferenceConfi
         trust_remote_code=config.trust_remote_code,
     )
     frozen.check_reach(config.longest_sequence)
+    if config.compile_layers:
+        frozen.compile_layers()
     return frozen

@@ -112,6 +112,8 @@ def train_supervised(task: SupervisedTask) -> None:
     model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
     if config.gradient_checkpointing:
         model.recompute_activations()
+    if config.compile_layers:
+        model.compile_layers()
     task.set_up(context, model, data)
 
     total = len(data["train_data"])

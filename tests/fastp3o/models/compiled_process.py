@@ -1,0 +1,52 @@
+"""One of two processes that share compiled models: errors of gradients, in the file named by the first argument."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch._dynamo.utils import counters
+
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import process_mesh, shard, whole
+from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, compute_loss, given_by_main
+
+# Traced as for the compiler: compiling takes minutes.
+torch.compile = partial(torch.compile, backend="aot_eager")
+
+
+def outcome(name: str) -> tuple[float, int]:
+    """The largest error of a gradient relative to the largest one's norm, against plain layers in one process, in the
+    second of two passes; and the graphs that both took.
+    """
+    alone = MODELS[name]()
+    torch.stack([compute_loss(alone, row) for row in ROWS]).mean().backward()
+    expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    model = MODELS[name]()
+    for module in [module for module in model.modules() if isinstance(module, PackedModel)]:
+        module.compile_layers()
+    shard(given_by_main(model), CPU, process_mesh(CPU))
+    counters.clear()
+    for _ in range(2):
+        model.zero_grad()
+        compute_loss(model, ROWS[dist.get_rank()]).backward()
+    got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == expected.keys()
+    assert not model.layers()[0].forward.compiled.fails
+    norm = max(gradient.norm() for gradient in expected.values())
+    error = max((got[n] - gradient).norm() / norm for n, gradient in expected.items()).item()
+    return error, counters["stats"]["unique_graphs"]
+
+
+def main(file: Path) -> None:
+    accelerator = Accelerator()
+    results = {name: outcome(name) for name in ("llama", "checkpointed")}
+    if accelerator.is_main_process:
+        torch.save(results, file)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
