@@ -101,6 +101,29 @@ def precision_table(record: dict) -> list[list[str]]:
     return lines
 
 
+def compiled_layer_table(record: dict) -> list[list[str]]:
+    """What layers launch and move in training, plain and compiled. Header first."""
+    lines = [["a layer, forward and backward", "launches besides attention", "GB moved besides products"]]
+    for model, ways in record["layers"].items():
+        plain, compiled = ways["plain"], [ways["forward"], ways["backward"]]
+        launches = sum(part["launches"] for part in plain), sum(p["fused"] + p["products"] for p in compiled)
+        moved = sum(part["other_bytes"] for part in plain), sum(part["fused_bytes"] for part in compiled)
+        for way, count, size in zip(("as transformers has it", "compiled"), launches, moved, strict=True):
+            lines.append([f"{model}, {way}", str(count), f"{size / 1e9:.1f}"])
+    return lines
+
+
+def decode_table(record: dict) -> list[list[str]]:
+    """Launches of the body in a decode step by family, plain and compiled. Header first."""
+    lines = [["family", "a layer", "compiled", "embedding, rotary tables, last norm", "compiled"]]
+    names = "layer_uncompiled", "layer_compiled", "others_uncompiled", "others_compiled"
+    return lines + [[family, *(str(found[name]) for name in names)] for family, found in record["decode"].items()]
+
+
+def compiled_section(table: list[list[str]], record: dict) -> str:
+    return f"{markdown(table)}\n\nCounted with torch {record['torch']}, transformers {record['transformers']}."
+
+
 def markdown(lines: list[list[str]]) -> str:
     header, *rest = lines
     lines = [header, ["---"] * len(header), *rest]
@@ -269,6 +292,9 @@ def write() -> None:
     record = load(gpu if on_gpu else cpu)
     write_between(README, "benchmarks", benchmarks_section(record, on_gpu))
     write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
+    counts = load(RESULTS / "compiled_counts.json")
+    write_between(README, "decode", compiled_section(decode_table(counts), counts))
+    write_between(PRECISION_README, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
     (FOLDER / "goals.md").write_text(goals_page(record, on_gpu))
     if select(record["benchmarks"], level="hidden", passes=BOTH):
         plot(record, RESULTS / "kernels.png")

@@ -4,12 +4,13 @@
 
 T tokens, L layers, D hidden size, V vocabulary. The body's launches and the bytes that its elementwise operations move
 are counted on PyTorch's meta device with transformers' own modules; other counts follow from shapes. Constants that are
-neither counted nor of the data sheet are assumptions, and named so.
+neither counted nor of the data sheet are assumptions, and named so. Kernels of compiled layers come from the record of
+`tests.simulated_cuda.compiled_counts`.
 """
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 FOLDER = Path(__file__).parent
 RESULT, PLOT, NOTES = FOLDER / "results" / "roofline.json", FOLDER / "results" / "roofline.png", FOLDER / "NOTES.md"
+COMPILED = FOLDER / "results" / "compiled_counts.json"
 # Operations that launch nothing.
-FREE = ("empty", "detach", "_unsafe_view")
+FREE = ("empty", "detach", "_unsafe_view", "prim.device")
+THEN = ", layers compiled"
 BEGIN, END = "<!-- roofline: begin -->", "<!-- roofline: end -->"
 
 # Assumptions: what an H100 reaches in bf16 products and in copies, the host's time for a launch, a small kernel's time
@@ -151,6 +154,27 @@ def body_counts(model: Model, T: int) -> tuple[Counts, Counts]:
     return forward.counts(), backward.counts()
 
 
+def with_number_of_layers(config: LlamaConfig, number: int) -> LlamaConfig:
+    return type(config)(**config.to_dict() | {"num_hidden_layers": number})
+
+
+def compiled_counts(model: Model, T: int, layer: dict[str, dict[str, int]]) -> tuple[Counts, Counts]:
+    """`body_counts` where layers are compiled. layer: kernels of one, forward and backward, in the record's words."""
+    outside = replace(model, config=with_number_of_layers(model.config, 0))
+    parts = zip(body_counts(model, T), body_counts(outside, T), (layer["forward"], layer["backward"]), strict=True)
+    L = model.config.num_hidden_layers
+    forward, backward = (
+        Counts(
+            plain.operations,
+            others.product_bytes + L * kernels["product_bytes"],
+            others.other_bytes + L * kernels["fused_bytes"],
+            others.launches + L * (kernels["fused"] + kernels["products"]),
+        )
+        for plain, others, kernels in parts
+    )
+    return forward, backward
+
+
 @dataclass(frozen=True)
 class Phase:
     """A part of an update, with what the device and the host do in it."""
@@ -209,8 +233,10 @@ def head(model: Model, N: int, *, backward: bool) -> Counts:
     return Counts((6 if backward else 2) * F, 2 * model.head_weights, traffic, chunks * launches)
 
 
-def phases(model: Model, forward: Counts, backward: Counts) -> list[Phase]:
-    """Of one update; forward and backward are the body's counts for a row."""
+def phases(model: Model, forward: Counts, backward: Counts, prefill: Counts | None = None) -> list[Phase]:
+    """Of one update. forward, backward: the body's counts for a row. prefill: those of a row of prompts in rollouts,
+    whose layers are never compiled; by default forward.
+    """
     tokens, N = PROMPTS * (PROMPT + K * RESPONSE), PROMPTS * K * RESPONSE
     rows = tokens / ROW
     prompt_pairs = PROMPTS * PROMPT**2 / 2
@@ -222,7 +248,7 @@ def phases(model: Model, forward: Counts, backward: Counts) -> list[Phase]:
     kernels = DECODE_LAUNCHES + DECODE_LAUNCHES_OF_LAYER * model.config.num_hidden_layers
     optimizer = STEPS * OPTIMIZER_BYTES * model.parameters / model.devices
     return [
-        Phase("prefill", together(scaled(forward, PROMPTS * PROMPT / ROW), attention(model, prompt_pairs))),
+        Phase("prefill", together(scaled(prefill or forward, PROMPTS * PROMPT / ROW), attention(model, prompt_pairs))),
         Phase("decode", Counts(*(RESPONSE * value for value in step)), graph_kernels=RESPONSE * kernels),
         Phase("old log-probs", log_probs),
         Phase("reference log-probs", log_probs),
@@ -233,32 +259,51 @@ def phases(model: Model, forward: Counts, backward: Counts) -> list[Phase]:
     ]
 
 
-def table(found: dict[str, list[Phase]]) -> str:
+def updates(model: Model, layer: dict[str, dict[str, int]]) -> tuple[list[Phase], list[Phase]]:
+    """Phases of an update with plain layers, and with compiled ones. layer: as in `compiled_counts`."""
+    forward, backward = body_counts(model, ROW)
+    return phases(model, forward, backward), phases(model, *compiled_counts(model, ROW, layer), prefill=forward)
+
+
+def in_turns(plain: list[Phase], compiled: list[Phase]) -> list[Phase]:
+    """The phases of an update, and after each one that compiled layers change, what it is then."""
+    lines: list[Phase] = []
+    for phase, other in zip(plain, compiled, strict=True):
+        lines += [phase] if other == phase else [phase, replace(other, name=f"{phase.name}{THEN}")]
+    return lines
+
+
+def seconds_of_update(parts: list[Phase]) -> float:
+    return sum(phase.total() for phase in parts)
+
+
+def table(found: dict[str, tuple[list[Phase], list[Phase]]]) -> str:
     lines = [
         "| model | phase | products, ms | weights and keys | other traffic | small kernels | host (launches) | "
         "predicted, ms | bound by |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for model, parts in found.items():
-        for phase in parts:
+    for model, (plain, compiled) in found.items():
+        for phase in in_turns(plain, compiled):
             *device, host = (f"{1000 * value:.1f}" if value else "–" for value in phase.seconds().values())
             cells = [model, phase.name, *device, f"{host} ({phase.counts.launches})"]
             lines.append(f"| {' | '.join(cells)} | {1000 * phase.total():.0f} | {phase.bound()} |")
-        total = 1000 * sum(phase.total() for phase in parts)
-        lines.append(f"| {model} | whole update | | | | | | {total:.0f} | |")
+        for name, parts in (("whole update", plain), (f"whole update{THEN}", compiled)):
+            lines.append(f"| {model} | {name} | | | | | | {1000 * seconds_of_update(parts):.0f} | |")
     return "\n".join(lines)
 
 
-def plot(found: dict[str, list[Phase]]) -> None:
+def plot(found: dict[str, tuple[list[Phase], list[Phase]]]) -> None:
     # Tables need no matplotlib.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    figure = Figure(figsize=(13, 5.4), layout="constrained")
     colors = {"products": "#4477aa", "weights and keys read": "#66ccee", "other memory traffic": "#ccbb44"}
     colors |= {"small kernels of a graph": "#ee6677"}
-    for axis, (model, parts) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
+    for axis, (model, both) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
+        parts = in_turns(*both)
         for place, phase in enumerate(parts):
             seconds, left = phase.seconds(), 0.0
             for name, color in colors.items():
@@ -269,7 +314,8 @@ def plot(found: dict[str, list[Phase]]) -> None:
                 max(left, 1000 * seconds["host"]), place, f"  {1000 * phase.total():.0f}", va="center", fontsize=9
             )
         axis.set_yticks(range(len(parts)), [phase.name for phase in parts])
-        axis.set_title(f"{model}: {1000 * sum(phase.total() for phase in parts):.0f} ms an update")
+        plain, compiled = (1000 * seconds_of_update(update) for update in both)
+        axis.set_title(f"{model}: {plain:.0f} ms an update, {compiled:.0f} with compiled layers")
         axis.set_xlabel("ms, predicted for one H100")
         axis.set_xlim(0, 1.13 * 1000 * max(phase.total() for phase in parts))
         axis.spines[["top", "right"]].set_visible(False)
@@ -281,15 +327,16 @@ def plot(found: dict[str, list[Phase]]) -> None:
 
 
 def main() -> None:
-    found = {model.name: phases(model, *body_counts(model, ROW)) for model in MODELS}
+    layers = json.loads(COMPILED.read_text())["layers"]
+    found = {model.name: updates(model, layers[model.name]) for model in MODELS}
     record = {
         model: [
             {"phase": phase.name, "seconds": phase.seconds(), "total": phase.total(), "bound": phase.bound()}
             | phase.counts._asdict()
             | {"graph_kernels": phase.graph_kernels, "waits": phase.waits}
-            for phase in parts
+            for phase in in_turns(*both)
         ]
-        for model, parts in found.items()
+        for model, both in found.items()
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
     plot(found)

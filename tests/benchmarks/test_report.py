@@ -74,8 +74,13 @@ def test_what_is_committed_is_what_the_results_give():
     found = report.load(gpu if gpu.exists() else report.RESULTS / "kernels.cpu.json")
     assert report.between_markers(written, "benchmarks", report.benchmarks_section(found, gpu.exists())) == written
     precision = report.precision_section(report.load(report.RESULTS / "policy_precision.json"))
+    counts = report.load(report.RESULTS / "compiled_counts.json")
+    decode = report.compiled_section(report.decode_table(counts), counts)
+    assert report.between_markers(written, "decode", decode) == written
     written = report.PRECISION_README.read_text()
     assert report.between_markers(written, "precision", precision) == written
+    layers = report.compiled_section(report.compiled_layer_table(counts), counts)
+    assert report.between_markers(written, "compiled layers", layers) == written
 
 
 def gpu_record(record, *levels):

@@ -1,6 +1,24 @@
+import json
+
 import pytest
 
-from benchmarks.roofline import BANDWIDTH, LAUNCH, OPERATIONS, WAIT, Counts, Model, Phase, body_counts, llama, phases
+from benchmarks.roofline import (
+    BANDWIDTH,
+    COMPILED,
+    LAUNCH,
+    OPERATIONS,
+    ROW,
+    WAIT,
+    Counts,
+    Model,
+    Phase,
+    body_counts,
+    compiled_counts,
+    in_turns,
+    llama,
+    phases,
+    updates,
+)
 
 TINY = Model("tiny", llama(64, 128, 2, tied=True), devices=1)
 
@@ -38,3 +56,22 @@ def test_an_update_has_every_phase():
     found = phases(TINY, forward, backward)
     assert len({phase.name for phase in found}) == 8
     assert all(phase.total() > 0 for phase in found)
+
+
+def test_compiled_layers_have_the_same_products_and_fewer_kernels():
+    layer = json.loads(COMPILED.read_text())["layers"]["1 B"]
+    tiny = Model("tiny", llama(2048, 8192, 2, tied=True), devices=1)
+    for plain, compiled in zip(body_counts(tiny, ROW), compiled_counts(tiny, ROW, layer), strict=True):
+        assert compiled.operations == plain.operations
+        assert compiled.product_bytes == pytest.approx(plain.product_bytes, rel=1e-6)
+        assert compiled.other_bytes < plain.other_bytes / 2
+        assert compiled.launches < plain.launches / 2
+
+
+def test_phases_that_layers_do_not_change_stand_once():
+    kernels = {"fused": 1, "products": 7, "attention": 1, "fused_bytes": 1, "product_bytes": 1}
+    both = updates(TINY, {"forward": kernels, "backward": kernels})
+    names = [phase.name for phase in in_turns(*both)]
+    changed = [name.removesuffix(", layers compiled") for name in names if name.endswith(", layers compiled")]
+    assert changed == ["old log-probs", "reference log-probs", "body forward", "body backward"]
+    assert len(names) == 8 + 4

@@ -40,11 +40,6 @@ class SimulatedTensor(Tensor):
             memo[id(self)] = copy
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """To save it, and to read it where `map_location` says."""
-        values = self.detach().cpu(), self.dtype, str(self.simulated_device), self.requires_grad
-        return torch._utils._rebuild_device_tensor_from_cpu_tensor, values
-
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
