@@ -186,6 +186,8 @@ def install() -> None:
     """From now on torch has CUDA devices. It must come before transformers, accelerate or Triton's kernels look."""
     native.library().install()
     torch._C._set_only_lift_cpu_tensors(True)
+    # oneDNN's products, on processors that have them for bf16, take scratch memory that would count as the device's.
+    torch._C._set_mkldnn_enabled(False)
     for name, value in FUNCTIONS.items():
         setattr(torch.cuda, name, value)
     torch.cuda.graphs.CUDAGraph = graphs.CUDAGraph
