@@ -25,30 +25,42 @@ class Stops:
     the process at once.
 
     One request may arrive twice: from the terminal or Slurm at every process, and from torchrun at its workers. Signals
-    that were ignored (by nohup, or in the background of a shell) stay ignored.
+    that were ignored (by nohup, or in the background of a shell) stay ignored. Processes that the run forks, such as a
+    reward's workers, have the handlers from before the run.
     """
 
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
+        self.process = 0
 
     def __enter__(self) -> "Stops":
         # Python runs handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
+            self.process = os.getpid()
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.before[number] = signal.signal(number, self.note)
+            noting.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.restore_handlers()
+
+    def restore_handlers(self) -> None:
+        noting.discard(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self.before = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process:  # a fork that got the signal before it could restore the handlers
+            self.restore_handlers()
+            os.kill(os.getpid(), number)
+            return
         if self.received:
             if time.monotonic() - self.received_at > ONE_REQUEST:
                 signal.signal(number, signal.SIG_DFL)
@@ -66,3 +78,16 @@ class Stops:
         own = torch.tensor([[self.received, int(due)]], device=self.accelerator.device)
         number, any_due = self.accelerator.gather(own).amax(0).tolist()
         return number, bool(any_due)
+
+
+# The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
+# is one for all of them.
+noting: set[Stops] = set()
+
+
+def restore_handlers() -> None:
+    for stops in list(noting):
+        stops.restore_handlers()
+
+
+os.register_at_fork(after_in_child=restore_handlers)
