@@ -23,11 +23,11 @@ from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, tok
 class LinearLogprobs(torch.autograd.Function):
     """2 F operations forward; backward 4 F, and 2 F for the tokens whose logits have left the buffer by then.
 
-    weight, bias: the head's own, which autograd sees only as arguments.
+    weight, bias, labels: the head's own and those of `chunked`, which autograd sees only as arguments.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, chunked):
+    def forward(ctx, hidden, weight, bias, labels, head, chunked):
         ctx.set_materialize_grads(False)
         spans = [span for chunk in chunked.plan.chunks for span in chunk.spans]
         with chunked.holding(hidden, head):
@@ -38,9 +38,10 @@ class LinearLogprobs(torch.autograd.Function):
         values = (chunked.statistics[0].clone(), *chunked.statistics[1:]) if chunked.statistics else ()
         ctx.mark_non_differentiable(*values[1:])
         if any(ctx.needs_input_grad):
-            save_for_backward(ctx, hidden, head)
+            # Labels that change before the backward pass are refused as other tensors are.
+            save_for_backward(ctx, hidden, head, labels)
             # An output held by the context would hold its own graph.
-            del chunked.logprobs
+            del chunked.logprobs, chunked.labels
             ctx.chunked, ctx.spans = chunked, spans
         return logprobs, *values
 
@@ -48,7 +49,7 @@ class LinearLogprobs(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         chunked = ctx.chunked
-        hidden, head = saved_tensors(ctx)
+        hidden, head, chunked.labels = saved_tensors(ctx)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
             ignored = chunked.labels == chunked.ignore_index
@@ -56,7 +57,7 @@ class LinearLogprobs(torch.autograd.Function):
                 grad_logprobs = torch.zeros_like(chunked.row_max)
             entropy_coefficients = None if grad_entropy is None else grad_entropy.masked_fill(ignored, 0.0)
             gradients.backward(ctx.spans, grad_logprobs.masked_fill(ignored, 0.0), entropy_coefficients)
-            return *gradients.results(), None, None
+            return *gradients.results(), None, None, None
 
 
 @overload
@@ -144,6 +145,7 @@ def linear_logprobs(
     N = len(hidden)
     bounds = [0, N] if cu_seqlens is None else bounds_of_prompts(cu_seqlens, N, responses_per_prompt)
     plan = plan_chunks(bounds, len(head.weight), dtypes, memory_budget)
-    chunked = ChunkedHead(labels.contiguous(), ignore_index, plan, triton=triton, statistics=bool(outputs))
-    logprobs, *statistics = LinearLogprobs.apply(hidden, head.weight, head.bias, head, chunked)
+    labels = labels.contiguous()
+    chunked = ChunkedHead(labels, ignore_index, plan, triton=triton, statistics=bool(outputs))
+    logprobs, *statistics = LinearLogprobs.apply(hidden, head.weight, head.bias, labels, head, chunked)
     return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)

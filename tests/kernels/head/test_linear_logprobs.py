@@ -157,6 +157,16 @@ def test_a_second_backward_pass_gives_the_same():
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
+def test_labels_that_change_before_the_backward_pass_are_refused(impl):
+    states = random_hidden_states(5, 7, 3, DEVICE).leaves()
+    labels = torch.arange(5, device=DEVICE)
+    logprobs = linear_logprobs(states.hidden, states.head, labels, impl=impl)
+    labels.clamp_(max=3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+@pytest.mark.parametrize("impl", CHUNKED)
 def test_layouts_and_odd_vocabularies(impl):
     torch.manual_seed(0)
     hidden = torch.randn(12, 9, device=DEVICE)[:, 1::2]
