@@ -6,9 +6,13 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from fastp3o.errors import UserError
 
@@ -36,47 +40,110 @@ def import_function(name: str, role: str) -> Callable:
     module, _, function = name.partition(":")
     if not module or not function:
         raise UserError(f"the {role} must be given as module:function, got {name!r}")
+    if "/" in module or module.startswith(".") or (module.endswith(".py") and os.path.exists(module)):
+        raise UserError(
+            f"the {role} {name!r} names a file: give its module as Python imports it, {Path(module).stem}:{function}, "
+            f"and start in the file's folder"
+        )
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), function)
+        with restored():
+            found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise UserError(f"cannot load the {role} {name!r}: {kind}{error}") from error
     finally:
-        sys.path.remove(folder)
+        with suppress(ValueError):  # the module has removed it
+            sys.path.remove(folder)
     if not callable(found):
         raise UserError(f"cannot load the {role} {name!r}: it is a {type(found).__name__}, not a function")
     return found
 
 
-def call_for_list(function: Callable, name: str, *arguments: list[str], **columns: list) -> list:
+def call_for_list(function: Callable, name: str, *arguments: list[str], timeout: float | None = None) -> list:
     """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
-    may be a list, a tuple, an array or a tensor; an `async def` is awaited. columns: keyword arguments.
+    may be a list, a tuple, an array or a tensor; an `async def` is awaited, for `timeout` seconds at most.
+
+    The function may change the lists that it gets, the working directory and torch's defaults.
 
     Raises FunctionError, with the function's name, if it returns another type or another number of entries, if it
-    raises (with the place), and if it ends the program, which would look like the end of a run.
+    raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run.
     """
+    expected = len(arguments[-1])
     try:
-        result = function(*arguments, **columns)
-        if inspect.iscoroutine(result):
-            result = awaited(result)
+        with restored(), ends_forks(name):
+            result = function(*arguments)
+            if inspect.iscoroutine(result):
+                result = awaited(within(result, name, timeout))
+    except (KeyboardInterrupt, FunctionError):
+        raise
     except SystemExit as error:
         raise FunctionError(
             f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning"
         ) from error
-    except Exception as error:
+    except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         place = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
         raise FunctionError(f"{name} failed in {place.filename}, line {place.lineno}: {kind}: {error}") from error
-    if hasattr(result, "tolist"):
-        result = result.tolist()
-    expected = len(arguments[-1])
+    try:
+        result = result.tolist() if hasattr(result, "tolist") else result
+    except Exception as error:
+        raise FunctionError(
+            f"{name} must return a list of {expected} entries, got a {type(result).__name__} that gives no list: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(result, list | tuple):
         raise FunctionError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
     if len(result) != expected:
         raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return list(result)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Puts back what a user's code may change for the whole process: the working directory, to which a run's paths are
+    relative, and how torch computes by default.
+    """
+    folder, gradients = os.getcwd(), torch.is_grad_enabled()
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        os.chdir(folder)
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            # A default that somebody has set costs each call into torch a little; the CPU is the one without.
+            torch.set_default_device(None if device.type == "cpu" else device)
+
+
+@contextmanager
+def ends_forks(name: str) -> Iterator[None]:
+    """Ends a process that a function has forked and that leaves it: it would go on with the run beside its parent."""
+    process = os.getpid()
+    status = 1
+    try:
+        yield
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        if os.getpid() != process:
+            if status:
+                os.write(2, f"{name} has forked a process that left the function; it is ended\n".encode())
+            os._exit(status)
+
+
+async def within(coroutine: Coroutine[object, None, Result], name: str, timeout: float | None) -> Result:
+    """Raises FunctionError if the coroutine has no result after `timeout` seconds, also if it takes no cancelling."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.wait({task}, timeout=timeout)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=1)
+        raise FunctionError(f"{name} has not returned after {timeout:g} s (--reward_timeout)")
+    return task.result()
 
 
 def awaited(coroutine: Coroutine[object, None, Result]) -> Result:

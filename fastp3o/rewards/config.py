@@ -28,7 +28,11 @@ class RemoteConfig(Flags):
         16, "Responses in one request to an endpoint.", at_least=1, needs="reward", changeable=True
     )
     reward_timeout: float = option(
-        60.0, "Seconds that an endpoint has for one request.", above=0, needs="reward", changeable=True
+        60.0,
+        "Seconds that an endpoint has for one request, and an `async def` function for one call.",
+        above=0,
+        needs="reward",
+        changeable=True,
     )
     reward_retries: int = option(
         5,
@@ -48,9 +52,12 @@ class RemoteConfig(Flags):
                 f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
             )
         if not any(map(is_endpoint, self.scorers)):
+            functions = any(map(is_function, self.scorers))
             for flag in fields(RemoteConfig):
-                if flag.name != "reward_columns" and getattr(self, flag.name) != flag.default:
-                    raise UserError(f"--{flag.name} does nothing without a URL as a reward")
+                holds = flag.name == "reward_columns" or (flag.name == "reward_timeout" and functions)
+                if not holds and getattr(self, flag.name) != flag.default:
+                    either = " or a function" if flag.name == "reward_timeout" else ""
+                    raise UserError(f"--{flag.name} does nothing without a URL{either} as a reward")
 
     @property
     def scorers(self) -> list[str]:

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from inspect import Parameter
 from numbers import Real
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError, call_for_list, import_function
-from fastp3o.rollouts.groups import Group, for_each_response, texts
+from fastp3o.rollouts.groups import Group, texts
 
 
 class FunctionReward:
@@ -21,9 +23,12 @@ class FunctionReward:
     `**columns`, get the columns of `--reward_columns`. It may be an `async def`.
     """
 
-    def __init__(self, name: str):
-        """Raises ValueError if there is no such function, or it does not take prompts and responses."""
-        self.name = name
+    def __init__(self, name: str, timeout: float | None = None):
+        """timeout: seconds that an `async def` has for a call.
+
+        Raises ValueError if there is no such function, or it does not take prompts and responses.
+        """
+        self.name, self.timeout = name, timeout
         self.function = import_function(name, "reward function")
         parameters = further_parameters(self.function, name)
         self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
@@ -32,29 +37,35 @@ class FunctionReward:
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """Raises FunctionError if the function fails, or does not return one number a response."""
+        # A copy for each response: a function may change what it gets.
         columns = {
-            name: for_each_response(groups, [group.prompt.columns[name] for group in groups])
+            name: [deepcopy(group.prompt.columns[name]) for group in groups for _ in group.responses]
             for name in groups[0].prompt.columns
             if self.takes_all or name in self.optional
         }
         if missing := [name for name in self.columns if name not in columns]:
             raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
-        rewards = [
-            self.number(reward, index)
-            for index, reward in enumerate(call_for_list(self.function, self.name, *texts(groups), **columns))
-        ]
+        function = partial(self.function, **columns)
+        returned = call_for_list(function, self.name, *texts(groups), timeout=self.timeout)
+        rewards = [self.number(reward, index) for index, reward in enumerate(returned)]
         return torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
 
     def number(self, reward: object, index: int) -> float:
         """The reward as a float. Raises FunctionError for anything but a number, also for text that reads like one."""
-        if isinstance(reward, Tensor) and reward.numel() == 1:
-            reward = reward.item()
-        if not isinstance(reward, Real):
-            raise FunctionError(f"{self.name}: reward {index} must be a number, got {reward!r:.80}")
         try:
-            return float(reward)
+            if isinstance(reward, Tensor) and reward.numel() == 1:
+                reward = reward.item()
+            if isinstance(reward, Real):
+                return float(reward)
+            got = f"{reward!r:.80}"
         except OverflowError as error:
             raise FunctionError(f"{self.name}: reward {index} must be a number of fp32, got a larger one") from error
+        except Exception as error:
+            kind = type(error).__name__
+            raise FunctionError(
+                f"{self.name}: reward {index} must be a number, got a {type(reward).__name__}: {kind}: {error}"
+            ) from error
+        raise FunctionError(f"{self.name}: reward {index} must be a number, got {got}")
 
 
 def further_parameters(function: Callable, name: str) -> list[Parameter]:

@@ -33,12 +33,12 @@ def load_reward(
     """Loads a reward: `module:function` is a Python function, http(s)://... an endpoint, and anything else a reward
     model's folder or hub name.
 
-    remote: settings of endpoints. loading: further arguments of `load_model_reward`.
+    remote: settings of endpoints and functions. loading: further arguments of `load_model_reward`.
     """
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
-        return FunctionReward(name)
+        return FunctionReward(name, (remote or RemoteConfig()).reward_timeout)
     return load_model_reward(name, policy_tokenizer, **loading)
 
 

@@ -40,6 +40,11 @@ def test_the_import_path_is_left_as_it_was(name: str):
         ("judges_for_tests:f", "cannot load the judge 'judges_for_tests:f'"),
         ("judges_for_tests:constant", "it is a int, not a function"),
         ("judges_for_tests", "must be given as module:function"),
+        (
+            "./judges_for_tests.py:f",
+            "names a file: .* as Python imports it, judges_for_tests:f, and start in the file's",
+        ),
+        ("judges_for_tests.py:f", "names a file: .* as Python imports it, judges_for_tests:f, and start in the file's"),
         (":f", "must be given as module:function"),
     ],
 )

@@ -42,8 +42,9 @@ FLAGS = [
     *[
         (script, f"--{name} 3", f"--{name} does nothing without a URL as a reward")
         for script in ("p3o", "win_rate")
-        for name in ("reward_requests", "reward_batch_size", "reward_timeout", "reward_retries")
+        for name in ("reward_requests", "reward_batch_size", "reward_retries")
     ],
+    ("p3o", "--reward models/reward --reward_timeout 9", "--reward_timeout does nothing without a URL or a function"),
     ("p3o", f"{AWAY} --reward_timeout 0", "--reward_timeout must be above 0"),
     ("p3o", f"{AWAY} --reward_timeout nan", "--reward_timeout must be a finite number"),
     ("p3o", f"{AWAY} --reward_retries -1", "--reward_retries must be 0 or more"),
@@ -579,6 +580,8 @@ FILES = [
 # --- reward functions -----------------------------------------------------------------------------------------------
 
 REWARDS = """
+import asyncio
+import os
 import sys
 import numpy
 def numbers(prompts, responses): return [1.0] * len(responses)
@@ -599,6 +602,8 @@ def reversed(responses, prompts): return [1.0] * len(responses)
 def of_prompt(prompts, responses, prompt): return [1.0] * len(responses)
 def endless(prompts, responses): return (1.0 for _ in iter(int, 1))
 def leaves(prompts, responses): sys.exit(0)
+def elsewhere(prompts, responses): os.chdir("/"); return [float("nan")] * len(responses)
+async def slow(prompts, responses): await asyncio.sleep(60)
 def leaves_with_text(prompts, responses): sys.exit("done")
 constant = 3
 """
@@ -622,6 +627,8 @@ REWARD_FUNCTIONS = [
     ("huge", "bad_rewards:huge: reward 0 must be a number of fp32, got a larger one"),
     ("not_finite", "a reward is NaN or infinite (8 values)"),
     ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
+    ("elsewhere", "the model before that is in o/stopped-in-000001"),
+    ("slow --reward_timeout 0.5", "bad_rewards:slow has not returned after 0.5 s (--reward_timeout)"),
     (
         "answered",
         "prompts.jsonl record 1 field 'answer': expected a value, which the reward function bad_rewards:answered asks "

@@ -1,4 +1,5 @@
 import asyncio
+import os
 import sys
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from fastp3o.models.loading import load_reward_model
+from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -82,6 +84,7 @@ TAKING = {
     "by_keyword": lambda texts, outputs, *, answer, scale=2.0: [scale * a for a in answer],
     "taking_all": lambda prompts, completions, **columns: [float(a) for a in columns["answer"]],
     "any_number": lambda *arguments: [float(len(arguments))] * 4,
+    "by_any_name": lambda prompts, responses, name, function, timeout: [float(a) for a in name],
     "by_chance": lambda prompts, responses, answer=(0, 0, 0, 0), note=None: [float(a) for a in answer],
 }
 
@@ -94,6 +97,7 @@ TAKING = {
         ("by_keyword", ["answer"], [[6, 6], [8, 8]]),
         ("taking_all", [], [[3, 3], [4, 4]]),
         ("any_number", [], [[2, 2], [2, 2]]),
+        ("by_any_name", ["name", "function", "timeout"], [[3, 3], [4, 4]]),
         ("by_chance", [], [[3, 3], [4, 4]]),
     ],
 )
@@ -101,7 +105,7 @@ def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, monkeypatch,
     monkeypatch.setattr("operator.eq", TAKING[name])
     reward = FunctionReward("operator:eq")
     assert reward.columns == asks
-    columns = [{"answer": 3, "id": "a"}, {"answer": 4, "id": "b"}]
+    columns = [dict.fromkeys(("answer", "name", "function", "timeout", "id"), answer) for answer in (3, 4)]
     groups = [Group(g.prompt._replace(columns=own), g.responses) for g, own in zip(rollouts, columns, strict=True)]
     assert reward(groups).tolist() == rewards
 
@@ -129,6 +133,132 @@ def test_an_async_function_is_awaited_in_one_event_loop(rollouts, monkeypatch):
 
     assert asyncio.run(notebook()) == [[4, 4], [2, 2]]
     assert len(loops) == 1
+
+
+@pytest.mark.parametrize("change", [list.clear, list.pop])
+def test_a_function_may_change_the_lists_that_it_gets(rollouts, change):
+    def score(prompts, responses):
+        change(prompts)
+        change(responses)
+        return [1.0] * 4
+
+    reward = returning(None)
+    reward.function = score
+    assert reward(rollouts).tolist() == [[1, 1], [1, 1]]
+    reward.function = lambda prompts, responses: [change(responses), [1.0] * len(responses)][1]
+    with pytest.raises(FunctionError, match=r"must return 4 entries, one a response, got [03]"):
+        reward(rollouts)
+
+
+def test_a_change_to_a_column_reaches_no_other_response(rollouts, monkeypatch):
+    monkeypatch.setattr(
+        "operator.eq", lambda prompts, responses, tests: [float(len(t) + len(t.append(0) or "")) for t in tests]
+    )
+    groups = [Group(g.prompt._replace(columns={"tests": [1, 2]}), g.responses) for g in rollouts]
+    for _ in range(2):
+        assert FunctionReward("operator:eq")(groups).tolist() == [[2, 2], [2, 2]]
+
+
+def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path):
+    def score(prompts, responses):
+        os.chdir(tmp_path)
+        torch.set_grad_enabled(False)
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float64)
+        return [1.0] * 4
+
+    before = os.getcwd()
+    reward = returning(None)
+    reward.function = score
+    assert reward(rollouts).tolist() == [[1, 1], [1, 1]]
+    assert os.getcwd() == before
+    assert torch.is_grad_enabled()
+    assert torch.empty(0).device.type == "cpu"
+    assert torch.empty(0).dtype == torch.float32
+
+
+class NoNumber(float):
+    def __float__(self):
+        raise RuntimeError("no number")
+
+
+class NoList:
+    def tolist(self):
+        raise RuntimeError("no list")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (torch.ones(4, device="meta"), "must return a list of 4 entries, got a Tensor that gives no list"),
+        (torch.ones(4).to_sparse(), "must return a list of 4 entries, got a Tensor that gives no list"),
+        (NoList(), "got a NoList that gives no list: RuntimeError: no list"),
+        ([torch.ones((), device="meta")] * 4, "reward 0 must be a number, got a Tensor: "),
+        ([NoNumber()] * 4, "reward 0 must be a number, got a NoNumber: RuntimeError: no number"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(rollouts, result, said):
+    with pytest.raises(FunctionError, match=said):
+        returning(result)(rollouts)
+
+
+class Panic(BaseException):
+    """As Rust's libraries raise."""
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, Panic])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_errors_that_are_no_exceptions_are_the_functions(rollouts, error, awaited):
+    def score(prompts, responses):
+        raise error("enough")
+
+    async def later(prompts, responses):
+        raise error("enough")
+
+    reward = returning(None)
+    reward.function = later if awaited else score
+    with pytest.raises(FunctionError, match=rf"operator:eq failed in .*, line \d+: {error.__name__}"):
+        reward(rollouts)
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_an_async_function_has_a_time_limit(rollouts, stubborn):
+    async def score(prompts, responses):
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            await asyncio.sleep(30 * stubborn)
+
+    reward = returning(None)
+    reward.function, reward.timeout = score, 0.1
+    with pytest.raises(FunctionError, match=r"operator:eq has not returned after 0\.1 s \(--reward_timeout\)"):
+        reward(rollouts)
+
+
+@pytest.mark.parametrize(
+    ("leave", "status", "said"),
+    [
+        (lambda: None, 1, True),
+        (lambda: 1 / 0, 1, True),
+        (sys.exit, 0, False),
+        (lambda: sys.exit(3), 3, True),
+        (lambda: os._exit(0), 0, False),
+    ],
+)
+def test_a_forked_process_does_not_go_on_with_the_run(rollouts, capfd, leave, status, said):
+    children = []
+
+    def score(prompts, responses):
+        children.append(os.fork())
+        if not children[-1]:
+            leave()
+        return [1.0] * 4
+
+    reward = returning(None)
+    reward.function = score
+    assert reward(rollouts).tolist() == [[1, 1], [1, 1]]
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == status
+    assert ("operator:eq has forked a process that left the function" in capfd.readouterr().err) == said
 
 
 def test_columns_that_the_rollouts_lack_are_named(rollouts, monkeypatch):
