@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import plain, precision_table
+from fastp3o.config import PRECISIONS
 from fastp3o.data import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
@@ -27,7 +28,7 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.precision import PRECISIONS, Precision, choose_precision
+from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 from fastp3o.rollouts.transformers_sampler import sampling_mode
 from fastp3o.training.ratio_noise import ratio_noise

@@ -4,18 +4,17 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, cast
+from types import NoneType
+from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
 
-from fastp3o.data.encoding import LONGEST_TEXT
 from fastp3o.errors import UserError
-from fastp3o.packing.pack import Packing
-from fastp3o.precision import PRECISIONS
+from fastp3o.packing.settings import Packing
 from fastp3o.script import DEBUG_HELP
 
 Config = TypeVar("Config")
@@ -23,7 +22,11 @@ Config = TypeVar("Config")
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
 SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt")
 
+# Names of `fastp3o.precision.choose_precision`.
+PRECISIONS = ("auto", "fp32", "bf16-autocast", "bf16", "fp16")
+
 TOKENS_PER_ROW = 8192
+LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to tokenise
 LARGEST_INT = 2**32
 SAMPLERS = ("engine", "transformers", "vllm")
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
@@ -347,15 +350,70 @@ class SamplerConfig(Flags):
         return [url.strip().rstrip("/") for url in (self.vllm_url or "").split(",") if url.strip()]
 
 
-class Parser(HfArgumentParser):
-    """A parser whose help says the bounds of flags, too."""
+class Parser(argparse.ArgumentParser):
+    """A parser of a configuration's fields, whose help says defaults and bounds.
 
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        if said := bounds(options):
-            options["help"] += f" ({said}; default: %(default)s)"
-        for rule in Rules.__annotations__.keys() - {"choices"}:
-            options.pop(rule, None)
-        return super().add_argument(*names, **options)
+    A field `a_b` is the flag --a_b or --a-b. A bool may stand alone (--resume) or take a value (--resume no), and one
+    that is True by default also has --no_a_b.
+    """
+
+    def __init__(self, config_class: type, **options: Any):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+        types = get_type_hints(config_class)
+        for flag in fields(config_class):
+            self.add_flag(flag, types[flag.name])
+
+    def add_flag(self, flag: Field, kind: Any) -> None:
+        """kind: the field's type, or a union of it with None."""
+        kind = next((part for part in get_args(kind) if part is not NoneType), kind)
+        options: dict[str, Any] = {"help": described(flag.metadata), "type": kind}
+        if "choices" in flag.metadata:
+            options["choices"] = flag.metadata["choices"]
+        if kind is bool:
+            options |= {"type": truth, "nargs": "?", "const": True}
+        if flag.default is MISSING:
+            options["required"] = True
+        else:
+            options["default"] = flag.default
+        self.add_argument(*spellings(flag.name), **options)
+        if flag.default is True:
+            no = spellings(f"no_{flag.name}")
+            self.add_argument(*no, dest=flag.name, action="store_false", help=options["help"])
+
+    def parse_all(self, arguments: list[str]) -> dict[str, Any]:
+        """The value of each field. Exits with a usage message for an argument that no flag takes."""
+        values, others = self.parse_known_args(arguments)
+        if others:
+            self.error(unknown(others, [name for action in self._actions for name in action.option_strings]))
+        return vars(values)
+
+
+def spellings(name: str) -> list[str]:
+    return [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
+
+
+def described(rules: Mapping[str, Any]) -> str:
+    """The help of a flag, with its bounds."""
+    said = bounds(rules)
+    return rules["help"] + (f" ({said}; default: %(default)s)" if said else "")
+
+
+def truth(text: str) -> bool:
+    """Raises argparse's error for text that is neither yes nor no."""
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"expected yes or no, true or false, t or f, y or n, 1 or 0, got {text!r}")
+
+
+def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
+    """What is wrong with arguments that no flag takes, with the flag that is nearest to the first of them."""
+    name = next((argument.split("=")[0] for argument in arguments if argument.startswith("--")), None)
+    if name is None:
+        return f"unexpected argument {arguments[0]!r}"
+    near = get_close_matches(name, flags, n=1)
+    return f"unknown option {name}" + (f"; the nearest one is {near[0]}" if near else "")
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
@@ -364,12 +422,13 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
     """
     # No abbreviations: --update would set --updates until another flag begins like that.
-    parser = Parser(cast(Any, config_class), description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False)
+    parser = Parser(config_class, description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False)
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
     path, arguments = split_off_yaml(arguments)
     given = [] if path is None else yaml_as_flags(parser, config_class, path)
+    values = parser.parse_all(given + arguments)
     try:
-        (config,) = parser.parse_args_into_dataclasses(given + arguments, look_for_args_file=False)
+        config = config_class(**values)
     except ValueError as error:
         parser.error(str(error))
     for flag in fields(cast(Any, config_class)):
@@ -424,8 +483,8 @@ def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]
 def yaml_as_flags(parser: argparse.ArgumentParser, config_class: type, path: Path) -> list[str]:
     """The file's values as flags, which are checked like any others."""
     values = yaml_values(parser, path)
-    if unknown := values.keys() - {f.name for f in fields(config_class)}:
-        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(unknown))}")
+    if others := values.keys() - {f.name for f in fields(config_class)}:
+        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(others))}")
     return [f"--{name}={value}" for name, value in values.items()]
 
 

@@ -13,13 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-PRECISIONS = ("auto", "fp32", "bf16-autocast", "bf16", "fp16")
-
 
 class Precision(NamedTuple):
     """A model's arithmetic.
 
-    name: one of PRECISIONS, except auto.
+    name: one of `fastp3o.config.PRECISIONS`, except auto.
     weights: dtype of the parameters.
     autocast: dtype of matrix products; None if it is the weights'.
     """

@@ -15,7 +15,7 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, read_run
 from fastp3o.evaluation.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
 from fastp3o.script import run_script
-from fastp3o.training.run_folder import CONFIG
+from fastp3o.training.run_files import CONFIG
 
 
 def main() -> None:

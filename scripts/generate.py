@@ -6,11 +6,13 @@ python scripts/generate.py --model runs/sft/model --reward runs/rm/model --promp
 from fastp3o.config import parse
 from fastp3o.script import run_script
 from fastp3o.stages.generate.config import GenerateConfig
-from fastp3o.stages.generate.loop import generate
 
 
 def main() -> None:
-    generate(parse(GenerateConfig))
+    config = parse(GenerateConfig)
+    from fastp3o.stages.generate.loop import generate  # takes seconds, which --help does without
+
+    generate(config)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from tokenizers import Tokenizer, decoders, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import Flags, option, parse, required
-from fastp3o.data.errors import RecordError
-from fastp3o.data.sources import read_records
 from fastp3o.errors import UserError
 from fastp3o.script import run_script
+
+if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
+    from transformers import PreTrainedTokenizerFast
 
 END, PAD = "<|end|>", "<|pad|>"
 
@@ -39,7 +38,12 @@ class TinyLlamaConfig(Flags):
             raise UserError(f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}")
 
 
-def main(config: TinyLlamaConfig) -> None:
+def main() -> None:
+    config = parse(TinyLlamaConfig)
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     disable_progress_bar()
     tokenizer = train_tokenizer(Path(config.text), config.vocab_size)
     torch.manual_seed(config.seed)
@@ -62,8 +66,10 @@ def main(config: TinyLlamaConfig) -> None:
     print(f"{model.num_parameters() / 1e6:.2f} M parameters, {len(tokenizer)} tokens, in {config.output_dir}")
 
 
-def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(text: Path, vocab_size: int) -> "PreTrainedTokenizerFast":
     """Byte-level BPE with the special tokens END and PAD, which count towards `vocab_size`."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,6 +85,9 @@ def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
 
 def texts(path: Path) -> Iterator[str]:
     """The string fields of a JSONL file. Raises DataError for a line without fields."""
+    from fastp3o.data.errors import RecordError
+    from fastp3o.data.sources import read_records
+
     for record in read_records(str(path), "train"):
         content = record.content
         if not isinstance(content, dict):
@@ -88,4 +97,4 @@ def texts(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(parse(TinyLlamaConfig)))
+    run_script(main)

@@ -5,22 +5,19 @@ python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 
 
 import sys
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastp3o.config import TrainableConfig, option, parse, required
+from fastp3o.config import PRECISIONS, TrainableConfig, option, parse, required
 from fastp3o.errors import UserError
-from fastp3o.models.loading import errors_naming
-from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.trainable import choose_trainable
-from fastp3o.packing.pack import Packing
-from fastp3o.precision import PRECISIONS, choose_precision
-from fastp3o.rollouts.cache import Room, fitting_room
+from fastp3o.packing.settings import Packing
 from fastp3o.script import run_script
-from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
+
+if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
+    from fastp3o.rollouts.cache import Room
+    from fastp3o.training.memory import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +48,11 @@ class MemoryConfig(TrainableConfig):
         return self.shard_size or self.gpus
 
 
-def main(config: MemoryConfig) -> None:
+def main() -> None:
+    config = parse(MemoryConfig)
+    from fastp3o.precision import choose_precision
+    from fastp3o.training.memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
+
     model = sizes(config)
     lengths = Lengths.full_row(
         Packing(config.tokens_per_row, config.share_prompts),
@@ -83,7 +84,9 @@ def main(config: MemoryConfig) -> None:
     print("optimizer in memory; with --rollout_memory, or less free memory, they cache less.")
 
 
-def room(config: MemoryConfig) -> Room:
+def room(config: MemoryConfig) -> "Room":
+    from fastp3o.rollouts.cache import fitting_room
+
     return fitting_room(
         config.max_prompt_tokens - 1,
         config.max_response_tokens,
@@ -94,7 +97,15 @@ def room(config: MemoryConfig) -> Room:
     )
 
 
-def sizes(config: MemoryConfig) -> Model:
+def sizes(config: MemoryConfig) -> "Model":
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fastp3o.models.loading import errors_naming
+    from fastp3o.models.packed_model import PackedModel
+    from fastp3o.models.trainable import choose_trainable
+    from fastp3o.training.memory import Model
+
     with errors_naming(config.model):
         architecture = AutoConfig.from_pretrained(config.model)
     with torch.device("meta"):
@@ -112,4 +123,4 @@ def sizes(config: MemoryConfig) -> Model:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(parse(MemoryConfig)))
+    run_script(main)

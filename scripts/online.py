@@ -3,7 +3,6 @@
 from fastp3o.config import parse_chosen
 from fastp3o.objectives import p3o, policy_gradient, ppo, preferences
 from fastp3o.script import run_script
-from fastp3o.stages.online import train
 
 OBJECTIVES = {
     "p3o": p3o.P3OConfig,
@@ -23,5 +22,13 @@ OBJECTIVES = {
     "nash_md": preferences.NashMDConfig,
 }
 
+
+def main() -> None:
+    config = parse_chosen(OBJECTIVES)
+    from fastp3o.stages.online import train  # takes seconds, which --help does without
+
+    train(config)
+
+
 if __name__ == "__main__":
-    run_script(lambda: train(parse_chosen(OBJECTIVES)))
+    run_script(main)

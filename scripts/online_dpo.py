@@ -3,7 +3,14 @@
 from fastp3o.config import parse
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.script import run_script
-from fastp3o.stages.online import train
+
+
+def main() -> None:
+    config = parse(OnlineDPOConfig)
+    from fastp3o.stages.online import train  # takes seconds, which --help does without
+
+    train(config)
+
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(OnlineDPOConfig)))
+    run_script(main)

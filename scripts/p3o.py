@@ -3,7 +3,14 @@
 from fastp3o.config import parse
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.script import run_script
-from fastp3o.stages.online import train
+
+
+def main() -> None:
+    config = parse(P3OConfig)
+    from fastp3o.stages.online import train  # takes seconds, which --help does without
+
+    train(config)
+
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(P3OConfig)))
+    run_script(main)

@@ -3,7 +3,14 @@
 from fastp3o.config import parse_chosen
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.script import run_script
-from fastp3o.stages.preference import train
+
+
+def main() -> None:
+    config = parse_chosen(OFFLINE_OBJECTIVES)
+    from fastp3o.stages.preference import train  # takes seconds, which --help does without
+
+    train(config)
+
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse_chosen(OFFLINE_OBJECTIVES)))
+    run_script(main)

@@ -2,7 +2,15 @@
 
 from fastp3o.config import parse
 from fastp3o.script import run_script
-from fastp3o.stages.reward_model import RewardModelConfig, train
+from fastp3o.stages.config import RewardModelConfig
+
+
+def main() -> None:
+    config = parse(RewardModelConfig)
+    from fastp3o.stages.reward_model import train  # takes seconds, which --help does without
+
+    train(config)
+
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(RewardModelConfig)))
+    run_script(main)

@@ -2,7 +2,15 @@
 
 from fastp3o.config import parse
 from fastp3o.script import run_script
-from fastp3o.stages.sft import SFTConfig, train
+from fastp3o.stages.config import SFTConfig
+
+
+def main() -> None:
+    config = parse(SFTConfig)
+    from fastp3o.stages.sft import train  # takes seconds, which --help does without
+
+    train(config)
+
 
 if __name__ == "__main__":
-    run_script(lambda: train(parse(SFTConfig)))
+    run_script(main)

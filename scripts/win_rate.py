@@ -6,19 +6,28 @@ python scripts/win_rate.py --first runs/p3o/model --second runs/ppo/model --prom
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import parse
-from fastp3o.endpoint import EndpointError
-from fastp3o.evaluation.verdicts import WinRate
-from fastp3o.evaluation.win_rates import Responses, WinRateConfig, head_to_head, load_judge, win_rates
+from fastp3o.evaluation.config import WinRateConfig
 from fastp3o.script import run_script
 
+if TYPE_CHECKING:
+    from fastp3o.evaluation.verdicts import WinRate
+    from fastp3o.evaluation.win_rates import Responses
 
-def main(config: WinRateConfig) -> None:
+
+def main() -> None:
+    config = parse(WinRateConfig)
+    # These take seconds, which --help does without.
+    from transformers.utils.logging import disable_progress_bar
+
+    from fastp3o.endpoint import EndpointError
+    from fastp3o.evaluation.win_rates import head_to_head, load_judge, win_rates
+
     disable_progress_bar()  # of loading weights, which would break up what is printed
     judge = load_judge(config)
     responses = head_to_head(config)
@@ -37,7 +46,7 @@ def main(config: WinRateConfig) -> None:
                 write(config, rates, responses)
 
 
-def print_table(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Responses, Responses]) -> None:
+def print_table(config: WinRateConfig, rates: "dict[str, WinRate]", responses: "tuple[Responses, Responses]") -> None:
     table = Table(title=f"{config.first} against {config.second}", caption="ties count half; interval over prompts")
     for column in ("by", "win rate", "95% interval", "wins", "ties", "losses", "no verdict", "prompts"):
         table.add_column(column, justify="left" if column == "by" else "right")
@@ -49,7 +58,7 @@ def print_table(config: WinRateConfig, rates: dict[str, WinRate], responses: tup
     print(f"tokens per response: {first:.1f} of the first, {second:.1f} of the second")
 
 
-def write(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Responses, Responses]) -> None:
+def write(config: WinRateConfig, rates: "dict[str, WinRate]", responses: "tuple[Responses, Responses]") -> None:
     result = {
         "config": asdict(config),
         "win_rates": {name: asdict(rate) for name, rate in rates.items()},
@@ -62,4 +71,4 @@ def write(config: WinRateConfig, rates: dict[str, WinRate], responses: tuple[Res
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(parse(WinRateConfig)))
+    run_script(main)

@@ -7,13 +7,11 @@ from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.chat_template import ChatTemplate, Piece, Pieces, special_tokens, written
 from fastp3o.data.errors import Found, RecordError
 from fastp3o.data.layouts import Message, Part
 from fastp3o.errors import UserError
-
-# Characters. A text of this length takes seconds to tokenise.
-LONGEST_TEXT = 1_000_000
 
 
 class Texts(NamedTuple):

@@ -14,7 +14,8 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.encoding import LONGEST_TEXT, Encoded, Encoder, Texts
+from fastp3o.config import LONGEST_TEXT
+from fastp3o.data.encoding import Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, UnskippableError, field_names
 from fastp3o.data.layouts import (
     RANKINGS,

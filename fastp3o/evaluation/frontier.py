@@ -3,17 +3,12 @@
 import json
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fastp3o.training.run_folder import EVALUATIONS
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from fastp3o.errors import UserError
+from fastp3o.training.run_files import EVALUATIONS
 
 # The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
 Evaluations = list[dict[str, float]]
@@ -75,11 +70,15 @@ def print_table(runs: dict[str, Evaluations]) -> None:
 
 def plot(runs: dict[str, Evaluations], output: Path) -> None:
     """Writes a PNG: for each evaluation a point with standard errors and its update's number, for each run a line."""
-    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    from matplotlib.figure import Figure  # not above: reading runs does without it
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
     for number, (name, evaluations) in enumerate(runs.items()):
         color = f"C{number}"
         kl = [e["kl"] for e in evaluations]
         reward = [e["reward"] for e in evaluations]
+        fit = linear_fit(evaluations)
         axes.errorbar(
             kl,
             reward,
@@ -89,7 +88,7 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
             markersize=5,
             elinewidth=0.8,
             color=color,
-            label=name,
+            label=name if fit is None else f"{name}: {equation(*fit)}",
         )
         for evaluation in evaluations:
             axes.annotate(
@@ -100,12 +99,10 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
                 fontsize=8,
                 color=color,
             )
-        fit = linear_fit(evaluations)
         if fit is not None:
             slope, intercept = fit
             ends = np.array([min(kl), max(kl)])
-            label = f"{name}: {slope:.3f} · KL {'+' if intercept >= 0 else '−'} {abs(intercept):.2f}"
-            axes.plot(ends, slope * ends + intercept, "--", linewidth=1, color=color, label=label)
+            axes.plot(ends, slope * ends + intercept, "--", linewidth=1, color=color)
     axes.set_xlabel("KL to the reference, nats per response")
     axes.set_ylabel("reward")
     axes.set_title("KL–reward frontier (numbers: updates; bars: standard error over prompts)", fontsize=10)
@@ -113,4 +110,7 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
     axes.legend()
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
-    plt.close(figure)
+
+
+def equation(slope: float, intercept: float) -> str:
+    return f"{slope:.3f} · KL {'+' if intercept >= 0 else '−'} {abs(intercept):.2f}"

@@ -12,72 +12,21 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import LARGEST_INT, option, required
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.errors import UserError
+from fastp3o.evaluation.config import WinRateConfig
 from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.precision import choose_precision
-from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import asked_columns, load_reward
-from fastp3o.rollouts.config import SamplingConfig
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.served.publisher import Publisher
 from fastp3o.served.sampler import VLLMSampler
-
-
-@dataclass(frozen=True, kw_only=True)
-class WinRateConfig(RemoteConfig, SamplingConfig):
-    """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
-
-    first: str = required(
-        "The checkpoint whose win rate is computed: a Hugging Face causal LM, as a hub name or a folder."
-    )
-    second: str = required("The checkpoint that it is compared with.")
-    reward: str | None = option(
-        None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
-    )
-    judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).")
-    judge_url: str | None = option(
-        None,
-        "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
-        "variable OPENAI_API_KEY holds its key, if it needs one.",
-    )
-    judge_model: str | None = option(None, "Name of the model at judge_url.")
-    judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url")
-    verdicts: str | None = option(
-        None, "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again."
-    )
-    output: str | None = option(None, "JSON file to write the result to.")
-    responses_per_prompt: int = option(
-        1, "Responses to each prompt; response k of one against k of the other.", at_least=1
-    )
-    seed: int = option(
-        0,
-        "Seed of the responses, the same for both checkpoints, and of the interval.",
-        at_least=0,
-        below=LARGEST_INT,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.reward or self.judge or self.judge_url):
-            raise UserError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
-        if self.judge and self.judge_url:
-            raise UserError("--judge and --judge_url exclude each other")
-        if bool(self.judge_url) != bool(self.judge_model):
-            raise UserError("--judge_url and --judge_model go together")
-        if self.verdicts and not self.judge_url:
-            raise UserError("--verdicts keeps the verdicts of --judge_url, which is not given")
-
-    @property
-    def scorers(self) -> list[str]:
-        return [self.reward] if self.reward else []
 
 
 @dataclass(frozen=True)

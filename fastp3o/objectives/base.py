@@ -7,16 +7,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
 
-from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import Scaler
 from fastp3o_kernels import Groups, Head, linear_loss
+
+if TYPE_CHECKING:  # types alone: their import takes seconds
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from fastp3o.models.packed_model import PackedModel
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Objective(ABC):
         return {}
 
     @property
-    def stateful_parts(self) -> dict[str, Stateful]:
+    def stateful_parts(self) -> "dict[str, Stateful]":
         """The parts that change from update to update, by their names in a saved state."""
         return {"reward_scaling": self.scaler} | ({} if self.kl is None else {"kl_coef": self.kl})
 
@@ -103,7 +107,7 @@ class Objective(ABC):
         """
         return counted.sum()
 
-    def add_to(self, policy: PackedModel) -> None:  # noqa: B027 - most add nothing
+    def add_to(self, policy: "PackedModel") -> None:  # noqa: B027 - most add nothing
         """Adds modules that train with the policy, such as a critic."""
 
     def prepare(

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from fastp3o.config import objective_name, option
-from fastp3o.models.packed_model import PackedModel, label_entropies, label_logprobs, scalars
-from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import (
     LossAndMetrics,
     Microbatch,
@@ -31,6 +30,9 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
 from fastp3o_kernels.losses import ppo_clip, truncated_ratios
+
+if TYPE_CHECKING:  # functions import what they need of `models`: with transformers' models it takes seconds
+    from fastp3o.models.packed_model import PackedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +95,7 @@ class PPO(Objective):
     def learning_rates(self) -> Mapping[str, float]:
         return {"critic": self.config.critic_learning_rate}
 
-    def add_to(self, policy: PackedModel) -> None:
+    def add_to(self, policy: "PackedModel") -> None:
         """Adds the critic as a submodule of the policy: it is wrapped, trained and saved with the policy."""
         policy.critic = Critic(policy)
 
@@ -101,6 +103,8 @@ class PPO(Objective):
     def prepare(
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
+        from fastp3o.models.sharding import map_rows_in_lockstep
+
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         microbatches = list(chain.from_iterable(minibatches))
         values = map_rows_in_lockstep([each.row for each in microbatches], policy.get_submodule("critic"))
@@ -126,6 +130,8 @@ class PPO(Objective):
         return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+        from fastp3o.models.packed_model import label_entropies, label_logprobs
+
         row, critic = microbatch.row, policy.get_submodule("critic")
 
         def logprobs_entropy_values(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -144,7 +150,7 @@ class Critic(nn.Module):
     head. The value head starts at zero: the first advantages are those without a critic.
     """
 
-    def __init__(self, policy: PackedModel):
+    def __init__(self, policy: "PackedModel"):
         super().__init__()
         self.body = copy.deepcopy(policy)
         language_head = self.body.head().weight
@@ -156,6 +162,8 @@ class Critic(nn.Module):
 
     def forward(self, row: PackedRow) -> Tensor:
         """The value before each labelled token, [N] fp32."""
+        from fastp3o.models.packed_model import scalars
+
         return self.body(row, row.labelled_at, lambda hidden, head: scalars(hidden, self.value_head.weight))
 
 

@@ -1,7 +1,6 @@
 """Distributes groups over packed rows, and puts values of rows back into the order of the groups."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,17 +8,7 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.packed_row import Ids, PackedRow, RowBuilder, plain_layout, shared_layout
-
-
-class Packing(NamedTuple):
-    """Settings of packing.
-
-    tokens_per_row: tokens of one packed row, that is of one forward pass. share_prompts: the prompt of several
-    responses is in the row once.
-    """
-
-    tokens_per_row: int
-    share_prompts: bool = True
+from fastp3o.packing.settings import Packing
 
 
 def pack(

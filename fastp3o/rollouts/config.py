@@ -1,12 +1,14 @@
 """The flags that win rates and `stages/generate/` share: sampling without training."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fastp3o.config import TOKENS_PER_ROW, SamplerConfig, option, required
-from fastp3o.data.encoding import LONGEST_TEXT
-from fastp3o.data.loading import Options
-from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.sampler import SamplingSettings
+from fastp3o.config import LONGEST_TEXT, TOKENS_PER_ROW, SamplerConfig, option, required
+from fastp3o.packing.settings import Packing
+
+if TYPE_CHECKING:
+    from fastp3o.data.loading import Options
+    from fastp3o.rollouts.sampler import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class SamplingConfig(SamplerConfig):
     )
 
     @property
-    def prompt_options(self) -> Options:
+    def prompt_options(self) -> "Options":
         """Options of `load_prompts`."""
         return {
             "split": self.split,
@@ -53,7 +55,9 @@ class SamplingConfig(SamplerConfig):
             "skip_bad_records": self.skip_bad_records,
         }
 
-    def sampling_settings(self) -> SamplingSettings:
+    def sampling_settings(self) -> "SamplingSettings":
+        from fastp3o.rollouts.sampler import SamplingSettings
+
         return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property

@@ -10,7 +10,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.config import SupervisedConfig, TrainableConfig, option
 from fastp3o.data import load_rankings
 from fastp3o.evaluation.calibration import judged
 from fastp3o.models.loading import load_reward_model
@@ -19,22 +18,11 @@ from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.stages.config import RewardModelConfig
 from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples, process_share
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import CALIBRATION
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(TrainableConfig, SupervisedConfig):
-    """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
-
-    centring: float = option(
-        0.0,
-        "Coefficient of (r_w + r_l)^2, which keeps scores around 0 (arXiv 2312.09244; TRL recommends 0.01).",
-        at_least=0,
-        changeable=True,
-    )
 
 
 def train(config: RewardModelConfig) -> None:

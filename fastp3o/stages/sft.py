@@ -1,27 +1,17 @@
 """Stage 1, supervised fine-tuning: maximum likelihood of the demonstrations' tokens."""
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
-from fastp3o.config import SupervisedConfig, TrainableConfig, option
 from fastp3o.data import load_demonstrations
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
-from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.settings import Packing
+from fastp3o.stages.config import SFTConfig
 from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(TrainableConfig, SupervisedConfig):
-    """Stage 1: maximum likelihood of the demonstrations."""
-
-    train_on_prompt: bool = option(
-        False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
-    )
 
 
 def train(config: SFTConfig) -> None:

@@ -22,15 +22,10 @@ from fastp3o.config import RunConfig
 from fastp3o.errors import UserError
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, sync, write_file
 from fastp3o.training.processes import on_main_process
+from fastp3o.training.run_files import CALIBRATION, CONFIG, EVALUATIONS, KEPT, LOCK, METRICS, REFERENCE, SAMPLES
 from fastp3o.training.states.fingerprints import MODELS, names_in
 from fastp3o.training.states.manifest import MANIFEST
 
-CONFIG = "config.yaml"
-LOCK = "fastp3o.lock"
-METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
-REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
-SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
-CALIBRATION = "calibration.png"  # of a reward model's last evaluation
 OURS = re.compile(
     rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
     r"model|checkpoint-\d{6,}|stopped-in-\d{6,}"

@@ -176,7 +176,7 @@ def test_the_objective_chooses_the_configuration(tmp_path):
     [
         (["--depth", "1"], "--objective is missing: one of red, blue"),
         (["--objective", "green"], "invalid choice: 'green'"),
-        (["--objective", "red", "--tone", "sea"], "not used by the HfArgumentParser: ['--tone', 'sea']"),
+        (["--objective", "red", "--tone", "sea"], "unknown option --tone"),
         (["missing.yaml", "--objective", "red"], "cannot read missing.yaml"),
     ],
 )

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fastp3o.precision import PRECISIONS, choose_precision
+from fastp3o.config import PRECISIONS
+from fastp3o.precision import choose_precision
 
 DTYPES = {
     "fp32": (torch.float32, None),

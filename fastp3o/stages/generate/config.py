@@ -1,13 +1,72 @@
 """The options of sampling without training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from fastp3o.config import RunConfig, option, required
+from fastp3o.config import PRECISIONS, Flags, RunConfig, option, required
 from fastp3o.errors import UserError
-from fastp3o.precision import PRECISIONS
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
-from fastp3o.stages.generate.selection import KEEP_FLAGS, PAIRS, SelectionConfig
+
+# Choices of --keep, and the flags that each takes.
+KEEP_FLAGS: dict[str, tuple[str, ...]] = {
+    "all": (),
+    "best": (),
+    "rest": ("threshold",),
+    "rejection_sampling": ("beta", "accept"),
+    "rso": ("beta", "accept"),
+    "rs_dpo": ("min_gap",),
+}
+PAIRS = ("rso", "rs_dpo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionConfig(Flags):
+    """Choice of the sampled responses to keep."""
+
+    keep: str = option(
+        "best",
+        "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a reward above "
+        "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
+        "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
+        "(rs_dpo).",
+        choices=tuple(KEEP_FLAGS),
+        changeable=True,
+    )
+    threshold: float = option(0.0, "--keep rest keeps rewards above this (ReST's τ).", changeable=True)
+    min_gap: float = option(
+        0.0,
+        "--keep rs_dpo keeps pairs whose rewards differ by more than this (τ log(η/(1-η)) of RS-DPO).",
+        at_least=0,
+        changeable=True,
+    )
+    beta: float = option(
+        0.5,
+        "KL coefficient of the policy that --keep rejection_sampling and rso sample: responses are accepted with "
+        "probability exp((r - highest r) / beta) (RSO: 0.5).",
+        above=0,
+        changeable=True,
+    )
+    accept: int = option(
+        8,
+        "Responses to each prompt that --keep rejection_sampling and rso accept (RSO: 8 of 64).",
+        at_least=1,
+        changeable=True,
+    )
+    keep_unfinished: bool = option(
+        False,
+        "Also keep responses that were cut at --max_response_tokens. Training adds an end-of-sequence to them, and so "
+        "teaches to stop there.",
+        changeable=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep == "rso" and self.accept < 2:
+            raise UserError(f"--accept must be at least 2 for pairs, got {self.accept}")
+        for flag in fields(SelectionConfig):
+            users = [keep for keep, names in KEEP_FLAGS.items() if flag.name in names]
+            if users and self.keep not in users and getattr(self, flag.name) != flag.default:
+                raise UserError(f"--{flag.name} does nothing without --keep {' or '.join(users)}")
 
 
 @dataclass(frozen=True, kw_only=True)

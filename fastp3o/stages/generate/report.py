@@ -6,9 +6,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from fastp3o.errors import UserError
-from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.stages.generate.config import PAIRS, GenerateConfig
 from fastp3o.stages.generate.samples import SamplesFile
-from fastp3o.stages.generate.selection import PAIRS, kept_records
+from fastp3o.stages.generate.selection import kept_records
 from fastp3o.training.durable import whole_file
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.data.layouts import find_layout
+from fastp3o.stages.generate.config import SelectionConfig
 from fastp3o.stages.generate.samples import Samples
 from fastp3o.stages.generate.selection import (
     Candidates,
-    SelectionConfig,
     above,
     accepted,
     best,

@@ -1,0 +1,26 @@
+"""The options of fine-tuning and of reward modelling, which `--help` explains without importing torch."""
+
+from dataclasses import dataclass
+
+from fastp3o.config import SupervisedConfig, TrainableConfig, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(TrainableConfig, SupervisedConfig):
+    """Stage 1: maximum likelihood of the demonstrations."""
+
+    train_on_prompt: bool = option(
+        False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelConfig(TrainableConfig, SupervisedConfig):
+    """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
+
+    centring: float = option(
+        0.0,
+        "Coefficient of (r_w + r_l)^2, which keeps scores around 0 (arXiv 2312.09244; TRL recommends 0.01).",
+        at_least=0,
+        changeable=True,
+    )

@@ -1,0 +1,8 @@
+"""Names of the files in a run's folder; its README.md says what each holds."""
+
+CONFIG = "config.yaml"
+LOCK = "fastp3o.lock"
+METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
+SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
+CALIBRATION = "calibration.png"  # of a reward model's last evaluation
