@@ -20,6 +20,7 @@ TOKEN_BYTES = 256
 LARGEST = 1e30  # nats; vLLM clamps a log-prob of 0 to -9999
 # A server that has been started anew has other weights. It takes longer to start than this leaves it.
 RETRIES = 1
+QUICK = 30.0  # seconds for an answer that takes a server no work
 
 # All that vLLM would otherwise take from the generation_config.json of the model that it was started with.
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
@@ -60,17 +61,17 @@ class Servers:
         self.under_way: list[Answers] = []
 
     def endpoint(self, url: str, path: str, **options: Any) -> Endpoint:
-        return Endpoint(url + path, KEY, timeout=self.time_limit, retries=RETRIES, **options)
+        return Endpoint(url + path, KEY, **{"timeout": self.time_limit, "retries": RETRIES} | options)
 
     def require_usable(self, longest_sequence: int) -> None:
         """Raises EndpointError if a server does not answer as vLLM does, and ValueError if it is too old, or has no
         room for a prompt and a response of this many tokens together.
         """
         for url in self.urls:
-            version = self.endpoint(url, "/version").get(read_version)
+            version = self.endpoint(url, "/version", timeout=QUICK).get(read_version)
             if version < OLDEST:
                 raise UserError(f"{url} is vLLM {dotted(version)}, and {dotted(OLDEST)} or newer is needed")
-            room = self.endpoint(url, "/v1/models").get(read_longest_sequence)
+            room = self.endpoint(url, "/v1/models", timeout=QUICK).get(read_longest_sequence)
             if room < longest_sequence:
                 raise UserError(
                     f"{url} takes sequences of {room} tokens, and prompt and response may have {longest_sequence}: "

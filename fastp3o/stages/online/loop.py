@@ -31,7 +31,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     and config.gold_reward name.
 
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
-    if a remote reward fails, and FunctionError if a function fails.
+    if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
     rounds, score, resample, objective, policy, reference, step, run = set_up(config, reward, gold)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
