@@ -20,7 +20,9 @@ pytestmark = [
 
 
 def run(*arguments: str) -> None:
-    plugins = ["-p", "tests.simulated_cuda.plugin", "-p", "tests.fastp3o.conftest", "-p", "no:cacheprovider"]
+    plugins = ["-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider"]
+    # pytest finds the fixtures of fastp3o's own tests itself, and refuses to have them twice.
+    plugins += ["-p", "tests.fastp3o.conftest"] if arguments[0].startswith(CASES) else []
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", *plugins, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
