@@ -131,7 +131,8 @@ def ends_forks(name: str) -> Iterator[None]:
     finally:
         if os.getpid() != process:
             if status:
-                os.write(2, f"{name} has forked a process that left the function; it is ended\n".encode())
+                with suppress(OSError):
+                    os.write(2, f"{name} has forked a process that left the function; it is ended\n".encode())
             os._exit(status)
 
 

@@ -1,24 +1,107 @@
-"""Runs a script's main function: a user's mistake ends in one line, a bug in a traceback."""
+"""Runs a script's main function: a user's mistake ends in one line, a bug in a traceback, and printing ends nothing."""
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from fastp3o.errors import UserError
 
 DEBUG = "--debug"
 DEBUG_HELP = f"{DEBUG} shows the traceback of an error that is otherwise shown in one line."
+INTERRUPTED = 130  # as shells say it: 128 plus SIGINT's number
+# What torch's allocator of the CPU and gloo say; both raise a bare RuntimeError.
+NO_MEMORY = ("can't allocate memory", "not enough memory")
+PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Runs a script's main function. Exits with status 1 and one line after a UserError or an OSError.
+    """Runs a script's main function. Exits with status 1 and one line after a UserError, an OSError, for want of memory
+    and after the end of another process of the run; with 130 after an interrupt.
 
     `--debug` among the arguments, which main does not see, keeps the traceback.
     """
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
+    with lasting_output():
+        try:
+            main()
+        except (Exception, KeyboardInterrupt) as error:
+            line = None if debug else one_line(error)
+            if line is None:
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                print(line, file=sys.stderr)
+                raise SystemExit(INTERRUPTED) from error
+            raise SystemExit(line) from error
+
+
+def one_line(error: BaseException) -> str | None:
+    """What is said of an error in place of its traceback; None for a bug."""
+    said = " ".join(str(error).split())
+    if isinstance(error, UserError | OSError):
+        return f"error: {said or type(error).__name__}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    # torch's own class by its name: a script that says no more than its --help does not import torch.
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(t in said for t in NO_MEMORY)
+    ):
+        return f"error: out of memory; scripts/memory.py shows what a run takes: {said or type(error).__name__}"
+    if "gloo" in said and any(text in said for text in PEER_ENDED):
+        return f"error: another process of this run has ended, and says why: {said}"
+    return None
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """What is printed inside is dropped, once standard output or error takes no more, and raises nothing."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    for name, stream in before.items():
+        if stream is not None:  # None: the file was closed from the start
+            setattr(sys, name, LastingStream(stream, tells=name == "stdout"))
     try:
-        main()
-    except (UserError, OSError) as error:
-        if debug:
-            raise
-        raise SystemExit(f"error: {' '.join(str(error).split()) or type(error).__name__}") from error
+        yield
+    finally:
+        for name, stream in before.items():
+            if stream is not None:
+                getattr(sys, name).flush()
+            setattr(sys, name, stream)
+
+
+class LastingStream:
+    """A text stream that goes on after its file has failed, such as a pipe that nobody reads or a full disk.
+
+    tells: whether standard error is told so.
+    """
+
+    def __init__(self, stream: TextIO, *, tells: bool):
+        self.stream, self.tells = stream, tells
+
+    def write(self, text: str) -> int:
+        try:
+            return self.stream.write(text)
+        except OSError as error:
+            self.drop(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError as error:
+            self.drop(error)
+
+    def drop(self, error: OSError) -> None:
+        """Leads the file to nowhere, also for what is in the stream's buffer and is flushed at the exit."""
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+        if self.tells:
+            print(f"standard output takes no more ({error.strerror}): the script goes on without it", file=sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -148,6 +148,8 @@ class Run:
         clear_away(self.folder)
         self.states.clear_leftovers()
         done, evaluated = self.progress.step, self.progress.evaluated
+        if done and not (self.folder / METRICS).exists():
+            self.accelerator.print(f"{self.folder / METRICS} is gone, and with it the metrics up to step {done}")
         for name, last in ((METRICS, done), (EVALUATIONS, done if evaluated else done - 1)):
             for line in keep_until(self.folder / name, last):
                 self.accelerator.print(line)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 import torch
@@ -69,7 +70,8 @@ class Stops:
         self.received, self.received_at = number, time.monotonic()
         name = signal.Signals(number).name
         line = f"\n{name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once\n"
-        os.write(2, line.encode())
+        with suppress(OSError):  # nobody reads it
+            os.write(2, line.encode())
 
     def agreed(self, due: bool) -> tuple[int, bool]:
         """The signal that any process has received (0: none), and whether something is due on any. A collective."""

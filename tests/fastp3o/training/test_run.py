@@ -96,6 +96,13 @@ def test_a_resumed_run_goes_on_behind_the_last_saved_step(workplace, tiny_model,
     assert len(evaluations) == 1  # at the end: the start was evaluated by the run that began
 
 
+def test_lost_metrics_are_said(workplace, tiny_model, tokenizer, capsys):
+    finish(start(tiny_model, tokenizer, save_every=2, steps=2))
+    Path("run/metrics.jsonl").unlink()
+    assert finish(start(tiny_model, tokenizer, save_every=2, resume=True)) == [3, 4]
+    assert "run/metrics.jsonl is gone, and with it the metrics up to step 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("optimizer_steps", [0, 1])
 def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_model, tokenizer, optimizer_steps):
     run = start(tiny_model, tokenizer)
