@@ -299,6 +299,10 @@ def errors_naming(name: str) -> Iterator[None]:
 def broken_weights(folder: Path) -> str | None:
     for file in sorted(folder.glob("*.safetensors")):
         try:
+            file.open("rb").close()  # safetensors takes a file that it may not read for none
+        except OSError as error:
+            return f"{file} cannot be read: {error.strerror}"
+        try:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:

@@ -13,10 +13,11 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import whole_model
-from fastp3o.training.durable import move_into_place, temporary_sibling
+from fastp3o.training.durable import move_into_place, naming, temporary_sibling
 from fastp3o.training.processes import on_main_process
 
 FINISHED_MODEL = "model"
@@ -40,12 +41,17 @@ def save_model(
 
     def write() -> None:
         if kept is not None:
-            kept.require_written()
-        try:
-            whole.save_pretrained(unfinished, state_dict=weights, max_shard_size=LARGEST_FILE)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder}: {error}") from error
-        tokenizer.save_pretrained(unfinished)
+            with naming(folder):
+                kept.require_written()
+        with naming(folder):
+            try:
+                whole.save_pretrained(unfinished, state_dict=weights, max_shard_size=LARGEST_FILE)
+            except SafetensorError as error:
+                raise OSError(f"cannot write {folder}: {error}") from error
+            tokenizer.save_pretrained(unfinished)
+        # safetensors makes files for their owner only; the others have the mode that the umask gives.
+        for file in unfinished.glob("*.safetensors"):
+            file.chmod((unfinished / CONFIG_NAME).stat().st_mode)
         shutil.rmtree(gathered, ignore_errors=True)
         move_into_place(unfinished, folder)
 

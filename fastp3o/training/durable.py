@@ -29,11 +29,22 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Gives an OSError without a file, as writing to a full disk raises it, this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write bytes to. It replaces an existing one once the block has ended without an error."""
     unfinished = temporary_sibling(path)
     try:
-        with unfinished.open("xb") as file:
+        with naming(path), unfinished.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -70,7 +81,8 @@ def sync(path: Path) -> None:
     """Flushes a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -181,3 +181,22 @@ def test_a_reference_has_the_vocabulary_of_the_policy(tmp_path: Path, untied: Pa
     LlamaForCausalLM(LlamaConfig.from_pretrained(tiny_model, vocab_size=300)).save_pretrained(untied)
     with pytest.raises(ValueError, match="300 tokens instead of 258"):
         require_same_vocabulary(str(untied), tiny_model, own)
+
+
+def test_weights_that_may_not_be_read_are_said_so(tmp_path, tiny_model, monkeypatch):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    opened = Path.open
+
+    def forbidden(path, *arguments, **named):  # a mode would not keep root out
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **named)
+
+    def unreadable(*_, **__):
+        raise FileNotFoundError(f"No such file or directory: {file}")
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", unreadable)
+    with pytest.raises(ValueError, match=f"{file} cannot be read: Permission denied"):
+        load_policy(str(tmp_path / "model"))

@@ -27,6 +27,17 @@ def test_a_saved_model_is_what_transformers_loads(accelerator, tmp_path, tiny_mo
     assert os.listdir(tmp_path) == ["model"]
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_all_files_of_a_model_have_one_mode(accelerator, tmp_path, tiny_model, tokenizer, umask):
+    before = os.umask(umask)
+    try:
+        save_model(accelerator, load_policy(tiny_model), tokenizer, tmp_path / "model")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
 def test_a_model_that_cannot_be_written_leaves_the_one_before(
     accelerator, tmp_path, tiny_model, tokenizer, monkeypatch
 ):
@@ -40,7 +51,7 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before(
     monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
     with torch.no_grad():
         policy.head().weight.mul_(2)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/model'"):
         save_model(accelerator, policy, tokenizer, tmp_path / "model")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert os.listdir(tmp_path) == ["model"]
