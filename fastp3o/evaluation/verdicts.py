@@ -12,6 +12,7 @@ import numpy as np
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.bootstrap import percentile_interval
+from fastp3o.training.durable import naming
 
 
 class Verdict(StrEnum):
@@ -65,7 +66,7 @@ class VerdictFile:
         line = json.dumps({"key": key, "verdict": verdict, "answers": answers}) + "\n"
         with self.lock:
             if self.path is not None:
-                with self.path.open("a", encoding="utf-8") as file:
+                with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                     file.write(line)
             self.verdicts[key] = verdict
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 
 from fastp3o.config import RunConfig
 from fastp3o.errors import UserError
-from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, sync, write_file
+from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, naming, sync, write_file
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_files import CALIBRATION, CONFIG, EVALUATIONS, KEPT, LOCK, METRICS, REFERENCE, SAMPLES
 from fastp3o.training.states.fingerprints import MODELS, names_in
@@ -53,6 +53,12 @@ def require_usable(config: RunConfig) -> None:
                     f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
                     "another --output_dir"
                 )
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FileExistsError(
+                f"--output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: make that "
+                "folder, or name another --output_dir"
+            )
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -127,7 +133,7 @@ def clear_away(folder: Path) -> None:
 def append_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Adds a line of JSON to a log. A value that is not finite is written as null."""
     values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with path.open("a") as file:
+    with naming(path), path.open("a") as file:
         file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
 
 

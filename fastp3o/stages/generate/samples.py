@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fastp3o.data.layouts import Message
 from fastp3o.rollouts.groups import Group
-from fastp3o.training.durable import sync
+from fastp3o.training.durable import naming, sync
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class SamplesFile:
 
     def append(self, samples: Sequence[Samples]) -> None:
         text = "".join(json.dumps(asdict(one), ensure_ascii=False, allow_nan=False) + "\n" for one in samples)
-        with self.path.open("ab") as file:
+        with naming(self.path), self.path.open("ab") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())

@@ -19,6 +19,7 @@ from fastp3o.training.durable import (
     clear_leftovers,
     make_folder,
     move_into_place,
+    naming,
     remove,
     sync,
     temporary_sibling,
@@ -126,7 +127,8 @@ class States:
         pending = {} if self.pending is None else self.pending.saved(progress.step)
         unfinished = on_main_process(self.accelerator, lambda: self.begin(place))
         try:
-            save_tensors(unfinished, tensors)
+            with naming(place):
+                save_tensors(unfinished, tensors)
             if pending:
                 content = json.dumps(pending)
                 on_main_process(self.accelerator, lambda: write_file(unfinished / PENDING, content))

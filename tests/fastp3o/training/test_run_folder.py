@@ -8,7 +8,7 @@ import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import StageConfig
-from fastp3o.training.run_folder import check_output_dir, claim, clear_away, release, write_config
+from fastp3o.training.run_folder import append_line, check_output_dir, claim, clear_away, release, write_config
 
 FORK = multiprocessing.get_context("fork")  # the child has the imports of this process
 
@@ -138,3 +138,16 @@ def test_a_model_that_was_about_to_be_replaced_gets_its_name_back():
         Path("run", name, name).touch()
     clear_away(Path("run"))
     assert os.listdir("run/model") == ["model.replaced-0123456789ab"]
+
+
+def test_a_link_to_nothing_is_named():
+    os.symlink("nowhere", "run")
+    for folder in ("run", "run/below"):
+        with pytest.raises(FileExistsError, match=f"--output_dir {folder}: run is a link to nowhere, which does not"):
+            check_output_dir(Accelerator(cpu=True), config(folder))
+
+
+def test_a_log_on_a_full_disk_is_named():
+    os.symlink("/dev/full", "metrics.jsonl")
+    with pytest.raises(OSError, match=r"No space left on device: 'metrics\.jsonl'"):
+        append_line(Path("metrics.jsonl"), 1, {"loss": 1.0})
