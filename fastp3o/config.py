@@ -11,7 +11,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
-import yaml
+try:
+    import yaml
+except ModuleNotFoundError as error:  # the first package that only the trainer needs
+    raise ModuleNotFoundError("fastp3o's trainer needs further packages: pip install '.[trainer]'") from error
 
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
@@ -412,7 +415,7 @@ def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
     name = next((argument.split("=")[0] for argument in arguments if argument.startswith("--")), None)
     if name is None:
         return f"unexpected argument {arguments[0]!r}"
-    near = get_close_matches(name, flags, n=1)
+    near = get_close_matches(name, flags, n=1, cutoff=0.8)
     return f"unknown option {name}" + (f"; the nearest one is {near[0]}" if near else "")
 
 

@@ -13,7 +13,16 @@ from rich.table import Table
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, read_run
-from fastp3o.evaluation.matched_kl import Estimate, Line, Seed, gain_at_kl, interval, line, paired_difference
+from fastp3o.evaluation.matched_kl import (
+    Estimate,
+    Line,
+    Seed,
+    gain_at_kl,
+    interval,
+    line,
+    paired_difference,
+    passed_at_once,
+)
 from fastp3o.script import run_script
 from fastp3o.training.run_files import CONFIG
 
@@ -56,13 +65,24 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
     table = Table(title=f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)")
     for column in ("KL, nats", "first", "second", "first − second, paired"):
         table.add_column(column, justify="right")
+    passed = 0
     for kl in kls:
         gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
         means = [stratified_interval(side) for side in gains]
-        table.add_row(f"{kl:g}", *map(format_estimate, (*means, paired_difference(*gains, comparisons=len(kls)))))
+        early = [sum(passed_at_once(run, kl) for run in side.values()) for side in sides]
+        none = [f"passed at once ({count})" if count else "not reached" for count in early]
+        cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
+        difference = paired_difference(*gains, comparisons=len(kls))
+        table.add_row(f"{kl:g}", *cells, format_estimate(difference, "–"))
+        passed += sum(early)
     slopes = [line(list(side.values())) for side in sides]
     table.add_row("gain per nat", *(f"{fit.slope:.3f}{format_interval(fit)}" if fit else "–" for fit in slopes), "")
     Console(width=110).print(table)
+    if passed:
+        print(
+            "Some seeds passed a KL before their first evaluation after update 0, so that no gain at it was measured:"
+        )
+        print("they are left out. Earlier evaluations (--eval_at 1,2,5) measure it.")
     print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
 
 
@@ -75,9 +95,10 @@ def stratified_interval(gains: dict[Seed, float | None]) -> Estimate | None:
     return interval(list(strata.values())) if strata else None
 
 
-def format_estimate(estimate: Estimate | None) -> str:
+def format_estimate(estimate: Estimate | None, absent: str) -> str:
+    """absent: stands for no estimate."""
     if estimate is None:
-        return "not reached"
+        return absent
     return f"{estimate.mean:.3f}{format_interval(estimate)} ({estimate.count})"
 
 

@@ -28,7 +28,9 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
     judge_model: str | None = option(None, "Name of the model at judge_url.")
     judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url")
     verdicts: str | None = option(
-        None, "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again."
+        None,
+        "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again, "
+        "but answers without a verdict are.",
     )
     output: str | None = option(None, "JSON file to write the result to.")
     responses_per_prompt: int = option(

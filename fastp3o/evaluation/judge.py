@@ -113,7 +113,7 @@ class EndpointJudge:
     Args:
         endpoint: the model.
         path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds
-            for the same model, template, prompt and responses, including NONE, are not requested again.
+            for the same model, template, prompt and responses are not requested again, unless they are NONE.
         template: the question, with the placeholders $prompt, $first and $second, and optionally $boundary, a code
             that prompt and responses cannot predict.
         requests: concurrent requests.
@@ -129,6 +129,7 @@ class EndpointJudge:
         self.file = VerdictFile(path)
         self.template = Template(template)
         self.requests = requests
+        self.unusable: list[str] = []
         placeholders = set(self.template.get_identifiers())
         if not self.template.is_valid() or not PLACEHOLDERS <= placeholders <= PLACEHOLDERS | {"boundary"}:
             raise UserError(
@@ -144,9 +145,11 @@ class EndpointJudge:
             {
                 key: comparison
                 for key, comparison in zip(keys, comparisons, strict=True)
-                if comparison[1] != comparison[2] and key not in self.file.verdicts
+                if comparison[1] != comparison[2] and self.file.verdicts.get(key, Verdict.NONE) is Verdict.NONE
             }
         )
+        if self.unusable:
+            tqdm.write(f"{len(self.unusable)} answers have no verdict, the first one: {self.unusable[0]!r:.300}")
         return [
             Verdict.TIE if first == second else self.file.verdicts[key]
             for key, (_, first, second) in zip(keys, comparisons, strict=True)
@@ -165,6 +168,7 @@ class EndpointJudge:
             self.endpoint.ask(self.question(prompt, *pair), stopped) for pair in ((first, second), (second, first))
         ]
         straight, swapped = (parse_verdict(answer) for answer in answers)
+        self.unusable += [answer.text for answer in answers if parse_verdict(answer) is Verdict.NONE]
         self.file.add(key, combine_verdicts(straight, swapped.swapped), [answer.text for answer in answers])
 
     def question(self, prompt: str, first: str, second: str) -> str:

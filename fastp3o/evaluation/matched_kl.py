@@ -54,6 +54,11 @@ def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> f
     return before[metric] + share * (after[metric] - before[metric]) - start[metric]
 
 
+def passed_at_once(evaluations: Evaluations, kl: float) -> bool:
+    """Whether the run reached `kl` by its first evaluation after step 0, too early for `gain_at_kl`."""
+    return any(evaluation["kl"] >= kl for evaluation in evaluations[:2])
+
+
 def gains(evaluations: Evaluations, metric: str = "reward") -> Evaluations:
     """The KL of each evaluation and, as its reward, the gain in `metric` over step 0. ValueError without a step 0."""
     start = _start(evaluations)

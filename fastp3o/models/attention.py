@@ -135,7 +135,7 @@ def fastest_backend(query: Tensor, softcap: float | None):
         if softcap:
             logger.warning_once(
                 "This model caps its attention's products, and flash-attn is the only fast backend that can: without "
-                "it segments are computed one by one. Install flash-attn (pip install 'fastp3o[flash]')."
+                "it segments are computed one by one. Install flash-attn (pip install '.[flash]')."
             )
         elif varlen_attn is not None and query.shape[-1] % 8 == 0:
             return by_varlen_attn

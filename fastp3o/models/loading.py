@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
+    CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -56,6 +57,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """
     with errors_naming(name):
         if not has_tokenizer(name):
+            if not Path(name).is_dir() and not has_file(name, CONFIG_NAME):
+                raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
             raise UserError("it has no tokenizer's files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         tokens = load_config(name, trust_remote_code).get_text_config().vocab_size

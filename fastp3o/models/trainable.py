@@ -59,7 +59,7 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise UserError("--lora_rank needs peft: pip install 'fastp3o[lora]'") from error
+        raise UserError("--lora_rank needs peft: pip install '.[lora]'") from error
     largest = max(min(weight.shape) for weight in model.model.base_model.parameters() if weight.dim() == 2)
     if rank > largest:
         raise UserError(f"--lora_rank is {rank}, and the model's matrices have a rank of {largest} at most")

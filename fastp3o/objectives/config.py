@@ -44,7 +44,9 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         64, "Prompts of a round, over all processes; two responses to each are a pair (first author: 64).", at_least=1
     )
     prompts_per_minibatch: int = option(
-        4, "Prompts of one optimizer step, over all processes (first author: 4 at 1 B).", at_least=1
+        4,
+        "Prompts of one optimizer step, over all processes (first author: 4 at 1 B); 0: all of the round's.",
+        at_least=0,
     )
     responses_per_prompt: int = option(
         2,
@@ -114,6 +116,8 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     )
 
     def __post_init__(self) -> None:
+        if not self.prompts_per_minibatch:
+            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
         super().__post_init__()
         self.check_penalties(self.max_response_tokens)
         if self.reference_every and self.reference_decay:

@@ -118,26 +118,28 @@ class PPGConfig(P3OConfig):
     )
 
     def __post_init__(self) -> None:
-        if not self.prompts_per_minibatch:
-            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
         super().__post_init__()
-        for name, value, default in (
-            ("old_logprobs", self.old_logprobs, "policy"),
-            ("clip_range", self.clip_range, DEFAULTS.clip_range),
-            ("ratio_cap", self.ratio_cap, DEFAULTS.ratio_cap),
-            ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),
-        ):
-            if value != default:
-                raise UserError(f"--{name} must be left as it is, as all ratios are 1, got {value!r}")
+        problems = [
+            f"--{name} must be left as it is, as all ratios are 1, got {value!r}"
+            for name, value, default in (
+                ("old_logprobs", self.old_logprobs, "policy"),
+                ("clip_range", self.clip_range, DEFAULTS.clip_range),
+                ("ratio_cap", self.ratio_cap, DEFAULTS.ratio_cap),
+                ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),
+            )
+            if value != default
+        ]
         if self.inner_epochs != 1:
-            raise UserError(
+            problems.append(
                 f"--inner_epochs must be 1, since the gradient is on-policy (p3o has more), got {self.inner_epochs}"
             )
         if self.minibatches_per_update != 1:
-            raise UserError(
+            problems.append(
                 f"--prompts_per_minibatch ({self.prompts_per_minibatch}) must be --prompts_per_update "
                 f"({self.prompts_per_update}): the gradient is on-policy, and a round has one step (p3o has more)"
             )
+        if problems:
+            raise UserError("; ".join(problems))
 
     def build(self) -> "PPG":
         return PPG(self)

@@ -183,6 +183,12 @@ class RLOOConfig(PolicyGradientConfig):
 
     compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("rloo")
+    prompts_per_minibatch: int = option(
+        0,
+        "Prompts of one optimizer step, over all processes; 0: all of the round's, since the loss is on-policy only in "
+        "the first step.",
+        at_least=0,
+    )
     inner_epochs: int = option(
         1, "Passes over each round's rollouts; the loss is on-policy only in the first step.", at_least=1
     )
@@ -249,6 +255,11 @@ class REINFORCE(RLOO):
 class ClippedConfig(PolicyGradientConfig):
     """Clipped ratios, and advantages within a prompt's responses."""
 
+    responses_per_prompt: int = option(
+        8,
+        "K: responses to each prompt (GRPO: 64, DAPO: 16, Dr. GRPO: 8). With two, scaled advantages are signs.",
+        at_least=2,
+    )
     clip_low: float = option(0.2, "Ratios count down to 1 − clip_low.", above=0, below=1, changeable=True)
     clip_high: float = option(0.2, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")

@@ -84,6 +84,11 @@ class Preferences(SupervisedTask[PreferenceRow]):
         load = partial(load_fixed_reference, context, config, model)
         if config.eval_prompts:
             self.samples = sampled_evaluation(context, config, config.eval_prompts, model, LoadedForEachUse(load))
+        if config.reference_logprobs and not config.needs_reference:
+            # No error, since sweeps over objectives give all of them the same folder.
+            context.accelerator.print(
+                f"warning: --reference_logprobs does nothing: --objective {config.objective} has no reference"
+            )
         if config.needs_reference:
             weights = on_main_process(context.accelerator, lambda: model_fingerprint(config.reference or config.model))
             self.ref_logprobs = ReferenceLogprobs(

@@ -1,6 +1,7 @@
 """Prepares every stage: processes, seed, data."""
 
 import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -64,6 +65,12 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
         **trackers,
     )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise UserError(
+            f"torchrun started {started} processes, and accelerate sees {accelerator.num_processes}: without a GPU, "
+            "set ACCELERATE_USE_CPU=true"
+        )
     # ACCELERATE_TORCH_DEVICE leaves another device the current one, whose clock, memory and generator would be read.
     if accelerator.device.type == "cuda" and accelerator.device.index is not None:
         torch.cuda.set_device(accelerator.device)

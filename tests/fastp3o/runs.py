@@ -25,6 +25,7 @@ def config(tiny_model: str, output_dir: str, config_class: type[Config] = P3OCon
         "updates": 4,
         "prompts_per_update": 8,
         "prompts_per_minibatch": 4,
+        "responses_per_prompt": 2,
         "inner_epochs": 2,
         "max_response_tokens": 6,
         "learning_rate": 3e-3,

@@ -42,8 +42,16 @@ def test_arms_are_compared_seed_by_seed(compare, tmp_path):
     printed = compare("--first", *first, "--second", *second, "--kl", "2", "4")
     # The seeds' own part cancels: the difference is a quarter of the KL, without spread.
     assert "0.500 [0.500, 0.500] (6)" in printed
-    assert printed.count("not reached") == 3
+    assert printed.count("not reached") == 2
+    assert "passed" not in printed
     assert "6 seeds in both" in printed
+
+
+def test_a_kl_that_was_passed_before_an_evaluation_is_told_apart(compare, tmp_path):
+    runs = [write_run(tmp_path / f"run-{seed}", seed, 1.0) for seed in range(2)]
+    printed = compare("--first", *runs, "--second", *runs, "--kl", "0.25", "4")
+    assert printed.count("passed at once (2)") == printed.count("not reached") == 2
+    assert "--eval_at 1,2,5" in printed
 
 
 def test_few_seeds_have_a_mean_alone(compare, tmp_path):

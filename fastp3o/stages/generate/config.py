@@ -47,7 +47,7 @@ class SelectionConfig(Flags):
         changeable=True,
     )
     accept: int = option(
-        8,
+        2,
         "Responses to each prompt that --keep rejection_sampling and rso accept (RSO: 8 of 64).",
         at_least=1,
         changeable=True,

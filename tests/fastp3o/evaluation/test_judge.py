@@ -413,12 +413,17 @@ def test_verdicts_of_another_model_or_question_are_not_taken(server, tmp_path):
     assert len(server.requests) == 6
 
 
-def test_equal_comparisons_are_asked_once_and_no_verdict_is_kept_too(server, tmp_path):
+def test_equal_comparisons_are_asked_once_and_again_by_the_next_run_if_they_have_no_verdict(server, tmp_path, capsys):
+    path, comparisons = tmp_path / "v.jsonl", (["p"] * 3, ["long"] * 3, ["b"] * 3)
     server.reply = always(body=says("hm"))
-    for _ in range(2):
-        assert judge_at(base(server), tmp_path / "v.jsonl")(["p"] * 3, ["long"] * 3, ["b"] * 3) == [NONE] * 3
-    assert len(server.requests) == 2
-    assert json.loads((tmp_path / "v.jsonl").read_text())["answers"] == ["hm", "hm"]
+    for runs in (1, 2):
+        assert judge_at(base(server), path)(*comparisons) == [NONE] * 3
+        assert len(server.requests) == 2 * runs
+    assert "2 answers have no verdict, the first one: 'hm'" in capsys.readouterr().out
+    assert [json.loads(line)["answers"] for line in path.read_text().splitlines()] == [["hm", "hm"]] * 2
+    server.reply = prefers_the_longer
+    assert judge_at(base(server), path)(*comparisons) == [FIRST] * 3
+    assert judge_at("http://127.0.0.1:1", path)(*comparisons) == [FIRST] * 3
 
 
 @pytest.mark.parametrize("length", range(1, 50, 6))
