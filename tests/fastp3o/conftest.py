@@ -10,6 +10,9 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fastp3o.training.reporting import Reporter
+from tests.fastp3o.metric_table import require_documented
+
 REWARDS = '''
 """Rewards for tests; `offset` adds a number per prompt, on the binary grid of the rewards."""
 import os
@@ -116,6 +119,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
 def fresh_accelerator() -> None:
     """accelerate keeps one state a process, and the tests' runs differ in precision."""
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(autouse=True)
+def every_metric_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a run of a test writes is explained in training/README.md."""
+    write = Reporter.write
+
+    def checked(self: Reporter, name: str, step: int, metrics: dict[str, float]) -> None:
+        require_documented(metrics)
+        write(self, name, step, metrics)
+
+    monkeypatch.setattr(Reporter, "write", checked)
 
 
 @pytest.fixture
