@@ -1,6 +1,7 @@
 """JSON posted to a URL: time limits, retries while the server is busy or unreachable, concurrent requests."""
 
 import asyncio
+import base64
 import json
 import os
 import random
@@ -52,7 +53,7 @@ class Endpoint:
         url: http or https, without a user.
         key_variable: environment variable of the key, if there is one. The key is only sent in the Authorization
             header. No redirect is followed. Only https goes through the environment's proxy, which cannot read the key
-            then. Stars replace a key that an answer repeats.
+            then. Stars replace a key that an answer repeats, also in base64.
         timeout: seconds that one attempt may take, from its connection to its last byte.
         retries: attempts after the first, if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
             read), too slow or unreachable. Any other status except 200 stops at once.
@@ -157,13 +158,25 @@ class Endpoint:
             return response.status_code, response.headers.get("Retry-After"), bytes(answer)
 
     def without_key(self, text: str) -> str:
-        return text.replace(self.key, "***") if len(self.key) >= SHORTEST_SECRET else text
+        for shape in key_shapes(self.key) if len(self.key) >= SHORTEST_SECRET else ():
+            text = text.replace(shape, "***")
+        return text
 
     def excerpt(self, body: bytes) -> str:
         """The beginning of an answer on one line, without control characters and without the key."""
         text = self.without_key(body.decode(errors="replace"))
         text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * EXCERPT]).split())
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
+
+
+def key_shapes(key: str) -> Iterator[str]:
+    """The key as it is and as it stands in base64, which depends on the number of bytes before it."""
+    yield key
+    for before in range(3):
+        content = bytes(before) + key.encode()
+        for encoded in (base64.b64encode(content), base64.urlsafe_b64encode(content)):
+            # The first characters hold bits of what stands before the key, the last one of what follows.
+            yield encoded.decode()[(0, 2, 3)[before] : 8 * len(content) // 6]
 
 
 async def unless(stopped: threading.Event, request: Coroutine[None, None, Answer]) -> Answer:

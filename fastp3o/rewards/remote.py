@@ -68,7 +68,9 @@ class RemoteReward:
 def read_rewards(answer: bytes, count: int) -> list[float]:
     """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON."""
     try:
-        content = json.loads(answer)
+        content = json.loads(answer, object_pairs_hook=without_repetition)
+    except AnswerError:
+        raise
     except (ValueError, RecursionError) as error:
         raise ValueError("which is not JSON") from error
     rewards = content.get("rewards") if isinstance(content, dict) else None
@@ -80,6 +82,13 @@ def read_rewards(answer: bytes, count: int) -> list[float]:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not fits(reward):
             raise AnswerError(f"whose reward {index} is not a finite number of fp32")
     return rewards
+
+
+def without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object. Raises AnswerError if it has `rewards` twice: JSON does not say which of them counts."""
+    if [name for name, _ in pairs].count("rewards") > 1:
+        raise AnswerError("which has `rewards` twice")
+    return dict(pairs)
 
 
 def fits(number: float) -> bool:

@@ -1,5 +1,6 @@
 """Rewards from a URL that answers well, badly, late and not at all."""
 
+import base64
 import json
 import re
 import socket
@@ -110,6 +111,19 @@ def test_the_key_is_sent_along_and_never_shown(server, monkeypatch):
     assert server.headers[0]["Authorization"] == "Bearer secret-of-the-tests"
 
 
+@pytest.mark.parametrize("encode", [base64.b64encode, base64.urlsafe_b64encode])
+@pytest.mark.parametrize("before", ["", "k", "Bearer ", "Authorization: Bearer "])
+def test_a_key_in_base64_is_not_shown(server, monkeypatch, encode, before):
+    key = "secret-of-the-tests?>~?>~"
+    monkeypatch.setenv("REWARD_API_KEY", key)
+    server.reply = always(status=403, body=b"got " + encode(f"{before}{key}\n".encode()))
+    with pytest.raises(EndpointError, match=r"status 403: got .*\*\*\*") as refused:
+        reward_at(server.url)(GROUPS)
+    shown = str(refused.value).split()[-1].replace("***", "")
+    # What stands before the key, the line's end after it, and the characters that they share with it.
+    assert len(shown) <= len(encode(before.encode())) + 4
+
+
 @pytest.mark.parametrize(
     "trouble", [Reply(500, b"oops"), Reply(429), Reply(body=b"<html>"), Reply(body=rewards([1] * 6), delay=0.5)]
 )
@@ -152,6 +166,7 @@ def test_trouble_that_stays_is_named_after_all_attempts(server, trouble, said):
         (rewards([[1]] * 6), "whose reward 0 is not a finite number"),
         (b'{"scores": [1, 1, 1, 1, 1, 1]}', "which is not an object with a list of `rewards`"),
         (b'{"rewards": 1}', "which is not an object with a list of `rewards`"),
+        (b'{"rewards": [1, 1, 1, 1, 1, 1], "rewards": [2, 2, 2, 2, 2, 2]}', "which has `rewards` twice"),
         (b"[1, 1, 1, 1, 1, 1]", "which is not an object with a list of `rewards`"),
     ],
 )
