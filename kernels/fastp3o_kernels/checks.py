@@ -9,6 +9,7 @@ they are checked there only with FASTP3O_DEBUG=1 in the environment.
 import os
 from collections.abc import Sequence
 from itertools import pairwise
+from numbers import Real
 from operator import index
 
 import torch
@@ -28,9 +29,26 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> 
         raise ValueError(f"{name} must have shape {list(shape)} ({why}), got {list(tensor.shape)}")
 
 
+def check_number(name: str, value: object) -> None:
+    """Raises ValueError for text and for a tensor, which Triton's kernels would take for an address."""
+    if not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+
+
 def check_floating(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for whole numbers, and for the floats of 8 bits, with which torch does not compute."""
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must be of a floating dtype, got {tensor.dtype}")
+    if tensor.itemsize == 1:
+        raise ValueError(f"{name} must be of a floating dtype of 16 bits or more, got {tensor.dtype}")
+
+
+def autocast_enabled(name: str, tensor: Tensor) -> bool:
+    """Raises ValueError for a device on which nothing can be computed, such as "meta"."""
+    try:
+        return torch.is_autocast_enabled(tensor.device.type)
+    except RuntimeError as error:
+        raise ValueError(f"{name} is on the device {tensor.device}, which computes no values") from error
 
 
 def check_whole(name: str, tensor: Tensor) -> None:

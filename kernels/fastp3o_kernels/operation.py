@@ -43,7 +43,7 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
         )
     if impl == "triton" and fp64:
         raise ValueError('impl="triton" computes in fp32 and got an fp64 tensor; use impl="eager"')
-    if impl == "triton" and not (on_gpu or INTERPRET):
+    if impl == "triton" and not (on_gpu or (INTERPRET and not any(tensor.is_meta for tensor in given))):
         raise ValueError('impl="triton" needs CUDA tensors (or TRITON_INTERPRET=1 in the environment)')
     return impl == "triton" or (impl is None and HAS_TRITON and on_gpu and not fp64)
 

@@ -12,7 +12,7 @@ from fastp3o_kernels import (
     token_p3o_loss,
 )
 
-NAN = float("nan")
+NAN, INF = float("nan"), float("inf")
 
 
 def arguments(settings=None, **changes):
@@ -44,6 +44,19 @@ def arguments(settings=None, **changes):
         ({"cu_seqlens": torch.tensor([0.0, 2, 3, 5, 6])}, "cu_seqlens must be int32 or int64"),
         ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of prompt 1"),
         ({"old_logprobs": torch.tensor([[NAN, 0.0], [0.0, 0.0]])}, "old_logprobs[0, 0] is NaN"),
+        (
+            {"old_logprobs": torch.tensor([[0.0, -INF], [0.0, 0.0]])},
+            "old_logprobs[0, 1] is -inf: response 2 of prompt 0",
+        ),
+        ({"rewards": torch.tensor([[0.0, 0.0], [INF, 0.0]])}, "rewards[1, 0] is inf: response 1 of prompt 1"),
+        (
+            {"logits": torch.zeros(6, 9).to(torch.float8_e4m3fn)},
+            "logits must be of a floating dtype of 16 bits or more",
+        ),
+        ({"temperature": INF}, "temperature must be above 0 and finite, got inf"),
+        ({"temperature": torch.tensor(2.0)}, "temperature must be a number, got tensor(2.)"),
+        ({"temperature": "2"}, "temperature must be a number, got '2'"),
+        ({"settings": {"kl_coef": INF}}, "kl_coef must be 0 or more and finite, got inf"),
         ({"ref_logprobs": torch.zeros(3, 2)}, "ref_logprobs must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
         ({"settings": {"clipping": "both"}}, "clipping must be one of joint, separate, none, token"),

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
+from fastp3o_kernels.checks import (
+    autocast_enabled,
+    check_floating,
+    check_labels,
+    check_same_device,
+    check_shape,
+    check_whole,
+)
 from fastp3o_kernels.rows.rows import LogitsTransform
 
 
@@ -23,7 +30,7 @@ class Head(LogitsTransform):
         temperature: divides the logits.
 
     Raises:
-        ValueError: for a soft cap or a temperature that is not above 0.
+        ValueError: for a soft cap or a temperature that is no finite number above 0.
     """
 
     weight: Tensor
@@ -49,7 +56,7 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
         raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")
     # Autocast brings both to its own dtype, except fp64.
     dtypes = hidden.dtype, head.weight.dtype
-    autocast = torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes
+    autocast = autocast_enabled("hidden", hidden) and torch.float64 not in dtypes
     if hidden.dtype != head.weight.dtype and not autocast:
         raise ValueError(f"hidden is {hidden.dtype} and weight {head.weight.dtype}; they must be of one dtype")
     if head.bias is not None:

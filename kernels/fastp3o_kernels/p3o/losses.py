@@ -202,8 +202,8 @@ def p3o_loss(
         P3OLossOutput(loss, metrics), fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: for shapes, dtypes or devices that are wrong, and for NaN in old_logprobs, ref_logprobs or rewards
-            (on a GPU only with FASTP3O_DEBUG=1).
+        ValueError: for shapes, dtypes or devices that are wrong, for NaN in ref_logprobs, and for NaN or an
+            infinity in old_logprobs, rewards or sampler_logprobs (on a GPU only with FASTP3O_DEBUG=1).
     """
     if settings.clipping == "token":
         raise ValueError('clipping="token" clips tokens; call token_p3o_loss or logits_p3o_loss')

@@ -6,6 +6,7 @@ N tokens, P prompts with K responses each: sequence K p + k is response k of pro
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -56,8 +57,8 @@ class PairInputs:
         """policy: [N, ...], what the loss has of each token, called `policy_name`. Offsets and divisor come to its
         device.
 
-        Raises ValueError for shapes, dtypes and devices that disagree with each other or with the policy's, and for NaN
-        of a response that takes part in a pair (on a GPU only with FASTP3O_DEBUG=1).
+        Raises ValueError for shapes, dtypes and devices that disagree with each other or with the policy's, and for
+        NaN or an infinity of a response that takes part in a pair (on a GPU only with FASTP3O_DEBUG=1).
         """
         tokens, device = len(policy), policy.device
         if rewards.dim() != 2 or rewards.shape[1] < 2:
@@ -94,7 +95,7 @@ class PairInputs:
         )
         check_same_device(**{policy_name: policy}, **pairs.floating, valid_responses=valid_responses)
         if may_look_at_values(policy):
-            pairs.check_no_nan()
+            pairs.check_finite()
         return pairs
 
     @property
@@ -136,11 +137,17 @@ class PairInputs:
             sampler_logprobs=None if sampler is None else sampler[prompts],
         )
 
-    def check_no_nan(self) -> None:
+    def check_finite(self) -> None:
         for name, tensor in self.floating.items():
-            if tensor.dim() == 2 and (bad := tensor.isnan() & self.in_pairs).any():
+            # A reference that rules a response out makes the loss infinite, which a trainer sees and survives.
+            wrong = tensor.isnan() if name == "ref_logprobs" else ~tensor.isfinite()
+            if tensor.dim() == 2 and (bad := wrong & self.in_pairs).any():
                 prompt, response = first_index(bad)
-                raise ValueError(f"{name}[{prompt}, {response}] is NaN: response {response + 1} of prompt {prompt}")
+                value = float(tensor[prompt, response])
+                raise ValueError(
+                    f"{name}[{prompt}, {response}] is {'NaN' if isnan(value) else value}: response {response + 1} of "
+                    f"prompt {prompt}"
+                )
 
 
 def number_on_device(number: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

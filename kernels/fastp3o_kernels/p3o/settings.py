@@ -1,7 +1,10 @@
 """The numbers that define P3O's objective: defaults, meanings and bounds."""
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any
+
+from fastp3o_kernels.checks import check_number
 
 CLIPPING = ("joint", "separate", "none", "token")
 KL_REWARD = ("current", "rollout")
@@ -44,14 +47,16 @@ class P3OSettings:
             choices, value = setting.metadata.get("choices"), getattr(self, setting.name)
             if choices and value not in choices:
                 raise ValueError(f"{setting.name} must be one of {', '.join(choices)}, got {value!r}")
+            if not choices:
+                check_number(setting.name, value)
         if not self.clip_range > 0:
             raise ValueError(f"clip_range must be above 0, got {self.clip_range}")
         if not self.ratio_cap >= 1:
             raise ValueError(f"ratio_cap must be at least 1, got {self.ratio_cap}")
         if not self.sampler_ratio_cap >= 1:
             raise ValueError(f"sampler_ratio_cap must be at least 1, got {self.sampler_ratio_cap}")
-        if not self.kl_coef >= 0:
-            raise ValueError(f"kl_coef must be 0 or more, got {self.kl_coef}")
+        if not 0 <= self.kl_coef < inf:
+            raise ValueError(f"kl_coef must be 0 or more and finite, got {self.kl_coef}")
 
 
 DEFAULTS = P3OSettings()

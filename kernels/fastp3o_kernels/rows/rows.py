@@ -4,9 +4,12 @@ n rows, one a token; V vocabulary.
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from torch import Tensor
+
+from fastp3o_kernels.checks import check_number
 
 # This ignore_index ignores no label.
 NO_LABEL = -(2**31)
@@ -22,7 +25,7 @@ class LogitsTransform:
         temperature: of the distribution that sampled.
 
     Raises:
-        ValueError: for a soft cap or a temperature that is not above 0.
+        ValueError: for a soft cap or a temperature that is no finite number above 0.
     """
 
     bias: Tensor | None = None
@@ -30,10 +33,13 @@ class LogitsTransform:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
+        check_number("temperature", self.temperature)
+        if not 0 < self.temperature < inf:
+            raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if self.softcap is not None:
+            check_number("softcap", self.softcap)
+            if not 0 < self.softcap < inf:
+                raise ValueError(f"softcap must be above 0, or None for no cap, got {self.softcap}")
 
 
 class Rows(NamedTuple):
