@@ -1,3 +1,5 @@
+import runpy
+import sys
 from dataclasses import dataclass, fields, is_dataclass
 
 import pytest
@@ -5,8 +7,9 @@ import torch
 from transformers import get_scheduler
 
 from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chosen
+from fastp3o.config import __file__ as config_file
 from fastp3o.objectives.p3o import P3OConfig, PPGConfig
-from fastp3o.objectives.policy_gradient import GRPOConfig
+from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GSPOConfig, REINFORCEConfig, RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages.sft import SFTConfig
@@ -199,3 +202,20 @@ def test_help_lists_the_objectives_and_explains_the_one_that_is_named(capsys):
             parse_chosen(COLOURS, [*arguments, "--help"])
         assert end.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+def test_objectives_begin_with_as_many_responses_and_steps_as_their_losses_need():
+    settings = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r"}
+    assert P3OConfig(**settings).responses_per_prompt == 2
+    for clipped in (GRPOConfig, DAPOConfig, GSPOConfig):
+        assert clipped(**settings).responses_per_prompt == 8
+    for on_policy in (RLOOConfig, REINFORCEConfig, PPGConfig):
+        config = on_policy(**settings)
+        assert config.minibatches_per_update == config.inner_epochs == 1
+    assert P3OConfig(**settings, prompts_per_minibatch=0).prompts_per_minibatch == 64
+
+
+def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[trainer\]'"):
+        runpy.run_path(config_file)

@@ -69,3 +69,12 @@ def test_the_table_shows_the_first_and_the_last_evaluation(tmp_path, capsys):
     print_table({"run": write_run(tmp_path / "run", [0.0, 7.0, 1.0], [0.0, 1.0, 2.0])})
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "│ run" in line]
     assert [(line[3], line[5]) for line in lines] == [("0", "16"), ("10", "16")]
+
+
+def test_the_legend_names_each_run_once(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    runs = {"line": write_run(tmp_path / "line", [0.0, 1.0], [0.0, 2.0])}
+    plot(runs | {"point": write_run(tmp_path / "point", [1.0], [0.0])}, tmp_path / "frontier.png")
+    legend = drawn[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["line: 0.500 · KL + 0.00", "point"]

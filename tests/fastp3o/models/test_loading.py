@@ -200,3 +200,12 @@ def test_weights_that_may_not_be_read_are_said_so(tmp_path, tiny_model, monkeypa
     monkeypatch.setattr("transformers.modeling_utils.safe_open", unreadable)
     with pytest.raises(ValueError, match=f"{file} cannot be read: Permission denied"):
         load_policy(str(tmp_path / "model"))
+
+
+def test_a_hub_model_out_of_reach_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fastp3o.models.loading.cached_file", lambda *_, **__: None)  # as without a network
+    with pytest.raises(
+        ValueError, match="cannot load owner/name: it is neither a folder nor in the cache, and the hub"
+    ):
+        load_tokenizer("owner/name")

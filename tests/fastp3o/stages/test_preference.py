@@ -394,3 +394,9 @@ def test_what_may_change_is_an_option(objective):
     config = OFFLINE_OBJECTIVES[objective]
     assert config.changeable() <= {field.name for field in fields(config)}
     assert not config.changeable() & {"model", "reference", "seed", "batch_size", "objective", "eval_prompts"}
+
+
+def test_a_folder_for_a_reference_that_is_not_there_is_a_warning(workplace, tiny_model, capsys):
+    run("simpo", "run", tiny_model, reference_logprobs="shared")
+    assert "warning: --reference_logprobs does nothing: --objective simpo has no reference" in capsys.readouterr().out
+    assert not Path("shared").exists()
