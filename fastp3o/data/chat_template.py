@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.data.errors import Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Message, Part
 
+CALLS = "tool_calls"
 TIME_LIMIT = 10.0  # seconds for one text
 # Characters for private use, which neither templates nor tokenizers know.
 MARK = re.compile("\ue000(\\d+)\ue001")
@@ -73,6 +74,7 @@ class ChatTemplate:
         outline = self.conversation_outline(conversation, add_generation_prompt=True)
         for number, message in enumerate(conversation):
             self.check_message(message, number, f"{field}[{number}]", text, outline)
+        self.check_calls(conversation, field, text, add_generation_prompt=True)
         return self.pieces(text, outline, conversation, field)
 
     def reply(self, prompt: Part, before: Pieces, reply: Part) -> Pieces:
@@ -85,6 +87,7 @@ class ChatTemplate:
             raise RecordError(reply.field, expected, Found("one that changes them"))
         outline = self.conversation_outline(conversation, add_generation_prompt=False)
         self.check_message(conversation[-1], len(asked), reply.field, text, outline)
+        self.check_calls(conversation, reply.field, text, add_generation_prompt=False)
         outline_before = self.conversation_outline(asked, add_generation_prompt=True)
         if outline is not None and outline_before is not None and outline.startswith(outline_before):
             outline = outline[len(outline_before) :]
@@ -101,6 +104,20 @@ class ChatTemplate:
         others = json.dumps({k: v for k, v in message.items() if k != "content"}, ensure_ascii=False, default=str)
         if self.special.search(others):
             raise RecordError(field, "special tokens, if any, in the content alone", Found("one in another field"))
+
+    def check_calls(self, conversation: list[Message], field: str, text: str, *, add_generation_prompt: bool) -> None:
+        """Raises RecordError if the text is the same without the calls of tools."""
+        if not any(message.get(CALLS) for message in conversation):
+            return
+        without = [{name: value for name, value in each.items() if name != CALLS} for each in conversation]
+        try:
+            told = self.apply(without, field, add_generation_prompt=add_generation_prompt) != text
+        except UnskippableError:
+            raise
+        except RecordError:  # the template needs them
+            return
+        if not told:
+            raise RecordError(field, "messages that the chat template writes", Found(f"{CALLS} that it drops"))
 
     def pieces(self, text: str, outline: str | None, conversation: list[Message], field: str) -> Pieces:
         """The text in one piece, or cut at the ends of contents if these hold special tokens' text."""

@@ -1,5 +1,7 @@
 """Errors about data that cannot be used. They name the place, what was expected and what was found."""
 
+import unicodedata
+
 from fastp3o.errors import UserError
 
 
@@ -42,7 +44,7 @@ def describe(value: object) -> str:
         case None:
             return "null"
         case str():
-            return "an empty string" if value == "" else "only white space" if not value.strip() else "a string"
+            return "an empty string" if value == "" else "only white space" if is_blank(value) else "a string"
         case bool():
             return "true" if value else "false"
         case int() | float():
@@ -53,6 +55,11 @@ def describe(value: object) -> str:
             return f"an object with {field_names(value)}"
         case _:
             return f"a {type(value).__name__}"
+
+
+def is_blank(value: str) -> bool:
+    """Whether a text has nothing to read: only white space and characters that are not seen, such as U+200B."""
+    return all(character.isspace() or unicodedata.category(character) == "Cf" for character in value)
 
 
 def shortened(number: int) -> str:

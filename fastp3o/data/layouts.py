@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastp3o.data.errors import MISSING, Found, RecordError
+from fastp3o.data.errors import MISSING, Found, RecordError, is_blank
 
 Message = dict[str, Any]
 Fields = Mapping[str, Any]
@@ -45,7 +45,7 @@ class Layout:
 def text(record: Fields, field: str, name: str | None = None) -> str:
     """The string in a field. name: the field's name in errors, if it is nested."""
     value, name = record.get(field, MISSING), name or field
-    if not isinstance(value, str) or value is MISSING or not value.strip():
+    if not isinstance(value, str) or value is MISSING or is_blank(value):
         raise RecordError(name, "text", value)
     if not is_unicode(value):
         raise RecordError(name, "text", Found("a string with half of a surrogate pair"))

@@ -27,6 +27,7 @@ PARQUET = (".parquet",)
 READABLE = JSON_LINES + JSON + PARQUET
 # No hub name ends with these, so that a mistyped path is not looked up on the hub.
 FILE_SUFFIXES = (*READABLE, ".gz", ".csv", ".tsv", ".txt", ".arrow", ".zst", ".zip")
+SAVED_TO_DISK = ("dataset_info.json", "state.json")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -55,6 +56,7 @@ def read_records(source: str, split: str) -> Iterator[Record]:
         raise DataError(f"{source}: {twice[0]} comes more than once")
     # All files are found before the first record is read.
     files_by_name = {name: local_files(name, split) for name in names}
+    require_different(source, [file for files in files_by_name.values() for file in files or ()])
     for name, files in files_by_name.items():
         if files is None:
             yield from hub_records(name, split)
@@ -66,6 +68,14 @@ def read_records(source: str, split: str) -> Iterator[Record]:
                 raise
             except UNREADABLE as error:
                 raise DataError(f"{file}: cannot be read: {error}") from error
+
+
+def require_different(source: str, files: list[Path]) -> None:
+    """Raises DataError for a file that comes twice, under whatever names."""
+    names: dict[Path, Path] = {}
+    for file in files:
+        if (before := names.setdefault(file.resolve(), file)) is not file:
+            raise DataError(f"{source}: {file} is the same file as {before}, and its records would count twice")
 
 
 # --- which files ----------------------------------------------------------------------------------------------------
@@ -97,11 +107,13 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder; if their names contain split names (train, eval, ...), only those of `split`.
+    """The files of a folder, without hidden ones; if names contain split names (train, eval, ...), only those of `split`.
 
     A longer name, such as train_sft, is a split of its own, which also serves as train if no file has just that name.
     """
-    files = sorted(file for file in folder.iterdir() if file.name.endswith(READABLE))
+    if (folder / "dataset_dict.json").exists() or all((folder / name).exists() for name in SAVED_TO_DISK):
+        raise DataError(f"{folder}: save_to_disk wrote this folder, which is not read: use to_json or to_parquet")
+    files = sorted(f for f in folder.iterdir() if f.name.endswith(READABLE) and not f.name.startswith("."))
     if not files:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
     words = {file: set(re.split(r"[^a-z]+", file.name.lower())) for file in files}
@@ -149,8 +161,8 @@ def json_lines_records(file: Path) -> Iterator[Record]:
     """Decodes line by line: readers that infer column types cast strings that look like dates and lose line numbers."""
     with open_binary(file) as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if text.strip():
                 yield Record(str(file), number, decode_json(text))
 
 
@@ -166,6 +178,9 @@ def json_array_records(file: Path) -> Iterator[Record]:
 def parquet_records(file: Path) -> Iterator[Record]:
     number = 0
     with pq.ParquetFile(file) as table:
+        names = Counter(table.schema_arrow.names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise DataError(f"{file}: it has {names[twice[0]]} columns of the name '{twice[0]}'")
         for batch in table.iter_batches(batch_size=1000):
             for content in batch.to_pylist():
                 number += 1

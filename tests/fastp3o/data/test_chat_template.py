@@ -34,6 +34,7 @@ CONVERSATION = [
     {"role": "system", "content": f"Be {BOS}good{BOS}"},
     {"role": "user", "content": HOSTILE},
 ]
+CALM = [{"role": "user", "content": "one and one"}]
 REPLY = [{"role": "assistant", "content": f"No{EOS}."}]
 
 
@@ -55,6 +56,19 @@ def test_content_injects_no_token_and_loses_no_character(template: str):
     assert [got.count(token) for token in (BOS_ID, EOS_ID)] == [own.count(token) for token in (BOS_ID, EOS_ID)]
     assert encoded.response_ids[0][-1] == EOS_ID
     assert tokenizer.decode(encoded.response_ids[0][:-1]).strip() == f"No{EOS}."
+
+
+def test_calls_of_tools_that_the_template_drops_are_refused():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    calling = [CALM[0], {"role": "assistant", "content": "so", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    writing = CHATML.replace("</s>", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}</s>")
+    assert "so" + "f" in written(ChatTemplate(byte_tokenizer(template=writing)).prompt(Part("prompt", calling)))
+    template = ChatTemplate(byte_tokenizer(template=CHATML))
+    with pytest.raises(RecordError, match="messages that the chat template writes', 'tool_calls that it drops"):
+        template.prompt(Part("prompt", calling))
+    asked = Part("prompt", CALM[:1])
+    with pytest.raises(RecordError, match="tool_calls that it drops"):
+        template.reply(asked, template.prompt(asked), Part("chosen", calling[1:2]))
 
 
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, SYSTEM_IN_USER, SHOUTING])

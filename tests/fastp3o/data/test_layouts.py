@@ -142,6 +142,7 @@ SUMMARIES = COMPARISON["summaries"]
         (pair(prompt={"a": 1}), "field 'prompt': expected text, got an object with the fields a"),
         (pair(prompt="\ud800"), "field 'prompt': expected text, got a string with half of a surrogate pair"),
         (pair(chosen=" \n"), "field 'chosen': expected text, got only white space"),
+        (pair(prompt="\u200b\u200b\ufeff"), "field 'prompt': expected text, got only white space"),
         (pair(rejected=[BAD]), "field 'rejected': expected text, got a list of 1"),
         (pair(prompt=[]), "field 'prompt': expected a list of messages, got a list of 0"),
         (pair(prompt=["Hi"]), "field 'prompt[0]': expected a message with role and content, got a string"),

@@ -248,3 +248,36 @@ def test_files_without_splits_have_one(jsonl: Path, monkeypatch: pytest.MonkeyPa
     assert contents(source) == RECORDS
     with pytest.raises(DataError, match=r"there is no split 'nosuch': .*'train'"):
         contents(source, "nosuch")
+
+
+def test_a_file_under_two_names_does_not_count_twice(tmp_path: Path, jsonl: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "link.jsonl").symlink_to(jsonl)
+    monkeypatch.chdir(tmp_path)
+    for source in ("records.jsonl,./records.jsonl", "records.jsonl,link.jsonl", "*.jsonl", f"{tmp_path},records.jsonl"):
+        with pytest.raises(DataError, match=r"is the same file as .*, and its records would count twice"):
+            contents(source)
+
+
+def test_hidden_files_of_a_folder_are_left_out(tmp_path: Path, jsonl: Path):
+    (tmp_path / "._records.jsonl").write_bytes(b"\0")
+    assert contents(tmp_path) == RECORDS
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "two.parquet")
+    with pytest.raises(DataError, match=r"two\.parquet: it has 2 columns of the name 'prompt'"):
+        contents(tmp_path / "two.parquet")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_folder_of_save_to_disk_is_named(tmp_path: Path, several: bool):
+    dataset = datasets.Dataset.from_list(RECORDS)
+    (datasets.DatasetDict(train=dataset) if several else dataset).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="saved: save_to_disk wrote this folder, which is not read: use to_json or"):
+        contents(tmp_path / "saved")
+
+
+def test_a_byte_order_mark_alone_is_no_record(tmp_path: Path):
+    (tmp_path / "mark.jsonl").write_bytes(b"\xef\xbb\xbf")
+    assert contents(tmp_path / "mark.jsonl") == []
