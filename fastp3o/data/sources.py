@@ -107,7 +107,7 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder, without hidden ones; if names contain split names (train, eval, ...), only those of `split`.
+    """The files of a folder that are not hidden; if names contain splits (train, eval, ...), only those of `split`.
 
     A longer name, such as train_sft, is a split of its own, which also serves as train if no file has just that name.
     """

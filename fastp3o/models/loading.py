@@ -3,6 +3,7 @@
 Only the main process loads weights; the others have their models on the meta device, for `shard`.
 """
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator, Set
@@ -22,7 +23,9 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
     ADAPTER_SAFE_WEIGHTS_NAME,
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
@@ -123,6 +126,7 @@ def load_policy(
         return PackedModel(model)
     model, loading = from_checkpoint(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
     require_whole(base, loading)
+    require_finite(base, model)
     if base != name:
         model = with_adapters(model, name).merge_and_unload()
     policy = require_packable(PackedModel(model).to(device), name)
@@ -158,6 +162,7 @@ def load_reward_model(
         raise UserError(f"{name} has {outputs} outputs; a reward model has one")
     headless = "score.weight" in loading["missing_keys"]
     require_whole(name, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
+    require_finite(name, model)
     if headless:
         nn.init.zeros_(head.weight)
     if not new_head and not head.weight.any():
@@ -181,7 +186,8 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
         for each in {name, base_model_name(name)}:
-            weight_files(each)  # transformers would load other formats
+            for file in weight_files(each):  # transformers would load other formats
+                require_floats(file)
         return model_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
         )
@@ -229,6 +235,18 @@ def require_whole(
         raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {found}")
 
 
+def require_finite(name: str, model: nn.Module) -> None:
+    """Raises ValueError for weights that are NaN or infinite, also where no token of a trial uses them."""
+    bad = [
+        key
+        for key, weight in model.named_parameters()
+        if weight.is_floating_point() and not torch.linalg.vector_norm(weight.detach(), float("inf")).isfinite()
+    ]
+    if bad:
+        dtype = next(model.parameters()).dtype
+        raise UserError(f"the checkpoint {name} has weights that are NaN or infinite in {dtype}: {listed(bad)}")
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +257,12 @@ def base_model_name(name: str) -> str:
             return name
         from peft import PeftConfig
 
-        return PeftConfig.from_pretrained(name).base_model_name_or_path
+        base = PeftConfig.from_pretrained(name).base_model_name_or_path
+        if not base:
+            raise UserError("its adapter_config.json names no base model (base_model_name_or_path)")
+        if no_such_folder(base):
+            raise UserError(f"its adapter_config.json names the base model {base}, and there is no such folder")
+        return base
 
 
 def with_adapters(model: Any, name: str) -> Any:
@@ -267,6 +290,17 @@ def weight_files(name: str) -> list[Path]:
     raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
 
+def require_floats(file: Path) -> None:
+    """Raises ValueError for weights that are whole numbers: transformers would take those of a quantized model as they
+    are, without their scales.
+    """
+    with safe_open(file, framework="pt") as weights:
+        for key in weights.keys():  # noqa: SIM118
+            dtype = weights.get_slice(key).get_dtype()
+            if key.endswith(".weight") and not dtype.startswith(("F", "BF")):
+                raise UserError(f"{file} has {key} in {dtype}; quantized weights are not loaded")
+
+
 def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     return AutoConfig.from_pretrained(base_model_name(name), trust_remote_code=trust_remote_code)
 
@@ -291,12 +325,47 @@ def errors_naming(name: str) -> Iterator[None]:
     path = Path(name)
     if path.is_file():
         raise UserError(f"cannot load {name}: it is a file, and models are folders")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise UserError(f"cannot load {name}: there is no such folder")  # nor can it be a hub name
+    if no_such_folder(name):
+        raise UserError(f"cannot load {name}: there is no such folder")
     try:
         yield
+    except UserError as error:
+        if str(error).startswith(f"cannot load {name}: "):
+            raise
+        raise UserError(f"cannot load {name}: {error}") from error
     except Exception as error:
-        raise UserError(f"cannot load {name}: {broken_weights(path) or error}") from error
+        # A KeyError says no more than the key.
+        said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"cannot load {name}: {broken_weights(path) or broken_settings(path) or said}") from error
+
+
+def no_such_folder(name: str) -> bool:
+    """Whether a name is a path that does not exist; it cannot be a hub name either."""
+    return not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1)
+
+
+def broken_settings(folder: Path) -> str | None:
+    """What is wrong in the JSON files of a model, where transformers' error may say no more than a key."""
+    for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, "tokenizer_config.json", "tokenizer.json"):
+        file = folder / name
+        if not file.exists():
+            continue
+        try:
+            content = json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            return f"{file} cannot be read: {error}"
+        if not isinstance(content, dict):
+            return f"{file} must hold a JSON object, got a {type(content).__name__}"
+        if name == "tokenizer.json" and (missing := [key for key in ("model", "added_tokens") if key not in content]):
+            return f"{file} lacks {' and '.join(missing)}"
+        for key in ("rope_parameters", "rope_scaling"):
+            rope = content.get(key)
+            kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
+            if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
+                return (
+                    f"{file} has the rope type {kind!r} in {key}; there are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+                )
+    return None
 
 
 def broken_weights(folder: Path) -> str | None:

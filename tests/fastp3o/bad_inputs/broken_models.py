@@ -71,6 +71,15 @@ def settings(file: str, **values: object) -> Callable[[Path], None]:
     return spoil
 
 
+def with_last_row_nan(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    named["model.embed_tokens.weight"][-1] = torch.nan
+    return named
+
+
+def content(file: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).write_text(text) and None
+
+
 def cut(file: str, length: int) -> Callable[[Path], None]:
     return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:length]) and None
 
@@ -111,6 +120,17 @@ SPOILT: dict[str, tuple[str, Callable[[Path], None]]] = {
     "layerless": ("whole", without("layers.1.")),
     "more": ("whole", weights(lambda named: named | {"model.extra.weight": torch.ones(2)})),
     "not_finite": ("whole", weights(lambda named: named | {"model.norm.weight": torch.full((32,), torch.nan)})),
+    "not_finite_where_unused": ("whole", weights(with_last_row_nan)),
+    "int8": ("whole", weights(lambda named: named | {"model.norm.weight": torch.ones(32, dtype=torch.int8)})),
+    "rope": ("whole", settings("config.json", rope_parameters={"rope_type": "nosuch", "rope_theta": 1e4})),
+    "list_config": ("whole", content("config.json", "[1]")),
+    "list_tokenizer": ("whole", content("tokenizer_config.json", "[1]")),
+    "empty_tokenizer": ("whole", content("tokenizer.json", "{}")),
+    "adapter_of_nothing": ("whole", content("adapter_config.json", '{"peft_type": "LORA", "r": 2}')),
+    "adapter_of_no_folder": (
+        "whole",
+        content("adapter_config.json", '{"peft_type": "LORA", "r": 2, "base_model_name_or_path": "runs/no/model"}'),
+    ),
     "other_size": ("whole", settings("config.json", intermediate_size=96)),
     "cut": ("whole", cut("model.safetensors", 5000)),
     "empty_weights": ("whole", cut("model.safetensors", 0)),
