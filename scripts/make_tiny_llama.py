@@ -38,8 +38,7 @@ class TinyLlamaConfig(Flags):
             raise UserError(f"--hidden_size must be an even multiple of --heads, got {self.hidden_size}")
 
 
-def main() -> None:
-    config = parse(TinyLlamaConfig)
+def main(config: TinyLlamaConfig) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -97,4 +96,4 @@ def texts(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: main(parse(TinyLlamaConfig)))

@@ -48,8 +48,7 @@ class MemoryConfig(TrainableConfig):
         return self.shard_size or self.gpus
 
 
-def main() -> None:
-    config = parse(MemoryConfig)
+def main(config: MemoryConfig) -> None:
     from fastp3o.precision import choose_precision
     from fastp3o.training.memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
 
@@ -123,4 +122,4 @@ def sizes(config: MemoryConfig) -> "Model":
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: main(parse(MemoryConfig)))

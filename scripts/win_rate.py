@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from fastp3o.evaluation.win_rates import Responses
 
 
-def main() -> None:
-    config = parse(WinRateConfig)
+def main(config: WinRateConfig) -> None:
     # These take seconds, which --help does without.
     from transformers.utils.logging import disable_progress_bar
 
@@ -71,4 +70,4 @@ def write(config: WinRateConfig, rates: "dict[str, WinRate]", responses: "tuple[
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(lambda: main(parse(WinRateConfig)))
