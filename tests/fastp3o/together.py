@@ -27,6 +27,8 @@ LONGEST = 300.0  # seconds
 SCRIPTS = ("p3o", "online", "sft", "reward_model", "preference", "generate")
 # Imported by these scripts when they run.
 LATER = (
+    *("fastp3o.stages.online", "fastp3o.stages.sft", "fastp3o.stages.reward_model", "fastp3o.stages.preference"),
+    "fastp3o.stages.generate.loop",
     *("torch._dynamo", "peft", "torch.distributed.tensor.debug", "tests.fastp3o.models.model_families"),
     *("transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama"),
 )
