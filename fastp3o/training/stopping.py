@@ -34,12 +34,10 @@ class Stops:
         self.accelerator = accelerator
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
-        self.process = 0
 
     def __enter__(self) -> "Stops":
         # Python runs handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
-            self.process = os.getpid()
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self.before[number] = signal.signal(number, self.note)
@@ -58,10 +56,6 @@ class Stops:
         self.before = {}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self.process:  # a fork that got the signal before it could restore the handlers
-            self.restore_handlers()
-            os.kill(os.getpid(), number)
-            return
         if self.received:
             if time.monotonic() - self.received_at > ONE_REQUEST:
                 signal.signal(number, signal.SIG_DFL)
@@ -87,9 +81,22 @@ class Stops:
 noting: set[Stops] = set()
 
 
+forking = threading.local()
+
+
+def hold_signals() -> None:
+    """Before a fork: a signal that its child gets before it has the old handlers would be lost."""
+    forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if noting else ())
+
+
+def let_signals_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+
 def restore_handlers() -> None:
     for stops in list(noting):
         stops.restore_handlers()
+    let_signals_through()
 
 
-os.register_at_fork(after_in_child=restore_handlers)
+os.register_at_fork(before=hold_signals, after_in_parent=let_signals_through, after_in_child=restore_handlers)

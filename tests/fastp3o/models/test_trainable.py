@@ -113,7 +113,7 @@ def test_without_peft_its_installation_is_named(monkeypatch):
 
     model = PackedModel(random_model("llama"))
     monkeypatch.setattr(builtins, "__import__", without_peft)
-    with pytest.raises(ValueError, match=r"pip install 'fastp3o\[lora\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[lora\]'"):
         add_lora(model, rank=2, alpha=4.0, targets="all-linear")
 
 
