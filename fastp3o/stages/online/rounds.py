@@ -31,10 +31,18 @@ class Round:
     def __init__(self, sampled_at: int, finish: Callable[[], list[Group]]):
         self.sampled_at, self.finish = sampled_at, finish
         self.groups: list[Group] | None = None
+        self.error: EndpointError | None = None
 
     def wait(self) -> list[Group]:
+        """Raises EndpointError if servers have failed, each time that it is asked."""
+        if self.error is not None:
+            raise self.error
         if self.groups is None:
-            self.groups = self.finish()
+            try:
+                self.groups = self.finish()
+            except EndpointError as error:
+                self.error = error
+                raise
         return self.groups
 
 

@@ -70,13 +70,13 @@ def test_a_served_run_is_the_engines(workplace, tiny_model, numbers_of_requests,
 
 def test_two_servers_share_the_prompts_and_change_nothing(workplace, tiny_model):
     with standing_in(tiny_model) as one:
-        train(served(tiny_model, "one", one))
+        train(served(tiny_model, "one", one, updates=2))
     with standing_in(tiny_model) as first, standing_in(tiny_model, fault="reversed") as second:
-        train(served(tiny_model, "two", first, second))
+        train(served(tiny_model, "two", first, second, updates=2))
     assert metrics("one") == metrics("two")
     assert_equal(weights("one"), weights("two"))
     shares = [sum(len(body["prompt"]) > 4 for _, body in s.requests if "prompt" in body) for s in (first, second)]
-    assert shares == [16, 16]
+    assert shares == [8, 8]
 
 
 def test_what_a_request_says_leaves_nothing_to_the_servers_files(workplace, tiny_model):
@@ -116,10 +116,10 @@ def test_a_server_that_fails_within_a_round_ends_the_run_with_its_state(workplac
 
 @pytest.mark.parametrize("rounds_ahead", [0, 1])
 def test_a_run_whose_server_died_goes_on_with_another(workplace, tiny_model, rounds_ahead):
-    ahead = {"rounds_ahead": rounds_ahead, "eval_prompts": "prompts.jsonl", "eval_every": 3}
-    with standing_in(tiny_model, fault="dead", from_completion=34) as server, pytest.raises(EndpointError):
+    ahead = {"rounds_ahead": rounds_ahead, "updates": 3, "inner_epochs": 1}
+    with standing_in(tiny_model, fault="dead", from_completion=24) as server, pytest.raises(EndpointError):
         train(served(tiny_model, "run", server, **ahead))
-    assert 0 < len(metrics("run")) < 4
+    assert 0 < len(metrics("run")) < 3
     with standing_in(tiny_model) as server:
         train(served(tiny_model, "run", server, resume=True, **ahead))
     with standing_in(tiny_model) as server:
