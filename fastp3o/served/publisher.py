@@ -6,7 +6,6 @@ import shutil
 import socket
 from collections.abc import Callable
 from functools import partial
-from math import nan
 from pathlib import Path
 from typing import Protocol
 
@@ -86,7 +85,7 @@ class Publisher:
         self.tolerance = TOLERANCE[torch.bfloat16 if tolerant else passes]
         self.published: int | None = None
         self.reloads = 0
-        self.gap = nan  # of the last probe
+        self.gap: float | None = None  # of the last probe
         on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
         self.bring = self.transfer(config)
 

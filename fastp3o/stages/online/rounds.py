@@ -93,7 +93,8 @@ class Rounds:
         if not self.config.rounds_ahead:
             return {}
         metrics: dict[str, float] = {"staleness": self.staleness(update)}
-        if isinstance(self.sampler, VLLMSampler):
+        # A resumed run whose last rounds were sampled before asks its servers nothing.
+        if isinstance(self.sampler, VLLMSampler) and self.sampler.publish.gap is not None:
             metrics["probe_gap"] = self.sampler.publish.gap
         return metrics
 

@@ -148,6 +148,21 @@ def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplac
     assert [len(part) for part in rounds] == [2 + 4 + 8 + 8, 2 + 8, 2 + 4 + 8, 2 + 4]
 
 
+def test_a_last_round_that_was_sampled_before_asks_the_servers_nothing(workplace, tiny_model):
+    ahead = {"rounds_ahead": 1, "updates": 5, "inner_epochs": 1, "save_every": 1}
+    interrupted = ahead | {"reward": "rewards_for_tests:fails_on_fifth_call"}
+    with standing_in(tiny_model) as server:
+        train(served(tiny_model, "whole", server, **ahead))
+        with pytest.raises(KeyboardInterrupt):
+            train(served(tiny_model, "run", server, **interrupted))
+    with standing_in(tiny_model) as server:
+        train(served(tiny_model, "run", server, **interrupted, resume=True))
+    assert not server.requests
+    assert "probe_gap" in metrics("run")[3]
+    assert "probe_gap" not in metrics("run")[4]
+    assert_equal(weights("run"), weights("whole"))
+
+
 def test_a_server_with_old_weights_is_found_one_round_ahead(workplace, tiny_model):
     stale = pytest.raises(OtherWeightsError, match=r"update 2: .* does not sample from the policy")
     with standing_in(tiny_model, fault="stale") as server, stale:
