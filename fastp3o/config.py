@@ -271,6 +271,14 @@ class TrainableConfig(Flags):
         "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
         needs="lora_rank",
     )
+    lora_save: str = option(
+        "both",
+        "What is saved. merged: the whole model, adapters merged, in model/. adapter: the adapter alone, in adapter/, "
+        "as peft has it, which needs its base. both: each in its folder.",
+        choices=("both", "merged", "adapter"),
+        needs="lora_rank",
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -123,14 +123,20 @@ def load_policy(
         model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
         with suppress(OSError):  # it has none of its own
             model.generation_config = GenerationConfig.from_pretrained(base)
-        return PackedModel(model)
+        return PackedModel(named(model, name, base))
     model, loading = from_checkpoint(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
     require_whole(base, loading)
     require_finite(base, model)
     if base != name:
-        model = with_adapters(model, name).merge_and_unload()
-    policy = require_packable(PackedModel(model).to(device), name)
+        model = with_adapters(model, name)
+    policy = require_packable(PackedModel(named(model, name, base)).to(device), name)
     return require_trainable(policy, name) if trains else policy
+
+
+def named(model: Any, name: str, base: str) -> Any:
+    """The model with the name of the checkpoint that holds its weights, none if they have adapters merged."""
+    model.name_or_path = base if base == name else ""
+    return model
 
 
 def load_reward_model(
@@ -141,7 +147,7 @@ def load_reward_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
 ) -> PackedModel:
-    """Loads a sequence classifier with one output.
+    """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may be saved with them.
 
     new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero.
 
@@ -149,11 +155,12 @@ def load_reward_model(
     head over hidden states, or more than one output, and if it cannot be run on packed rows.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "num_labels": 1}
+    base = base_model_name(name)
     if not is_main_process():
-        model = without_weights(AutoModelForSequenceClassification, name, **options)
+        model = without_weights(AutoModelForSequenceClassification, base, **options)
         model.config.pad_token_id = model.config.pad_token_id or model.config.eos_token_id
-        return PackedModel(model)
-    model, loading = from_checkpoint(AutoModelForSequenceClassification, name, **options)
+        return PackedModel(named(model, name, base))
+    model, loading = from_checkpoint(AutoModelForSequenceClassification, base, **options)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
@@ -161,10 +168,13 @@ def load_reward_model(
     if outputs != 1:
         raise UserError(f"{name} has {outputs} outputs; a reward model has one")
     headless = "score.weight" in loading["missing_keys"]
-    require_whole(name, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
-    require_finite(name, model)
+    require_whole(base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
+    require_finite(base, model)
     if headless:
         nn.init.zeros_(head.weight)
+    if base != name:
+        model = with_adapters(model, name)
+        head = model.score
     if not new_head and not head.weight.any():
         raise UserError(
             f"{name} is no trained reward model: "
@@ -174,7 +184,7 @@ def load_reward_model(
     if model.config.pad_token_id is None:
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
-    return require_packable(PackedModel(model.to(device)), name)
+    return require_packable(PackedModel(named(model, name, base).to(device)), name)
 
 
 def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, dict[str, Any]]:
@@ -185,9 +195,8 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
-        for each in {name, base_model_name(name)}:
-            for file in weight_files(each):  # transformers would load other formats
-                require_floats(file)
+        for file in weight_files(name):  # transformers would load other formats
+            require_floats(file)
         return model_class.from_pretrained(
             name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
         )
@@ -262,17 +271,23 @@ def base_model_name(name: str) -> str:
             raise UserError("its adapter_config.json names no base model (base_model_name_or_path)")
         if no_such_folder(base):
             raise UserError(f"its adapter_config.json names the base model {base}, and there is no such folder")
+        if find_adapter_config_file(base) is not None:
+            raise UserError(f"its adapter_config.json names the base model {base}, which is itself an adapter")
         return base
 
 
 def with_adapters(model: Any, name: str) -> Any:
-    """The model with LoRA adapters. Raises ValueError if some are missing, for which peft only warns."""
-    from peft import PeftModel
+    """The model with LoRA adapters merged into it. Raises ValueError if some are missing, for which peft only warns."""
+    from peft import PeftConfig, PeftModel
 
     with errors_naming(name), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
-        weight_files(name)  # peft would load other formats
-        return PeftModel.from_pretrained(model, name)
+        for file in weight_files(name):  # peft would load other formats
+            require_floats(file)
+        config = PeftConfig.from_pretrained(name)
+        config.task_type = None  # a reward model may begin with a language model's adapters
+        # peft has frozen the base.
+        return PeftModel.from_pretrained(model, name, config=config).merge_and_unload().requires_grad_(True)
 
 
 def weight_files(name: str) -> list[Path]:

@@ -19,6 +19,8 @@ def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
     trains.
     """
     if config.lora_rank:
+        if config.lora_save == "adapter" and not model.model.name_or_path:
+            raise UserError("--lora_save adapter needs a model that is no adapter itself: no checkpoint holds its base")
         add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
     elif config.trainable_layers:
         freeze_below(model, config.trainable_layers)

@@ -1,11 +1,12 @@
-"""Saves models in transformers' layout, each complete or absent.
+"""Saves models in transformers' layout, and LoRA adapters in peft's, each complete or absent.
 
-output_dir/model/                 the finished model
-output_dir/checkpoint-000050/     the model after step 50
-output_dir/stopped-in-000061/     the model as it was when a value in step 61 was not finite
+output_dir/model/, adapter/           the finished model, LoRA adapters merged; the adapter alone
+output_dir/checkpoint-000050/         the model after step 50, with the adapter in its own adapter/
+output_dir/stopped-in-000061/model/   the model as it was when a value in step 61 was not finite; adapter/ beside it
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,15 +14,72 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import CONFIG_NAME
 
+from fastp3o.config import StageConfig, TrainableConfig
+from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import whole_model
-from fastp3o.training.durable import move_into_place, naming, temporary_sibling
+from fastp3o.training.durable import move_into_place, naming, remove, temporary_sibling
+from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import on_main_process
 
-FINISHED_MODEL = "model"
+FINISHED_MODEL, ADAPTER = "model", "adapter"
 LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
+
+
+def save_trained(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, folder: Path, config: StageConfig) -> None:
+    """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says. What an earlier save with another
+    choice has left is removed.
+
+    folder: of the model. The adapter goes into `adapter/`, beside `model/` and inside any other folder.
+    """
+    accelerator, model = optimizer.accelerator, optimizer.model
+    parts = config.lora_save if isinstance(config, TrainableConfig) else "merged"
+    beside = folder.name == FINISHED_MODEL
+    adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER
+    write = None if parts == "merged" or base_name(model.model) is None else adapter_writer(optimizer, tokenizer)
+    if write is not None and (beside or parts == "adapter"):
+        # With the folder around it, if that is new, it is complete or absent.
+        place, inside = (adapter, ".") if beside else (folder, ADAPTER)
+        on_main_process(accelerator, lambda: write_folder(place, lambda unfinished: write(unfinished / inside)))
+    if write is None or parts != "adapter":
+        within = None if write is None or beside else lambda unfinished: write(unfinished / ADAPTER)
+        save_model(accelerator, model, tokenizer, folder, optimizer.precision.weights, within)
+    if beside:
+        stale = adapter if write is None else folder if parts == "adapter" else None
+        on_main_process(accelerator, lambda: remove(stale) if stale is not None and stale.exists() else None)
+
+
+def adapter_writer(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
+    """Gathers an adapter, on all processes, and returns what writes it to a folder, with the tokenizer."""
+    model = optimizer.model.model
+    weights = adapter_weights(optimizer.parameters, model.active_adapters()[0])
+
+    def write(folder: Path) -> None:
+        write_adapter(folder, adapter_config(model), weights)
+        tokenizer.save_pretrained(folder)
+
+    return write
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Has a folder written under a temporary name, and moves it to its place, where it may replace another."""
+    unfinished = temporary_sibling(folder)
+    try:
+        unfinished.mkdir(parents=True)
+        with naming(folder):
+            write(unfinished)
+        put_in_place(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def put_in_place(unfinished: Path, folder: Path) -> None:
+    # safetensors makes files for their owner only; the others have the mode that the umask gives.
+    for file in unfinished.rglob("*.safetensors"):
+        file.chmod(next(file.parent.glob("*.json")).stat().st_mode)
+    move_into_place(unfinished, folder)
 
 
 def save_model(
@@ -30,30 +88,29 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     dtype: torch.dtype | None = None,
+    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
 
-    dtype: of the written weights; None keeps the model's.
+    dtype: of the written weights; None keeps the model's. write_more: writes what else belongs into the folder.
     """
     unfinished = temporary_sibling(folder)
     gathered = unfinished / "gathered"
     kept = KeptOnDisk(gathered, drop=not accelerator.is_main_process) if accelerator.num_processes > 1 else None
 
     def write() -> None:
-        if kept is not None:
-            with naming(folder):
-                kept.require_written()
         with naming(folder):
+            if kept is not None:
+                kept.require_written()
             try:
                 whole.save_pretrained(unfinished, state_dict=weights, max_shard_size=LARGEST_FILE)
             except SafetensorError as error:
                 raise OSError(f"cannot write {folder}: {error}") from error
             tokenizer.save_pretrained(unfinished)
-        # safetensors makes files for their owner only; the others have the mode that the umask gives.
-        for file in unfinished.glob("*.safetensors"):
-            file.chmod((unfinished / CONFIG_NAME).stat().st_mode)
+            if write_more is not None:
+                write_more(unfinished)
         shutil.rmtree(gathered, ignore_errors=True)
-        move_into_place(unfinished, folder)
+        put_in_place(unfinished, folder)
 
     try:
         whole, weights = whole_model(model.model, dtype, keep=kept)

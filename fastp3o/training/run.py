@@ -16,7 +16,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
-from fastp3o.training.checkpoints import FINISHED_MODEL, save_model
+from fastp3o.training.checkpoints import FINISHED_MODEL, save_trained
 from fastp3o.training.late import LateNumbers, Moment
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import (
@@ -378,4 +378,4 @@ class Run:
                 self.save_model(checkpoint)
 
     def save_model(self, folder: Path) -> None:
-        save_model(self.accelerator, self.optimizer.model, self.tokenizer, folder, self.optimizer.precision.weights)
+        save_trained(self.optimizer, self.tokenizer, folder, self.config)

@@ -28,7 +28,7 @@ from fastp3o.training.states.manifest import MANIFEST
 
 OURS = re.compile(
     rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
-    r"model|checkpoint-\d{6,}|stopped-in-\d{6,}"
+    r"model|adapter|checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 
 # This process's locks by folder. They are global because something may still hold the objects of a run that failed.

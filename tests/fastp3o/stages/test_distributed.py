@@ -36,9 +36,9 @@ def train(runs: dict[str, Sequence[str]], folder: str, processes: int) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def furthest(*runs: str) -> float:
+def furthest(*runs: str, file: str = "model/model.safetensors") -> float:
     """The largest difference of a weight of two runs' finished models."""
-    first, second = (load_file(f"{run}/model/model.safetensors") for run in runs)
+    first, second = (load_file(f"{run}/{file}") for run in runs)
     assert first.keys() == second.keys()
     return max((first[key].float() - second[key].float()).abs().max().item() for key in first)
 
@@ -75,6 +75,8 @@ def test_two_processes_train_what_one_does(workplace, tiny_model):
         assert_same_metrics(name, tolerance=1e-2 if name == "fp16" else 1e-4)
     for name in ("ranked", "policy", "adapters", "sft", "judge", "rewarded"):
         assert_same_metrics(name, "eval.jsonl")
+    for name in ("ranked", "adapters"):
+        assert furthest(f"one/{name}", f"two/{name}", file="adapter/adapter_model.safetensors") <= 3e-6, name
     assert metrics("two/policy", "eval.jsonl")[0]["kl"] == 0
     assert all(0.5 < line["balance"] <= 1 for line in metrics("two/policy"))
     policy = AutoModelForCausalLM.from_pretrained("two/fp16/model")

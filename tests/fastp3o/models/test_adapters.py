@@ -1,0 +1,161 @@
+"""Adapters as they are saved: by base and adapter everyone gets the model that trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fastp3o.config import StageConfig, TrainableConfig
+from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
+from fastp3o.models.loading import load_policy, load_reward_model
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
+from fastp3o.models.trainable import choose_trainable, whole_model
+from fastp3o.precision import choose_precision
+from fastp3o.training.optimizer import Optimizer
+from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge, random_model
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+LORA = TrainableConfig(lora_rank=3, lora_alpha=6.0)
+
+
+def trained(model: PackedModel, precision: str = "fp32") -> Optimizer:
+    """A model with adapters that are far from zero."""
+    choose_trainable(model, LORA)
+    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
+    config = StageConfig(model="", output_dir="")
+    return Optimizer(Accelerator(cpu=True), model, choose_precision(precision, precision), config, 1)
+
+
+def saved(optimizer: Optimizer, folder: Path) -> str:
+    model = optimizer.model.model
+    write_adapter(folder, adapter_config(model), adapter_weights(optimizer.parameters, "default"))
+    return str(folder)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
+    random_model(family).save_pretrained(tmp_path / "base")
+    optimizer = trained(load_policy(str(tmp_path / "base")))
+    policy = optimizer.model
+    folder = saved(optimizer, tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    before = logits(base)
+    with policy.with_own_attention() as own:
+        expected = logits(own)
+    by_peft = PeftModel.from_pretrained(base, folder)
+    torch.testing.assert_close(logits(by_peft), expected, atol=1e-5, rtol=1e-5)
+    assert (expected - before).abs().max() > 0.1
+    row = PAIRS.row()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            labelled_logprobs(load_policy(folder), row), labelled_logprobs(policy, row), atol=1e-4, rtol=1e-4
+        )
+    assert all(parameter.requires_grad for parameter in load_policy(folder).parameters())
+    merged, ours = by_peft.merge_and_unload().state_dict(), whole_model(policy.model)[1]
+    assert all(torch.allclose(ours[name], merged[name], atol=1e-6) for name in ours)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_saves_the_masters(precision, tiny_model, tmp_path):
+    optimizer = trained(load_policy(tiny_model), precision)
+    weights = load_file(Path(saved(optimizer, tmp_path)) / "adapter_model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    assert len(weights) == len(optimizer.parameters)
+    rounded = 0
+    for name, master in optimizer.parameters.items():
+        weight = weights[f"base_model.{name.replace('.default', '')}"]
+        assert torch.equal(weight, master)
+        rounded += not torch.equal(weight, dict(optimizer.model.named_parameters())[name].float())
+    assert rounded == len(weights)
+    # In the base's precision it gives what trained, within the rounding of the adapter.
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=choose_precision(precision, precision).weights)
+    with optimizer.model.with_own_attention() as own:
+        expected = logits(own)
+    got = logits(PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False))
+    scale = expected.abs().max()
+    assert (got - expected).abs().max() <= scale * (2e-2 if precision == "bf16" else 2e-3)
+
+
+def test_a_reward_models_head_goes_with_its_adapter(tiny_model, tmp_path):
+    optimizer = trained(load_reward_model(tiny_model, new_head=True))
+    folder = saved(optimizer, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    by_peft = PeftModel.from_pretrained(base, folder).eval()
+    with optimizer.model.with_own_attention() as own:
+        expected = logits(own)
+    assert torch.equal(logits(by_peft), expected)
+    assert expected.abs().min() > 0
+    row = PAIRS.row()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            scores(load_reward_model(folder), row), scores(optimizer.model, row), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_a_reward_model_begins_with_a_language_models_adapter(tiny_model, tmp_path):
+    folder = saved(trained(load_policy(tiny_model)), tmp_path)
+    model, policy = load_reward_model(folder, new_head=True), load_policy(folder)
+    for name, weight in policy.model.base_model.state_dict().items():
+        assert torch.equal(model.model.base_model.state_dict()[name], weight)
+    with pytest.raises(ValueError, match="is no trained reward model"):
+        load_reward_model(folder)
+
+
+def test_a_file_that_lacks_an_adapter_is_refused(tiny_model, tmp_path):
+    optimizer = trained(load_policy(tiny_model))
+    weights = adapter_weights(optimizer.parameters, "default")
+    weights.popitem()
+    write_adapter(tmp_path, adapter_config(optimizer.model.model), weights)
+    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: Found missing adapter keys"):
+        load_policy(str(tmp_path))
+
+
+def test_the_base_is_named_wherever_it_is_loaded_from(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(tiny_model).parent)
+    optimizer = trained(load_policy(f"./{Path(tiny_model).name}"))
+    model = optimizer.model.model
+    folder = saved(optimizer, tmp_path / "adapter")
+    assert (
+        json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny_model
+    )
+    model.name_or_path = "organisation/model"
+    assert adapter_config(model).base_model_name_or_path == "organisation/model"
+    # No checkpoint holds a base that had adapters merged.
+    again = trained(load_policy(folder))
+    assert base_name(again.model.model) is None
+    with pytest.raises(ValueError, match="no adapter itself"):
+        choose_trainable(load_policy(folder), TrainableConfig(lora_rank=2, lora_save="adapter"))
+
+
+def test_an_adapter_of_an_adapter_is_refused(tiny_model, tmp_path):
+    optimizer = trained(load_policy(tiny_model))
+    folder = saved(optimizer, tmp_path / "first")
+    optimizer.model.model.name_or_path = folder
+    second = saved(optimizer, tmp_path / "second")
+    with pytest.raises(
+        ValueError, match=f"cannot load {second}: .*the base model {folder}, which is itself an adapter"
+    ):
+        load_policy(second)
+
+
+def test_the_files_have_the_same_bytes_each_time(tiny_model, tmp_path):
+    optimizer = trained(load_policy(tiny_model))
+    contents = [
+        {path.name: path.read_bytes() for path in Path(saved(optimizer, tmp_path / name)).iterdir()} for name in "ab"
+    ]
+    assert contents[0] == contents[1]
+    config = json.loads(contents[0]["adapter_config.json"])
+    assert config["target_modules"] == sorted(config["target_modules"])
+    assert (config["r"], config["lora_alpha"], config["task_type"]) == (3, 6.0, "CAUSAL_LM")
