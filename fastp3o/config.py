@@ -290,6 +290,22 @@ class TrainableConfig(Flags):
 class SamplerConfig(Flags):
     """Options of sampling responses."""
 
+    temperature: float = option(
+        1.0,
+        "The policy is softmax(logits / temperature): that samples, and has all log-probs (old, new, of the "
+        "reference). Below 1 likely tokens are likelier.",
+        above=0,
+    )
+    top_k: int = option(0, "Sample only from the k most likely tokens; 0: from all.", at_least=0)
+    top_p: float = option(
+        1.0, "Sample only from the most likely tokens that together have this probability.", above=0, at_most=1
+    )
+    min_p: float = option(
+        0.0,
+        "Sample only from tokens with at least this share of the most likely one's probability.",
+        at_least=0,
+        at_most=1,
+    )
     sampler: str = option(
         "engine",
         "Samples responses with fastp3o's own engine, with transformers' generate, or on vLLM servers, which the user "
@@ -355,6 +371,11 @@ class SamplerConfig(Flags):
             raise UserError("--sampler vllm needs --vllm_url, the servers that sample")
         if self.sampler != "vllm" and self.vllm_url:
             raise UserError(f"--vllm_url does nothing with --sampler {self.sampler}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are sampled from a part of the policy's distribution, so that they are no samples of it."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
     @property
     def vllm_urls(self) -> list[str]:

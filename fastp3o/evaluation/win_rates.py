@@ -24,7 +24,7 @@ from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import asked_columns, load_reward
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.sampler import Sampler, sampling_settings
 from fastp3o.served.publisher import Publisher
 from fastp3o.served.sampler import VLLMSampler
 
@@ -88,17 +88,18 @@ def respond(
     if isinstance(reward, RemoteReward):
         reward.check(prompts[0])
     policy = load_policy(checkpoint, **loading)
+    policy.temperature = config.temperature
     policy.check_reach(config.longest_sequence)
     sampler: Sampler
-    options: dict[str, Any] = {
-        "max_response_tokens": config.max_response_tokens,
-        "settings": config.sampling_settings(),
-    }
+    longest = config.max_response_tokens
     if config.sampler == "vllm":
         publisher = Publisher(Context(Accelerator(), precision, tokenizer, None), config, policy)
-        sampler = VLLMSampler(publisher, tokenizer, **options)
+        settings = sampling_settings(config)
+        sampler = VLLMSampler(publisher, tokenizer, max_response_tokens=longest, settings=settings)
     else:
-        sampler = named_sampler(config, policy, tokenizer, batch_size=config.rollout_batch_size, **options)
+        sampler = named_sampler(
+            config, policy, tokenizer, max_response_tokens=longest, batch_size=config.rollout_batch_size
+        )
     groups = sampler(prompts, config.responses_per_prompt, config.seed)
     return Responses(groups, None if reward is None else reward(groups))
 

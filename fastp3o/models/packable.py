@@ -21,6 +21,13 @@ PROMPTS = [[11, 3, 5, 7], [2, 9]]
 RESPONSES = [[[4, 8, 6], [10, 5]], [[7], [3, 11, 12, 4, 9]]]
 # Mean difference of log-probabilities or scores: rounding stays far below, a leak or a wrong position far above.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+def logprob_tolerance(model: PackedModel, dtype: torch.dtype) -> float:
+    """The tolerance of a token's log-prob, in nats: a temperature below 1 multiplies what logits are off."""
+    return TOLERANCE[dtype] / min(1.0, model.temperature)
+
+
 NOTING = "fastp3o_segments_on_trial"
 
 

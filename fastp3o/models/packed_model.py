@@ -5,6 +5,7 @@ D hidden size; a row has T tokens, S responses and N labelled tokens.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,8 +31,11 @@ class PackedModel(nn.Module):
     logits.
 
     relative_positions: whether only differences of positions count. longest_sequence: tokens that prompt and response
-    may take together, None for no limit.
+    may take together, None for no limit. temperature: divides the logits, next to what the model's configuration says:
+    the policy is softmax(logits / temperature) in all that is computed of it. A copy of the model keeps it.
     """
+
+    temperature: float = 1.0
 
     def __init__(self, model: PreTrainedModel):
         """Raises ValueError if the model, or another one with the same configuration, is in a PackedModel already."""
@@ -103,11 +107,14 @@ class PackedModel(nn.Module):
         raise UserError(f"{type(body).__name__} has no list of {count} layers, which tells them apart")
 
     def head(self) -> Head:
-        """The head. Raises ValueError if it is not a plain linear layer; one with a LoRA adapter is not."""
+        """The head, with the temperature. Raises ValueError if it is not a plain linear layer; one with a LoRA adapter
+        is not.
+        """
         try:
-            return model_head(self.model)
+            head = model_head(self.model)
         except ValueError as error:
             raise UserError(str(error)) from error
+        return head if self.temperature == 1 else replace(head, temperature=head.temperature * self.temperature)
 
 
 @contextmanager
@@ -119,6 +126,16 @@ def evaluation_mode(model: PackedModel) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+@contextmanager
+def untempered(model: PackedModel) -> Iterator[None]:
+    """The model at temperature 1."""
+    temperature, model.temperature = model.temperature, 1.0
+    try:
+        yield
+    finally:
+        model.temperature = temperature
 
 
 def longest_sequence(config: PretrainedConfig) -> int | None:

@@ -14,10 +14,12 @@ from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
-    compares_with_old: whether the loss compares the policy's log-probs with the old ones.
+    compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether
+    the gradient is a mean over samples of the policy; if not, any responses serve.
     """
 
     compares_with_old: ClassVar[bool] = True
+    assumes_own_samples: ClassVar[bool] = True
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
@@ -131,6 +133,10 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         if max(self.evaluated_at, default=0) > self.updates:
             raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
         self.check_old_logprobs()
+        if self.from_mixture and self.truncates:
+            raise UserError(
+                "--top_k, --top_p and --min_p exclude a mixture with the reference: its responses must be samples of it"
+            )
         if self.prompts_per_update % self.prompts_per_minibatch:
             raise UserError(
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "

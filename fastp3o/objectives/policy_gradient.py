@@ -385,6 +385,7 @@ class GSPO(GRPO):
 class REBELConfig(PolicyGradientConfig):
     """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 
+    assumes_own_samples: ClassVar[bool] = False
     objective: str = objective_name("rebel")
     eta: float = option(
         1.0,

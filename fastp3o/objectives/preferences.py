@@ -61,7 +61,8 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_needs("eval_prompts", "sampler", "rollout_batch_size", "rollout_memory", "compile_rollouts")
+        self.check_needs("eval_prompts", "sampler", "top_k", "top_p", "min_p")
+        self.check_needs("eval_prompts", "rollout_batch_size", "rollout_memory", "compile_rollouts")
         self.check_needs("reward", "gold_reward")
         if self.needs_reference:
             return
@@ -394,6 +395,7 @@ class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
     compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
     objective: str = objective_name("online_dpo")
     kl_coef: float = option(
         0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.", above=0, changeable=True
@@ -442,6 +444,7 @@ class OnlineIPOConfig(MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
     compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
     objective: str = objective_name("online_ipo")
     tau: float = option(
         0.1, "Weight of the KL to the reference; log-ratios are means over tokens.", above=0, changeable=True

@@ -8,12 +8,11 @@ from fastp3o.packing.settings import Packing
 
 if TYPE_CHECKING:
     from fastp3o.data.loading import Options
-    from fastp3o.rollouts.sampler import SamplingSettings
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(SamplerConfig):
-    """The prompts that are responded to, and how tokens are sampled."""
+    """The prompts that are responded to."""
 
     prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
     trust_remote_code: bool = option(
@@ -32,17 +31,6 @@ class SamplingConfig(SamplerConfig):
         LONGEST_TEXT, "Longest prompt, in characters: much longer ones take minutes to tokenise.", at_least=1
     )
     max_response_tokens: int = option(128, "Longest response, in tokens.", at_least=1)
-    temperature: float = option(1.0, "Divides the logits; a lower one makes likely tokens likelier.", above=0)
-    top_k: int = option(0, "Sample only from the k most likely tokens; 0: from all.", at_least=0)
-    top_p: float = option(
-        1.0, "Sample only from the most likely tokens that together have this probability.", above=0, at_most=1
-    )
-    min_p: float = option(
-        0.0,
-        "Sample only from tokens with at least this share of the most likely one's probability.",
-        at_least=0,
-        at_most=1,
-    )
 
     @property
     def prompt_options(self) -> "Options":
@@ -54,11 +42,6 @@ class SamplingConfig(SamplerConfig):
             "max_characters": self.max_characters,
             "skip_bad_records": self.skip_bad_records,
         }
-
-    def sampling_settings(self) -> "SamplingSettings":
-        from fastp3o.rollouts.sampler import SamplingSettings
-
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def longest_sequence(self) -> int:

@@ -10,14 +10,21 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import get_logger
 
 from fastp3o.config import SamplerConfig
-from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
+from fastp3o.models.packable import PROMPTS, logprob_tolerance, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room, return_unused_memory
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.rollouts.sampler import POLICY_ITSELF, Sampler, SamplingSettings, decoded, end_of_sequence_ids
+from fastp3o.rollouts.sampler import (
+    POLICY_ITSELF,
+    Sampler,
+    SamplingSettings,
+    decoded,
+    end_of_sequence_ids,
+    sampling_settings,
+)
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o_kernels.decoding import response_keys
 
@@ -158,7 +165,7 @@ def reason_against(policy: PackedModel, shapes: dict[int, LayerShape]) -> str | 
     expected = labelled_logprobs(policy, row.to(policy.model.device))
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     difference = (got.to(expected) - expected).abs().mean().item()
-    if not isfinite(difference) or difference > TOLERANCE[policy.model.dtype]:
+    if not isfinite(difference) or difference > logprob_tolerance(policy, policy.model.dtype):
         return f"its tokens have other log-probabilities than in a packed row (off by {difference:.2g} on average)"
     return None
 
@@ -170,10 +177,10 @@ def named_sampler(
     *,
     max_response_tokens: int,
     batch_size: int,
-    settings: SamplingSettings = POLICY_ITSELF,
     graph: bool | None = None,
 ) -> Sampler:
-    """The sampler that the configuration names. Further arguments are an EngineSampler's."""
+    """The sampler that the configuration names, with its settings. Further arguments are an EngineSampler's."""
+    settings = sampling_settings(config)
     if config.sampler == "transformers":
         return TransformersSampler(
             policy, tokenizer, max_response_tokens=max_response_tokens, batch_size=batch_size, settings=settings

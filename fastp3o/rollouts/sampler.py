@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fastp3o.config import SamplerConfig
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, Response
 from fastp3o_kernels.decoding.sampling import check_settings
@@ -17,24 +18,28 @@ Sampler = Callable[[list[Prompt], int, int], list[Group]]
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """The choice of tokens from the policy's distribution; by default they are samples of it.
+    """The choice of tokens from the policy's distribution; by default they are samples of it. Its temperature is the
+    policy's own (`PackedModel.temperature`).
 
-    temperature: divides the logits. top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens
-    that together have this probability. min_p: only tokens with this share of the most likely one's probability.
+    top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens that together have this
+    probability. min_p: only tokens with this share of the most likely one's probability.
 
     Raises ValueError for a setting out of range.
     """
 
-    temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        check_settings(self.temperature, self.top_k, self.top_p, self.min_p)
+        check_settings(1.0, self.top_k, self.top_p, self.min_p)
 
 
 POLICY_ITSELF = SamplingSettings()
+
+
+def sampling_settings(config: SamplerConfig) -> SamplingSettings:
+    return SamplingSettings(config.top_k, config.top_p, config.min_p)
 
 
 def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -49,6 +49,7 @@ class TransformersSampler:
                     end_ids=end_ids,
                     pad_token_id=self.tokenizer.pad_token_id,
                     settings=self.settings,
+                    temperature=self.policy.temperature,
                 )
                 for p, prompt in enumerate(batch):
                     own = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
@@ -66,6 +67,7 @@ def generate(
     end_ids: set[int],
     pad_token_id: int,
     settings: SamplingSettings = POLICY_ITSELF,
+    temperature: float = 1.0,
 ) -> list[Ids]:
     """Token ids of P K responses, those to a prompt adjacent, each cut after its first end-of-sequence."""
     width = max(map(len, prompt_ids))
@@ -76,7 +78,7 @@ def generate(
         attention_mask=attention_mask.to(policy.device),
         generation_config=GenerationConfig(
             do_sample=True,
-            temperature=settings.temperature,
+            temperature=temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
             min_p=settings.min_p or None,

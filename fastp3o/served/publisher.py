@@ -15,9 +15,9 @@ import torch
 from fastp3o.context import Context
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
-from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered
 from fastp3o.packing.pack import Packing, pack
-from fastp3o.rollouts.sampler import POLICY_ITSELF
+from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
 from fastp3o.served.nccl_transfer import NCCLTransfer
 from fastp3o.served.servers import Completion, OtherWeightsError, Servers, completion_settings
 from fastp3o.training.checkpoints import save_model
@@ -28,6 +28,7 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 # The name has the process that writes it; one that was killed leaves it behind.
 NAME = re.compile(r"fastp3o-weights-(?P<host>.+)-(?P<process>\d+)")
 PROBE_TOKENS = 8
+CERTAIN = 1e-6  # nats, of a token that is the only one
 
 
 class ServedConfig(Protocol):
@@ -63,6 +64,8 @@ class Publisher:
         version: another number after each optimizer step.
         probes_always: for policies whose responses train a later one, so that nothing else compares the two.
         tolerant: whether servers may compute in half precision where the policy does not.
+        logprobs_as_drawn: whether the log-probs of responses must be after temperature and truncation, which vLLM's
+            are not by default.
 
     Raises EndpointError if a server does not answer, and ValueError for one that cannot take the policy's sequences, or
     a folder that servers do not share.
@@ -77,6 +80,7 @@ class Publisher:
         *,
         probes_always: bool = False,
         tolerant: bool = False,
+        logprobs_as_drawn: bool = False,
     ):
         self.accelerator, self.precision, self.tokenizer, _ = context
         self.policy, self.version, self.probes_always = policy, version, probes_always
@@ -87,6 +91,8 @@ class Publisher:
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
         on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
+        if logprobs_as_drawn:
+            on_main_process(self.accelerator, self.require_logprobs_as_drawn)
         self.bring = self.transfer(config)
 
     def transfer(self, config: ServedConfig) -> Callable[[], None]:
@@ -122,12 +128,29 @@ class Publisher:
             if self.accelerator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def require_logprobs_as_drawn(self) -> None:
+        """Raises UserError if a server gives log-probs before temperature and truncation. With top_k 1 a token is
+        certain, and its log-prob 0.
+        """
+        prompt = within_vocabulary(self.policy.model, PROMPTS[0])
+        settings = completion_settings(SamplingSettings(top_k=1), 1.0, PROBE_TOKENS, set()) | {"n": 1}
+        urls = self.servers.urls
+        answers = dict(self.servers.complete([prompt] * len(urls), [0] * len(urls), settings, end_ids=set()))
+        for place, url in enumerate(urls):
+            if min(answers[place][0].logprobs) < -CERTAIN:
+                raise UserError(
+                    f"{url} gives log-probs before temperature and truncation, and the run needs those with which it "
+                    "draws: start it with --logprobs-mode processed_logprobs"
+                )
+
     def probe(self, seed: int) -> None:
-        """Compares log-probs of a few responses from each server with the policy's own."""
+        """Compares log-probs of a few responses from each server with the policy's own, at temperature 1: whether a
+        server's are after the temperature does not matter then.
+        """
         prompts = [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
         # The servers take turns, so each gets every prompt.
         asked = [ids for ids in prompts for _ in self.servers.urls]
-        settings = completion_settings(POLICY_ITSELF, PROBE_TOKENS, set()) | {"n": 2}
+        settings = completion_settings(POLICY_ITSELF, 1.0, PROBE_TOKENS, set()) | {"n": 2}
         seeds = [seed] * len(asked)
         answers = on_main_process(
             self.accelerator, lambda: dict(self.servers.complete(asked, seeds, settings, end_ids=set()))
@@ -153,7 +176,7 @@ class Publisher:
         """Mean difference of the completions' log-probs and the policy's, in nats per token."""
         responses = [[list(completion.ids) for completion in group] for group in completions]
         (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
-        with evaluation_mode(self.policy), self.accelerator.autocast():
+        with evaluation_mode(self.policy), untempered(self.policy), self.accelerator.autocast():
             own = labelled_logprobs(self.policy, row.to(self.accelerator.device))
         got = torch.tensor(
             [value for g in row.groups for completion in completions[g] for value in completion.logprobs]

@@ -31,7 +31,8 @@ class VLLMSampler:
     ):
         self.publish, self.servers, self.tokenizer = publish, publish.servers, tokenizer
         self.end_ids = end_of_sequence_ids(publish.policy.model, tokenizer)
-        self.settings = completion_settings(settings, max_response_tokens, self.end_ids)
+        temperature = publish.policy.temperature
+        self.settings = completion_settings(settings, temperature, max_response_tokens, self.end_ids)
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         """Raises EndpointError on all processes if a server refuses or fails, or samples from other weights."""

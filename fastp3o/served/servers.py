@@ -31,7 +31,9 @@ class OtherWeightsError(EndpointError):
 
 
 class Completion(NamedTuple):
-    """One response of a server. logprobs: of its tokens, before the temperature and other settings, in nats."""
+    """One response of a server. logprobs: of its tokens, in nats, as the server's --logprobs-mode says: by default
+    before temperature and truncation.
+    """
 
     ids: Ids
     logprobs: list[float]
@@ -212,11 +214,13 @@ def whole_numbers(ids: object) -> bool:
     return isinstance(ids, list) and all(isinstance(token, int) and token >= 0 for token in ids)
 
 
-def completion_settings(settings: SamplingSettings, max_tokens: int, end_ids: set[int]) -> dict[str, Any]:
+def completion_settings(
+    settings: SamplingSettings, temperature: float, max_tokens: int, end_ids: set[int]
+) -> dict[str, Any]:
     """All that decides about a completion in vLLM, except its prompt, seed and number."""
     return NO_PENALTIES | {
         "max_tokens": max_tokens,
-        "temperature": settings.temperature,
+        "temperature": temperature,
         "top_k": settings.top_k,
         "top_p": settings.top_p,
         "min_p": settings.min_p,

@@ -67,6 +67,7 @@ def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
     model = load_policy(config.model, trust_remote_code=config.trust_remote_code, trains=True).train()
+    note_sampling(model, config)
     model.check_reach(config.longest_sequence)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
@@ -74,6 +75,19 @@ def load_trainable_policy(config: OnlineConfig) -> PackedModel:
     if config.compile_layers:
         model.compile_layers()
     return model
+
+
+def note_sampling(model: PackedModel, config: SamplerConfig) -> None:
+    """Makes the model the tempered policy, and has its generation_config.json say how it is sampled."""
+    model.temperature = config.temperature
+    model.model.generation_config.update(
+        do_sample=True,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p or None,
+        repetition_penalty=None,
+    )
 
 
 def load_named_reward(
@@ -128,6 +142,7 @@ def load_frozen_policy(context: Context, config: "OnlineConfig | PreferenceConfi
         dtype=context.precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
+    frozen.temperature = config.temperature
     frozen.check_reach(config.longest_sequence)
     if config.compile_layers:
         frozen.compile_layers()

@@ -27,7 +27,7 @@ from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.reward import Reward, asked_columns, weighted
 from fastp3o.served.publisher import Publisher
-from fastp3o.stages.models import load_fixed_reference, load_named_reward, sampled_model
+from fastp3o.stages.models import load_fixed_reference, load_named_reward, note_sampling, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import load_examples
 from fastp3o.stages.supervised import SupervisedTask, train_supervised
@@ -70,6 +70,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
 
     def load_model(self) -> PackedModel:
         model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code, trains=True)
+        note_sampling(model, self.config)
         choose_trainable(model, self.config)
         return model
 
@@ -91,13 +92,14 @@ class Preferences(SupervisedTask[PreferenceRow]):
             )
         if config.needs_reference:
             weights = on_main_process(context.accelerator, lambda: model_fingerprint(config.reference or config.model))
+            tempered = () if config.temperature == 1 else (config.temperature,)
             self.ref_logprobs = ReferenceLogprobs(
                 context.accelerator,
                 Path(config.reference_logprobs or config.output_dir),
                 data,
                 self.columns,
                 config.packing,
-                depends_on=(weights, context.precision.name),
+                depends_on=(weights, context.precision.name, *tempered),
             )
             self.reference = None if self.ref_logprobs.complete else load()
 

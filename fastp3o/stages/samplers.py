@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.context import Context
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sampling_copy import SamplingCopy
@@ -12,7 +13,7 @@ from fastp3o.rollouts.cache import return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler, rollout_bytes
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
-from fastp3o.rollouts.sampler import POLICY_ITSELF, Sampler, SamplingSettings
+from fastp3o.rollouts.sampler import Sampler, sampling_settings
 from fastp3o.served.publisher import Publisher
 from fastp3o.served.sampler import VLLMSampler
 
@@ -53,17 +54,30 @@ class SampledModel(NamedTuple):
         return sample
 
 
+def note_truncation(context: Context, config: OnlineConfig) -> None:
+    """Warns of a loss that takes rollouts for samples of the policy, which truncated ones are not."""
+    corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
+    if config.truncates and config.assumes_own_samples and not corrected:
+        remedies = "--sampler_ratio_cap" + (" or --old_logprobs sampler" if config.compares_with_old else "")
+        context.accelerator.print(
+            "warning: with --top_k, --top_p or --min_p rollouts are no samples of the policy, and the gradient is "
+            f"biased towards what they leave of it: {remedies} corrects for that (fastp3o/objectives/README.md)"
+        )
+
+
 def policy_sampler(
     config: "OnlineConfig | PreferenceConfig | GenerateConfig",
     policy: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
-    settings: SamplingSettings = POLICY_ITSELF,
 ) -> Sampler:
     """Builds the policy's sampler. batch_size: prompts sampled at once, by this process's own samplers."""
     if policy.publisher is not None:
         return VLLMSampler(
-            policy.publisher, tokenizer, max_response_tokens=config.max_response_tokens, settings=settings
+            policy.publisher,
+            tokenizer,
+            max_response_tokens=config.max_response_tokens,
+            settings=sampling_settings(config),
         )
     sampler = named_sampler(
         config,
@@ -71,7 +85,6 @@ def policy_sampler(
         tokenizer,
         max_response_tokens=config.max_response_tokens,
         batch_size=batch_size,
-        settings=settings,
         graph=False if policy.copy is not None and policy.copy.by_layer else None,
     )
     return policy.gathered(sampler)

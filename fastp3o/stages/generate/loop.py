@@ -91,13 +91,14 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
         dtype=precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
+    policy.temperature = config.temperature
     policy.check_reach(config.longest_sequence)
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
     if config.sampler == "vllm":
         sampled = sampled._replace(publisher=Publisher(context, config, policy))
-    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size, config.sampling_settings()), reward
+    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size), reward
 
 
 def find_progress(

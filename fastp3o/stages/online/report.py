@@ -41,7 +41,7 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     own = config.responses_per_prompt - config.from_mixture
     metrics = update_metrics(run.accelerator, update, own) | objective.adaptive_metrics
     metrics |= update.round_metrics
-    if not config.rounds_ahead:
+    if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
     if config.dynamic_sampling:
         metrics["sampled_again"] = update.sampled_again / len(update.groups)

@@ -100,12 +100,14 @@ class Rounds:
 
     def require_policys_own(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
         """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
-        policy's. Of stale rollouts `sampler_gap` cannot tell; then the publisher has compared the two.
+        policy's. Of stale or truncated rollouts `sampler_gap` cannot tell; then the publisher has compared the two.
         """
-        if not isinstance(self.sampler, VLLMSampler) or self.staleness(update):
+        if not isinstance(self.sampler, VLLMSampler) or self.staleness(update) or self.config.truncates:
             return
         gap = self.context.accelerator.reduce(gaps["sampler_gap"], reduction="mean").item()
-        bound = MARGIN * self.sampler.publish.tolerance * lengths(groups).mean().sqrt().item()
+        # A temperature below 1 multiplies what logits are off.
+        tolerance = self.sampler.publish.tolerance / min(1.0, self.config.temperature)
+        bound = MARGIN * tolerance * lengths(groups).mean().sqrt().item()
         if not gap <= bound:
             raise OtherWeightsError(
                 f"the servers' log-probs of responses are {gap:.3g} nats off the policy's own (sampler_gap), more than "

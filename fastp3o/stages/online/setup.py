@@ -28,7 +28,7 @@ from fastp3o.stages.models import (
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
 from fastp3o.stages.online.rounds import Rounds
-from fastp3o.stages.samplers import SampledModel, policy_sampler, with_mixture
+from fastp3o.stages.samplers import SampledModel, note_truncation, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
 from fastp3o.training.minibatches import Rewards, optimizer_step
 from fastp3o.training.optimizer import Optimizer
@@ -67,6 +67,7 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
     context = make_context(config, "fp16", prompts_per_update=config.prompts_per_update)
     note_idle_processes(context, config)
+    note_truncation(context, config)
     if config.reference:
         require_same_vocabulary(
             config.reference, config.model, context.tokenizer, trust_remote_code=config.trust_remote_code
@@ -81,8 +82,16 @@ def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> 
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     if config.sampler == "vllm":
-        stale, rounded = bool(config.rounds_ahead), bool(config.sampler_ratio_cap)
-        publisher = Publisher(context, config, policy, lambda: optimizer.steps, probes_always=stale, tolerant=rounded)
+        publisher = Publisher(
+            context,
+            config,
+            policy,
+            lambda: optimizer.steps,
+            # Where `Rounds.require_policys_own` cannot tell.
+            probes_always=bool(config.rounds_ahead) or config.truncates,
+            tolerant=bool(config.sampler_ratio_cap),
+            logprobs_as_drawn=config.temperature != 1 or config.truncates,
+        )
         sampled = sampled._replace(publisher=publisher)
     reference, sampled_reference = load_reference(context, config, policy)
     sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)

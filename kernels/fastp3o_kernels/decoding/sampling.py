@@ -20,7 +20,7 @@ GAMMA, FIRST, SECOND = (constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0x
 
 
 class Samples(NamedTuple):
-    """A token for each slot, and its log-probability in nats under the softmax of the given logits."""
+    """A token for each slot, and the log-probability with which it was drawn, in nats."""
 
     tokens: Tensor  # [R] int64
     logprobs: Tensor  # [R] fp32
@@ -53,7 +53,8 @@ def sample_tokens(
             one, but settings other than the defaults always run in PyTorch.
 
     Returns:
-        Tokens and log-probabilities [R]; the latter ignore the settings.
+        Tokens and log-probabilities [R]: of the distribution that is drawn from, at the temperature and without the
+        tokens that the other settings leave out.
 
     Raises:
         ValueError: a setting is out of range.
@@ -63,15 +64,13 @@ def sample_tokens(
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         return Samples(*launch_race(logits, keys.contiguous(), steps.contiguous(), block_size(logits.shape[1])))
     probs = (logits if temperature == 1 else logits / temperature).softmax(1)
-    if top_k or top_p < 1 or min_p:
+    truncates = bool(top_k or top_p < 1 or min_p)
+    if truncates:
         least = least_probability(probs, top_k, top_p, min_p)
         probs.masked_fill_(probs < least[:, None], 0.0)
     tokens = race(probs, keys, steps)
-    if temperature == 1:
-        logprobs = probs.gather(1, tokens[:, None]).log()
-    else:
-        logprobs = logits.gather(1, tokens[:, None]) - logits.logsumexp(1, keepdim=True)
-    return Samples(tokens, logprobs[:, 0])
+    logprobs = probs.gather(1, tokens[:, None]).log()[:, 0]
+    return Samples(tokens, logprobs - probs.sum(1).log() if truncates else logprobs)
 
 
 def check_settings(temperature: float, top_k: int, top_p: float, min_p: float) -> None:

@@ -8,7 +8,6 @@ from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Prompt, finished, lengths, texts
-from fastp3o.rollouts.sampler import SamplingSettings
 from tests.fastp3o.groups import response_ids, tokenised
 
 pytestmark = pytest.mark.parametrize("name", ["engine", "transformers"])
@@ -18,15 +17,15 @@ def draw(name, policy, tokenizer, seed=0, batch_size=4, prompts=("a", "longer pr
     return make_sampler(name, policy, tokenizer, batch_size=batch_size)(tokenised(tokenizer, prompts), 2, seed)
 
 
-def make_sampler(name, policy, tokenizer, max_response_tokens=12, batch_size=4, **options):
+def make_sampler(name, policy, tokenizer, max_response_tokens=12, batch_size=4, **settings):
     limits = {"max_response_tokens": max_response_tokens, "batch_size": batch_size}
-    return named_sampler(SamplerConfig(sampler=name), policy, tokenizer, **limits, **options)
+    return named_sampler(SamplerConfig(sampler=name, **settings), policy, tokenizer, **limits)
 
 
 def first_tokens(name, policy, tokenizer, n=3000, **settings):
     """[n] tokens after the prompt "x", and the policy's log-probabilities of all tokens there."""
     prompt = tokenizer("x").input_ids
-    sampler = make_sampler(name, policy, tokenizer, 1, 1, settings=SamplingSettings(**settings))
+    sampler = make_sampler(name, policy, tokenizer, 1, 1, **settings)
     (group,) = sampler([Prompt("x", prompt)], n, 0)
     (row,) = pack([prompt] * len(tokenizer), [[[token]] for token in range(len(tokenizer))], Packing(10_000))
     logprobs = torch.empty(len(tokenizer))
@@ -94,10 +93,13 @@ def test_samples_follow_the_policys_distribution(name, peaked_policy, tokenizer)
 
 
 def test_so_they_do_with_settings(name, peaked_policy, tokenizer):
-    first, logprobs = first_tokens(name, peaked_policy, tokenizer, temperature=0.5, top_k=3)
+    cold = (first_tokens(name, peaked_policy, tokenizer, 1)[1] / 0.5).log_softmax(0)
+    peaked_policy.temperature = 0.5
+    first, logprobs = first_tokens(name, peaked_policy, tokenizer, top_k=3)
+    torch.testing.assert_close(logprobs, cold)
     likely = logprobs.topk(3).indices
     assert set(first.tolist()) == set(likely.tolist())
-    for token, p in zip(likely, (logprobs[likely] / 0.5).softmax(0), strict=True):
+    for token, p in zip(likely, logprobs[likely].softmax(0), strict=True):
         assert abs((first == token).float().mean() - p) < 5 * (p * (1 - p) / 3000) ** 0.5
     first, logprobs = first_tokens(name, peaked_policy, tokenizer, min_p=0.99)
     assert first.unique().tolist() == [logprobs.argmax()]

@@ -11,9 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.packed_model import labelled_logprobs, untempered
+from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Prompt
+from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
 
 # transformers loads one model at a time.
 LOADING = threading.Lock()
@@ -23,16 +28,25 @@ class StandIn(ThreadingHTTPServer):
     """Serves the model in `folder`, until it is told to load others.
 
     fault: of its answers, see `FAULTS`, from the completion with the number `from_completion` on, counted from 0.
-    version, room: what it says of itself; room is of tokens.
+    version, room: what it says of itself; room is of tokens. processed: whether log-probs are after temperature and
+    truncation (--logprobs-mode processed_logprobs).
     """
 
     daemon_threads = True
 
     def __init__(
-        self, folder: str, *, fault: str = "", from_completion: int = 0, version: str = "0.32.0", room: int = 1024
+        self,
+        folder: str,
+        *,
+        fault: str = "",
+        from_completion: int = 0,
+        version: str = "0.32.0",
+        room: int = 1024,
+        processed: bool = False,
     ):
         super().__init__(("127.0.0.1", 0), Handler)
         self.fault, self.from_completion, self.version, self.room = fault, from_completion, version, room
+        self.processed = processed
         self.lock, self.tokenizer = threading.Lock(), load_tokenizer(folder)
         self.requests: list[tuple[str, Any]] = []
         self.completions = 0
@@ -60,8 +74,14 @@ class StandIn(ThreadingHTTPServer):
         tokenizer = SimpleNamespace(
             eos_token_id=next(iter(body["stop_token_ids"]), -1), batch_decode=self.tokenizer.batch_decode
         )
-        sampler = EngineSampler(self.policy, tokenizer, max_response_tokens=body["max_tokens"], batch_size=1)
+        self.policy.temperature = body["temperature"]
+        settings = SamplingSettings(body["top_k"], body["top_p"], body["min_p"])
+        sampler = EngineSampler(
+            self.policy, tokenizer, max_response_tokens=body["max_tokens"], batch_size=1, settings=settings
+        )
         ((_, responses),) = sampler([Prompt("", body["prompt"])], body["n"], body["seed"])
+        if not self.processed and (body["temperature"] != 1 or settings != POLICY_ITSELF):
+            responses = [r._replace(logprobs=self.raw_logprobs(body["prompt"], r.ids)) for r in responses]
         choices = [
             {
                 "index": index,
@@ -73,6 +93,12 @@ class StandIn(ThreadingHTTPServer):
         ]
         fault = FAULTS.get(self.broken())
         return {"choices": choices if fault is None else fault(choices)}
+
+    @torch.no_grad()
+    def raw_logprobs(self, prompt: list[int], ids: list[int]) -> list[float]:
+        (row,) = pack([prompt], [[ids]], Packing(10_000))
+        with untempered(self.policy):
+            return labelled_logprobs(self.policy, row).tolist()
 
     def handle_error(self, request, client_address) -> None:
         """Clients that have gone are what some tests are about; what else fails is shown."""

@@ -134,11 +134,17 @@ def test_settings_out_of_range(wrong):
         sample_tokens(torch.zeros(1, 3), torch.zeros(1).long(), torch.zeros(1).long(), **wrong)
 
 
-def test_log_probabilities_are_those_of_the_logits_whatever_the_settings():
+def test_log_probabilities_are_those_of_what_is_drawn_from():
     torch.manual_seed(0)
     logits, numbers = 3 * torch.randn(50, 300), torch.arange(50)
-    expected = logits.log_softmax(1)
-    for options in ({}, {"temperature": 0.5}, {"top_k": 5}, {"temperature": 2.0, "top_p": 0.7}):
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for options in ({}, {"temperature": 0.5}, {"top_k": 5}, {"min_p": 0.2}, {"temperature": 2.0, "top_p": 0.7}):
+        settings = neutral | options
+        kept = torch.full_like(logits, -torch.inf)
+        for row, values in enumerate(logits):
+            places = sorted(allowed(values, **settings))
+            kept[row, places] = values[places] / settings["temperature"]
+        expected = kept.log_softmax(1)
         tokens, logprobs = sample_tokens(logits, numbers, numbers, **options)
         torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=1e-6)
 
