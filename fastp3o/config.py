@@ -271,6 +271,14 @@ class TrainableConfig(Flags):
         "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
         needs="lora_rank",
     )
+    lora_dropout: float = option(
+        0.0,
+        "Dropout of the adapters' inputs, in training passes alone: rollouts, evaluations and references have none. "
+        "Refused where the loss compares the policy with itself before an update.",
+        at_least=0,
+        below=1,
+        needs="lora_rank",
+    )
     lora_save: str = option(
         "both",
         "What is saved. merged: the whole model, adapters merged, in model/. adapter: the adapter alone, in adapter/, "
@@ -284,6 +292,10 @@ class TrainableConfig(Flags):
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
             raise UserError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
+        if self.lora_dropout and getattr(self, "compile_layers", False):  # of StageConfig
+            raise UserError(
+                "--lora_dropout and --compile_layers exclude each other: a resumed run, compiled anew, drops others"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

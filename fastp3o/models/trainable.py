@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fastp3o.config import TrainableConfig
 from fastp3o.errors import UserError
+from fastp3o.models.dropout import use_switched_dropout
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import whole
 
@@ -21,7 +22,13 @@ def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
     if config.lora_rank:
         if config.lora_save == "adapter" and not model.model.name_or_path:
             raise UserError("--lora_save adapter needs a model that is no adapter itself: no checkpoint holds its base")
-        add_lora(model, rank=config.lora_rank, alpha=config.lora_alpha, targets=config.lora_targets)
+        add_lora(
+            model,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            targets=config.lora_targets,
+            dropout=config.lora_dropout,
+        )
     elif config.trainable_layers:
         freeze_below(model, config.trainable_layers)
     if scores_responses(model):
@@ -52,9 +59,9 @@ def freeze_below(model: PackedModel, layers: int) -> None:
             module.requires_grad_(True)
 
 
-def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> None:
-    """Freezes the model and adds LoRA adapters without dropout (peft), to all linear layers except the head or to those
-    named, separated by commas.
+def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
+    """Freezes the model and adds LoRA adapters (peft) to all linear layers except the head, or to those named with
+    commas between. dropout: of their inputs, in passes within `dropout_on`.
 
     Raises ValueError if the head is named, whose adapter losses would not see, and if peft is not installed.
     """
@@ -68,6 +75,7 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
     lora = LoraConfig(
         r=rank,
         lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
+        lora_dropout=dropout,
         target_modules=targets if targets == "all-linear" else targets.split(","),
         base_model_name_or_path=model.model.name_or_path,
         task_type="SEQ_CLS" if scores_responses(model) else "CAUSAL_LM",  # "all-linear" leaves its head
@@ -77,6 +85,8 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str) -> No
         model.head()
     except ValueError as error:
         raise UserError(f"--lora_targets {targets}: {error}") from error
+    if dropout:
+        use_switched_dropout(model, dropout)
 
 
 def whole_model(

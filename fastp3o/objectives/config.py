@@ -128,6 +128,11 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
             raise UserError(
                 "--reference_every and --reference_decay need whole weights that train: without --lora_rank"
             )
+        if self.lora_dropout and self.compares_with_old:
+            raise UserError(
+                "--lora_dropout would make ratios random: the loss of this objective compares the policy with itself "
+                "before the update. Leave it out"
+            )
         if self.eval_at and not all(part.strip().isdecimal() for part in self.eval_at.split(",")):
             raise UserError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:

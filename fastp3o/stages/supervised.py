@@ -14,6 +14,7 @@ from fastp3o.config import SupervisedConfig
 from fastp3o.context import Context
 from fastp3o.data import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.packing.pack import efficiency
@@ -166,7 +167,7 @@ def optimizer_step(
     mean_count = accelerator.reduce(torch.full((), float(count), device=device), "mean")
     totals: Tensor | float = 0.0
     for row, counts in pad_to_longest_rank(rows, rows[0]):
-        with accelerator.autocast():
+        with accelerator.autocast(), dropout_on(optimizer.model):
             losses = task.losses(optimizer.model, row.to(device))
             optimizer.backward(losses["loss"] * counts / mean_count)
         totals = totals + torch.stack([*losses.values()]).detach() * counts / mean_count

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
@@ -183,7 +184,7 @@ def optimizer_step(
     total = torch.zeros((), device=optimizer.accelerator.device)
     metrics = MetricSums()
     for microbatch, counts in passes:
-        with optimizer.accelerator.autocast():
+        with optimizer.accelerator.autocast(), dropout_on(optimizer.model):
             value, row_metrics = loss(optimizer.model, microbatch)
             weighted = value * (microbatch.weight if counts else 0.0)
             optimizer.backward(weighted)

@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
+from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.packing.pack import Packing, pack
@@ -38,7 +39,7 @@ class PretrainingMix:
         mean_tokens = accelerator.reduce(tokens, "mean")
         loss = torch.zeros((), device=accelerator.device)
         for row, counts in pad_to_longest_rank(rows, rows[0]):
-            with accelerator.autocast():
+            with accelerator.autocast(), dropout_on(optimizer.model):
                 row_loss = -labelled_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
                 optimizer.backward(self.coef * row_loss)
             loss += row_loss.detach()

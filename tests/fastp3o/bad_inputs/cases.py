@@ -149,12 +149,16 @@ FLAGS = [
     ],
     ("p3o", "--lora_rank 2 --trainable_layers 1", "--trainable_layers and --lora_rank exclude each other"),
     ("p3o", "--lora_rank 2 --lora_alpha 0", "--lora_alpha must be above 0"),
+    ("p3o", "--lora_rank 2 --lora_dropout 0.1", "--lora_dropout would make ratios random"),
+    ("sft", "--lora_rank 2 --lora_dropout 0.1 --compile_layers", "--lora_dropout and --compile_layers exclude"),
+    ("sft", "--lora_rank 2 --lora_dropout 1", "--lora_dropout must be at least 0 and below 1"),
+    ("sft", "--lora_rank 2 --lora_save nosuch", "--lora-save: invalid choice: 'nosuch' (choose from "),
     ("p3o", "--offload maybe", "argument --offload: expected yes or no"),
     ("p3o", "--missing_eos_penalty -1", "--missing_eos_penalty must be 0 or more"),
     ("p3o", f"--responses_per_prompt {10**30}", "--responses_per_prompt must be at most 2**32"),
     *[
         ("p3o", f"--{name}", f"--{name.split()[0]} does nothing without --lora_rank")
-        for name in ("lora_targets q_proj", "lora_alpha 8")
+        for name in ("lora_targets q_proj", "lora_alpha 8", "lora_dropout 0.1", "lora_save merged")
     ],
     *[
         ("p3o", f"--{name}", f"--{name.split()[0]} does nothing without --eval_prompts")
