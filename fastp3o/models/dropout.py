@@ -25,8 +25,9 @@ class SwitchedDropout(nn.Dropout):
 def use_switched_dropout(model: nn.Module, p: float) -> None:
     """Gives all adapters of a model dropout with this probability."""
     for module in model.modules():
-        for adapter in getattr(module, "lora_dropout", ()):
-            module.lora_dropout[adapter] = SwitchedDropout(p)
+        dropouts = getattr(module, "lora_dropout", None)
+        if isinstance(dropouts, nn.ModuleDict):
+            dropouts.update({adapter: SwitchedDropout(p) for adapter in dropouts})
 
 
 @contextmanager
