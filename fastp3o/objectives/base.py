@@ -118,6 +118,11 @@ class Objective(ABC):
             self.kl.adapt(mean_kl(minibatches, sum_over_processes))
         return minibatches
 
+    def conclude(  # noqa: B027 - most look at nothing
+        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+    ) -> None:
+        """Runs once an update, after its last optimizer step: looks at how far the policy has moved."""
+
     @abstractmethod
     def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         """The loss of one microbatch."""

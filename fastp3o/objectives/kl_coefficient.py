@@ -1,4 +1,6 @@
-"""The weight of the KL to the reference: fixed, or adapted so that the KL comes near a target."""
+"""Weights of KLs, fixed or adapted so that the KL comes near a target: to the reference, and to the policy before an
+update.
+"""
 
 from typing import Any
 
@@ -49,3 +51,34 @@ class KLCoefficient:
         if self.target is not None and state_dict["given"] == self.given:
             self.value, self.kl = state_dict["value"], state_dict["kl"]
             self.updates, self.pace = state_dict["updates"], state_dict["pace"]
+
+
+class StepKLCoefficient:
+    """The weight of the KL from the policy before an update to the one after it (Schulman et al. 2017, section 4).
+
+    value: the weight now. target: of the KL, in nats per token; None keeps the weight. kl: after the last update. used:
+    the weight in it.
+    """
+
+    def __init__(self, value: float, target: float | None):
+        self.given = self.value = self.used = value
+        self.target = target
+        self.kl: float | None = None
+
+    def adapt(self, kl: float) -> None:
+        """Halves or doubles the weight by the KL that an update has made, in nats per token."""
+        if self.target is None:
+            return
+        self.kl, self.used = kl, self.value
+        if kl < self.target / TOLERANCE:
+            self.value = max(self.value / CHANGE, self.given / FARTHEST)
+        elif kl > self.target * TOLERANCE:
+            self.value = min(self.value * CHANGE, self.given * FARTHEST)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"given": self.given, "value": self.value}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """A resumed run that gives another weight, or no target, starts anew."""
+        if self.target is not None and state_dict["given"] == self.given:
+            self.value = state_dict["value"]

@@ -8,7 +8,7 @@ Shapes: N tokens of S responses, one after the other; response s has the tokens 
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastp3o.config import objective_name, option
+from fastp3o.errors import UserError
 from fastp3o.objectives.base import (
     LossAndMetrics,
     Microbatch,
@@ -25,13 +26,15 @@ from fastp3o.objectives.base import (
     sampler_ratio_metrics,
 )
 from fastp3o.objectives.config import KLConfig
-from fastp3o.objectives.kl_coefficient import KLCoefficient
+from fastp3o.objectives.kl_coefficient import KLCoefficient, StepKLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
-from fastp3o_kernels.losses import ppo_clip, truncated_ratios
+from fastp3o_kernels.losses import ppo_clip, ppo_penalty, step_kl, truncated_ratios
 
 if TYPE_CHECKING:  # functions import what they need of `models`: with transformers' models it takes seconds
+    from torch.distributed.checkpoint.stateful import Stateful
+
     from fastp3o.models.packed_model import PackedModel
 
 
@@ -42,6 +45,25 @@ class PPOConfig(KLConfig):
     objective: str = objective_name("ppo")
     clip_range: float = option(
         0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).", above=0, changeable=True
+    )
+    step_bound: str = option(
+        "clip",
+        "What keeps an update's steps small. clip: ratios of tokens count within 1 ± clip_range. penalty: a KL to the "
+        "policy before the update, in the loss (Schulman et al. 2017, section 4); both.",
+        choices=("clip", "penalty", "both"),
+    )
+    step_kl_coef: float = option(
+        1.0,
+        "Weight of that KL; with step_kl_target its first one, which matters little.",
+        above=0,
+        changeable=True,
+    )
+    step_kl_target: float | None = option(
+        None,
+        "That KL after an update, in nats per token: step_kl_coef is doubled after one with 1.5 times as much, and "
+        "halved after one with less than two thirds (Schulman et al. 2017: 0.003 to 0.03). By default it is fixed.",
+        above=0,
+        changeable=True,
     )
     kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.", at_least=0, changeable=True)
     gae_lambda: float = option(
@@ -72,6 +94,14 @@ class PPOConfig(KLConfig):
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unused = ("step_kl_coef", "step_kl_target") if self.step_bound == "clip" else ("clip_range",)
+        defaults = {flag.name: flag.default for flag in fields(self)}
+        for name in unused if self.step_bound != "both" else ():
+            if getattr(self, name) != defaults[name]:
+                raise UserError(f"--{name} does nothing with --step_bound {self.step_bound}")
+
     def build(self) -> "PPO":
         return PPO(self)
 
@@ -90,6 +120,16 @@ class PPO(Objective):
         self.config = config
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
+        self.step_kl = StepKLCoefficient(config.step_kl_coef, config.step_kl_target)
+
+    @property
+    def stateful_parts(self) -> "dict[str, Stateful]":
+        return super().stateful_parts | {"step_kl_coef": self.step_kl}
+
+    @property
+    def adaptive_metrics(self) -> dict[str, float]:
+        own = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
+        return super().adaptive_metrics | own
 
     @property
     def learning_rates(self) -> Mapping[str, float]:
@@ -116,6 +156,24 @@ class PPO(Objective):
         )
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
+    @torch.no_grad()
+    def conclude(
+        self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
+    ) -> None:
+        """Adapts the weight of the KL to the policy before the update, by what it is after it."""
+        from fastp3o.models.packed_model import labelled_logprobs
+        from fastp3o.models.sharding import map_rows_in_lockstep
+
+        if self.step_kl.target is None:
+            return
+        microbatches = list(chain.from_iterable(minibatches))
+        logprobs = map_rows_in_lockstep([each.row for each in microbatches], partial(labelled_logprobs, policy))
+        kls = torch.cat(
+            [step_kl(now, each.old_token_logprobs) for now, each in zip(logprobs, microbatches, strict=True)]
+        ).double()
+        total, count = sum_over_processes(torch.stack([kls.sum(), kls.new_full((), len(kls))])).tolist()
+        self.step_kl.adapt(total / count)
+
     def advantages(self, microbatch: Microbatch, values: Tensor) -> Tensor:
         """Advantages of the tokens, [N] fp32, not whitened yet."""
         rewards = token_rewards(
@@ -140,7 +198,7 @@ class PPO(Objective):
             return label_logprobs(hidden, head, row), None, critic(row)
 
         logprobs, entropy, values = policy(row, row.labelled_at, logprobs_entropy_values)
-        return ppo_loss(logprobs, values, microbatch, self.config, entropy)
+        return ppo_loss(logprobs, values, microbatch, self.config, entropy, step_kl_coef=self.step_kl.value)
 
 
 class Critic(nn.Module):
@@ -210,16 +268,24 @@ def whiten(values: list[Tensor], sum_over_processes: SumOverProcesses) -> list[T
 
 
 def ppo_loss(
-    logprobs: Tensor, values: Tensor, microbatch: Microbatch, config: PPOConfig, entropy: Tensor | None = None
+    logprobs: Tensor,
+    values: Tensor,
+    microbatch: Microbatch,
+    config: PPOConfig,
+    entropy: Tensor | None = None,
+    *,
+    step_kl_coef: float | None = None,
 ) -> LossAndMetrics:
-    """Clipped policy loss and clipped value loss, means over the tokens that count.
+    """Bounded policy loss and clipped value loss, means over the tokens that count.
 
-    logprobs, values, entropy: [N] fp32. microbatch: as `PPO.prepare` leaves it.
+    logprobs, values, entropy: [N] fp32. microbatch: as `PPO.prepare` leaves it. step_kl_coef: the adapted one; by
+    default the configuration's.
     """
     old_values, advantages, returns = (microbatch.prepared[name] for name in ("old_values", "advantages", "returns"))
     mean = partial(mean_where, takes_part=counted_token_mask(microbatch))
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
-    policy_losses = ppo_clip(logprobs, microbatch.old_token_logprobs, advantages, clip_low=config.clip_range)
+    coef = config.step_kl_coef if step_kl_coef is None else step_kl_coef
+    policy_losses = surrogate(logprobs, microbatch.old_token_logprobs, advantages, config, coef)
     sampler_metrics: dict[str, Tensor] = {}
     if config.sampler_ratio_cap:
         sampler_ratios = truncated_ratios(microbatch.sampler_log_ratios(), config.sampler_ratio_cap)
@@ -246,6 +312,16 @@ def ppo_loss(
         metrics["policy_entropy"] = mean(entropy)
         loss = loss - config.entropy_coef * metrics["policy_entropy"]
     return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def surrogate(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: PPOConfig, step_kl_coef: float
+) -> Tensor:
+    """The policy's loss of each token, [N]: clipped, penalised, or both."""
+    if config.step_bound == "penalty":
+        return ppo_penalty(logprobs, old_logprobs, advantages, coef=step_kl_coef)
+    losses = ppo_clip(logprobs, old_logprobs, advantages, clip_low=config.clip_range)
+    return losses if config.step_bound == "clip" else losses + step_kl_coef * step_kl(logprobs, old_logprobs)
 
 
 def counted_token_mask(microbatch: Microbatch) -> Tensor | None:

@@ -120,6 +120,23 @@ def ppo_clip(
     return torch.maximum(-advantages * ratios, -advantages * clipped)
 
 
+def ppo_penalty(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, coef: float) -> Tensor:
+    """PPO's loss with a penalty instead of clipping (arXiv 1707.06347, equation 8): −A ρ + coef KL(π_old ‖ π).
+
+    Any shape. The KL of each token, or response, is estimated as in `step_kl`.
+    """
+    ratios = (logprobs - old_logprobs.detach()).exp()
+    return -advantages.detach() * ratios + coef * step_kl(logprobs, old_logprobs)
+
+
+def step_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """ρ − 1 − log ρ, ρ = π/π_old: unbiased for KL(π_old ‖ π) where π_old sampled, with an unbiased gradient, and never
+    negative. Any shape.
+    """
+    log_ratios = logprobs - old_logprobs.detach()
+    return torch.expm1(log_ratios) - log_ratios
+
+
 def group_advantages(rewards: Tensor, *, scale: bool = True) -> Tensor:
     """(r − mean) / (std + small) within each prompt's responses, [P, K] -> [P, K] (arXiv 2402.03300).
 

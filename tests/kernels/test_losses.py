@@ -101,6 +101,10 @@ SINGLES = {
         lambda x, o, A: losses.ppo_clip(x, o, A, clip_low=0.1, clip_high=0.3),
         lambda x, o, A: clipped(x, o, A, 0.1, 0.3),
     ),
+    "ppo with a penalty": (
+        lambda x, o, A: losses.ppo_penalty(x, o, A, coef=0.7),
+        lambda x, o, A: -A * torch.exp(x - o) + 0.7 * (torch.exp(x - o) - 1 - (x - o)),
+    ),
     "grpo": (
         lambda x, o, A: losses.grpo(x, o, A, 1.1 * o, kl_coef=0.5),
         lambda x, o, A: clipped(x, o, A, 0.2, 0.2) + 0.5 * (torch.exp(1.1 * o - x) - 1 - (1.1 * o - x)),

@@ -35,6 +35,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
     """
     rounds, score, resample, objective, policy, reference, step, run = set_up(config, reward, gold)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
+    sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
@@ -51,7 +52,7 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                 minibatches = make_microbatches(accelerator, old, reference, rows, scaled, counted, objective)
                 if config.sampler_ratio_cap:
                     minibatches = with_sampler_logprobs(rollouts, minibatches)
-                minibatches = objective.prepare(policy, minibatches, partial(accelerator.reduce, reduction="sum"))
+                minibatches = objective.prepare(policy, minibatches, sum_over_processes)
                 gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
                 rounds.require_policys_own(update, rollouts, gaps)
             with run.phase("update"):
@@ -61,6 +62,8 @@ def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | 
                     for index in shuffled(len(minibatches), derived_seed(config.seed, update, epoch)).tolist():
                         loss = objective.loss if step_metrics else objective.first_loss
                         step_metrics.append(step(passes[index], loss))
+                with accelerator.autocast():
+                    objective.conclude(policy, minibatches, sum_over_processes)
                 reference.follow(policy, update)
         ages = rounds.metrics(update)
         done = Update(update, rollouts, rewards, sampled_again, ages, minibatches, gaps, step_metrics)

@@ -265,7 +265,8 @@ class States:
     def read_numbers(self, folder: Path) -> None:
         counters = json.loads((folder / COUNTERS).read_text())
         for name, part in self.parts.items():
-            part.load_state_dict(counters[name])
+            if name in counters:  # a part that an older fastp3o did not have begins anew
+                part.load_state_dict(counters[name])
         generators = folder / self.generators_file
         if generators.exists():
             restore_generators(json.loads(generators.read_text()))

@@ -7,8 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
+from fastp3o.objectives.kl_coefficient import StepKLCoefficient
 from fastp3o.objectives.ppo import PPO, PPOConfig, ppo_loss
 from fastp3o.stages.online import train
+from fastp3o_kernels.losses import step_kl
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 
@@ -67,6 +69,73 @@ def test_a_ratio_outside_the_range_is_only_drawn_back(log_ratio, advantage, move
     loss.backward()
     assert bool(logprobs.grad.ne(0)) == moves
     assert metrics["clip_fraction"] == 1
+
+
+def test_the_penaltys_gradient_is_that_of_the_kl_from_the_old_policy():
+    """Over all tokens of a vocabulary, each as often as the old policy samples it, as autograd has it of the KL."""
+    torch.manual_seed(0)
+    old = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad((old.exp() * (old - logits.log_softmax(0))).sum(), logits)
+    (got,) = torch.autograd.grad((old.exp() * step_kl(logits.log_softmax(0), old)).sum(), logits)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("bound", ["penalty", "both"])
+def test_a_penalty_takes_the_place_of_clipping_or_joins_it(bound):
+    """Written a second time, token by token."""
+    torch.manual_seed(0)
+    old, advantages = torch.randn(2, 8, dtype=torch.float64)
+    logprobs = (old + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
+    zero = torch.zeros(8, dtype=torch.float64)
+    loss, _ = ppo_loss(logprobs, zero, given(old, zero, advantages, zero), settings(step_bound=bound, step_kl_coef=0.6))
+    expected = 0.0
+    for now, before, a in zip(logprobs, old, advantages, strict=True):
+        ratio = torch.exp(now) / torch.exp(before)
+        gain = a * ratio
+        if bound == "both":
+            gain = torch.minimum(gain, a * ratio.clamp(0.8, 1.2))
+        expected = expected - (gain - 0.6 * (ratio - 1 - torch.log(ratio))) / 8
+    torch.testing.assert_close(loss, expected)
+    theirs = torch.autograd.grad(expected, logprobs)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, logprobs)[0], theirs)
+
+
+def test_the_penaltys_weight_follows_schulmans_rule():
+    coefficient = StepKLCoefficient(1.0, target=0.01)
+    values = []
+    for kl in (0.016, 0.014, 0.007, 0.0066, 0.0, 0.02):
+        coefficient.adapt(kl)
+        values.append(coefficient.value)
+    assert values == [2.0, 2.0, 2.0, 1.0, 0.5, 1.0]
+    fixed = StepKLCoefficient(1.0, target=None)
+    fixed.adapt(9.0)
+    assert fixed.value == 1.0
+
+
+def test_an_adapted_penalty_is_measured_after_the_update_and_resumed(workplace, tiny_model):
+    penalised = {"step_bound": "penalty", "step_kl_target": 1e-4, "save_every": 2, "reward": "rewards_for_tests:varied"}
+    run(tiny_model, "whole", **penalised)
+    weight = 1.0
+    for step in metrics("whole"):
+        assert step["step_kl"] > 0
+        assert step["step_kl_coef"] == weight
+        weight *= 2 if step["step_kl"] > 1.5e-4 else 0.5 if step["step_kl"] < 1e-4 / 1.5 else 1
+    assert weight != 1.0
+    copy_at_save_before("whole", "resumed")
+    run(tiny_model, "resumed", resume=True, **penalised)
+    assert metrics("whole") == metrics("resumed")
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+def test_a_heavier_penalty_keeps_an_update_smaller(workplace, tiny_model):
+    """A target that is never reached leaves the weight as it is given for a first update, and has it measured."""
+    moved = []
+    for coef in (0.01, 100.0):
+        bound = {"step_bound": "penalty", "step_kl_coef": coef, "step_kl_target": 1e9}
+        run(tiny_model, f"run-{coef}", updates=1, reward="rewards_for_tests:varied", **bound)
+        moved.append(metrics(f"run-{coef}")[0]["step_kl"])
+    assert moved[1] < moved[0] / 2
 
 
 @pytest.mark.parametrize(("value", "moves"), [(0.1, True), (0.3, False), (-0.3, True)])
@@ -149,6 +218,9 @@ def test_adapters_train_with_a_critic(workplace, tiny_model):
         ({"value_clip_range": 0}, "--value_clip_range must be above 0"),
         ({"critic_learning_rate": 0}, "--critic_learning_rate must be above 0"),
         ({"clip_range": -1}, "--clip_range must be above 0"),
+        ({"step_kl_coef": 2.0}, "--step_kl_coef does nothing with --step_bound clip"),
+        ({"step_kl_target": 0.1}, "--step_kl_target does nothing with --step_bound clip"),
+        ({"step_bound": "penalty", "clip_range": 0.1}, "--clip_range does nothing with --step_bound penalty"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(changes, message):
