@@ -7,6 +7,7 @@ output_dir/stopped-in-000061/model/   the model as it was when a value in step 6
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import StageConfig, TrainableConfig
+from fastp3o.config import TrainableConfig
 from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.trainable import whole_model
+from fastp3o.models.trainable import scores_responses, whole_model
 from fastp3o.training.durable import move_into_place, naming, remove, temporary_sibling
+from fastp3o.training.model_card import CARD, Training
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import on_main_process
 
@@ -27,37 +29,46 @@ FINISHED_MODEL, ADAPTER = "model", "adapter"
 LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
 
 
-def save_trained(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, folder: Path, config: StageConfig) -> None:
-    """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says. What an earlier save with another
-    choice has left is removed.
+def save_trained(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, folder: Path, training: Training) -> None:
+    """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says, each with a card. What an earlier
+    save with another choice has left is removed.
 
     folder: of the model. The adapter goes into `adapter/`, beside `model/` and inside any other folder.
     """
-    accelerator, model = optimizer.accelerator, optimizer.model
+    accelerator, model, config = optimizer.accelerator, optimizer.model, training.config
     parts = config.lora_save if isinstance(config, TrainableConfig) else "merged"
+    card = partial(training.card, classifies=scores_responses(model))
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER
-    write = None if parts == "merged" or base_name(model.model) is None else adapter_writer(optimizer, tokenizer)
+    write = None if parts == "merged" or base_name(model.model) is None else adapter_writer(optimizer, tokenizer, card)
     if write is not None and (beside or parts == "adapter"):
         # With the folder around it, if that is new, it is complete or absent.
         place, inside = (adapter, ".") if beside else (folder, ADAPTER)
         on_main_process(accelerator, lambda: write_folder(place, lambda unfinished: write(unfinished / inside)))
     if write is None or parts != "adapter":
-        within = None if write is None or beside else lambda unfinished: write(unfinished / ADAPTER)
-        save_model(accelerator, model, tokenizer, folder, optimizer.precision.weights, within)
+
+        def write_more(unfinished: Path) -> None:
+            if write is not None and not beside:
+                write(unfinished / ADAPTER)
+            (unfinished / CARD).write_text(card(adapter=False))
+
+        save_model(accelerator, model, tokenizer, folder, optimizer.precision.weights, write_more)
     if beside:
         stale = adapter if write is None else folder if parts == "adapter" else None
         on_main_process(accelerator, lambda: remove(stale) if stale is not None and stale.exists() else None)
 
 
-def adapter_writer(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
-    """Gathers an adapter, on all processes, and returns what writes it to a folder, with the tokenizer."""
+def adapter_writer(
+    optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, card: Callable[..., str]
+) -> Callable[[Path], None]:
+    """Gathers an adapter, on all processes, and returns what writes it to a folder, with the tokenizer and its card."""
     model = optimizer.model.model
     weights = adapter_weights(optimizer.parameters, model.active_adapters()[0])
 
     def write(folder: Path) -> None:
         write_adapter(folder, adapter_config(model), weights)
         tokenizer.save_pretrained(folder)
+        (folder / CARD).write_text(card(adapter=True))
 
     return write
 

@@ -18,6 +18,7 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.training.checkpoints import FINISHED_MODEL, save_trained
 from fastp3o.training.late import LateNumbers, Moment
+from fastp3o.training.model_card import Training
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import (
     NotFiniteError,
@@ -378,4 +379,7 @@ class Run:
                 self.save_model(checkpoint)
 
     def save_model(self, folder: Path) -> None:
-        save_trained(self.optimizer, self.tokenizer, folder, self.config)
+        precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
+        step = self.progress.step
+        training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
+        save_trained(self.optimizer, self.tokenizer, folder, training)
