@@ -2,23 +2,16 @@
 
 from dataclasses import dataclass
 
-from fastp3o.config import LARGEST_INT, option, required
+from fastp3o.config import LARGEST_INT, Flags, option
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class WinRateConfig(RemoteConfig, SamplingConfig):
-    """Head-to-head win rate of one checkpoint against another, by a reward, by a judge, or by both."""
+class JudgeConfig(Flags):
+    """A judge of two responses: a function, or a language model at an endpoint."""
 
-    first: str = required(
-        "The checkpoint whose win rate is computed: a Hugging Face causal LM, as a hub name or a folder."
-    )
-    second: str = required("The checkpoint that it is compared with.")
-    reward: str | None = option(
-        None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
-    )
     judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).")
     judge_url: str | None = option(
         None,
@@ -31,6 +24,31 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
         None,
         "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again, "
         "but answers without a verdict are.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.judge and self.judge_url:
+            raise UserError("--judge and --judge_url exclude each other")
+        if bool(self.judge_url) != bool(self.judge_model):
+            raise UserError("--judge_url and --judge_model go together")
+        if self.verdicts and not self.judge_url:
+            raise UserError("--verdicts keeps the verdicts of --judge_url, which is not given")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
+    """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
+
+    first: str | None = option(
+        None, "The checkpoint whose win rate is computed: a Hugging Face causal LM, as a hub name or a folder."
+    )
+    second: str | None = option(None, "The checkpoint that it is compared with.")
+    models: str | None = option(
+        None, "Instead of --first and --second: checkpoints, separated by commas, all of which are compared in pairs."
+    )
+    reward: str | None = option(
+        None, "Higher reward wins: a reward model (folder or hub name), a function, as module:function, or a URL."
     )
     output: str | None = option(None, "JSON file to write the result to.")
     responses_per_prompt: int = option(
@@ -47,12 +65,18 @@ class WinRateConfig(RemoteConfig, SamplingConfig):
         super().__post_init__()
         if not (self.reward or self.judge or self.judge_url):
             raise UserError("nothing says who wins: give --reward, --judge, or --judge_url with --judge_model")
-        if self.judge and self.judge_url:
-            raise UserError("--judge and --judge_url exclude each other")
-        if bool(self.judge_url) != bool(self.judge_model):
-            raise UserError("--judge_url and --judge_model go together")
-        if self.verdicts and not self.judge_url:
-            raise UserError("--verdicts keeps the verdicts of --judge_url, which is not given")
+        if self.models and (self.first or self.second):
+            raise UserError("--models takes the place of --first and --second")
+        if not self.models and not (self.first and self.second):
+            raise UserError("two checkpoints or more are compared: give --first and --second, or --models")
+        different = {name for name in self.checkpoints if name}
+        if self.models and not 2 <= len(self.checkpoints) == len(different):
+            raise UserError(f"--models must be two or more different checkpoints and commas, got {self.models!r}")
+
+    @property
+    def checkpoints(self) -> list[str]:
+        named = self.models.split(",") if self.models else [self.first or "", self.second or ""]
+        return [name.strip() for name in named]
 
     @property
     def scorers(self) -> list[str]:

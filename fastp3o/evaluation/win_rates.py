@@ -1,4 +1,4 @@
-"""Two checkpoints respond to the same prompts; a reward or a judge says whose responses are better."""
+"""Checkpoints respond to the same prompts; a reward or a judge says whose responses are better."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.errors import UserError
-from fastp3o.evaluation.config import WinRateConfig
+from fastp3o.evaluation.config import JudgeConfig, WinRateConfig
 from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
 from fastp3o.models.loading import load_policy, load_tokenizer
@@ -42,21 +42,23 @@ class Responses:
         return fmean(len(response.ids) for group in self.groups for response in group.responses)
 
 
-def head_to_head(config: WinRateConfig) -> tuple[Responses, Responses]:
-    """Both checkpoints' responses to the same prompts with the same seed, and their rewards if asked for.
+def responses_of_all(config: WinRateConfig) -> list[Responses]:
+    """Each checkpoint's responses to the same prompts with the same seed, and their rewards if asked for.
 
     One checkpoint is in memory at a time. Raises ValueError if their tokenizers make different texts of the prompts
-    (chat template, length limit): the two would not respond to the same prompts.
+    (chat template, length limit): they would not respond to the same prompts.
     """
-    checkpoints = (config.first, config.second)
+    checkpoints = config.checkpoints
     tokenizers = [load_tokenizer(name, trust_remote_code=config.trust_remote_code) for name in checkpoints]
-    first, second = (prompts_for(tokenizer, config) for tokenizer in tokenizers)
-    if [prompt.text for prompt in first] != [prompt.text for prompt in second]:
-        raise UserError(
-            f"the tokenizers of {config.first} and {config.second} make different texts of {config.prompts}: their "
-            "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
-        )
-    return respond(config.first, tokenizers[0], first, config), respond(config.second, tokenizers[1], second, config)
+    prompts = [prompts_for(tokenizer, config) for tokenizer in tokenizers]
+    texts_of_first = [prompt.text for prompt in prompts[0]]
+    for name, others in zip(checkpoints, prompts, strict=True):
+        if [prompt.text for prompt in others] != texts_of_first:
+            raise UserError(
+                f"the tokenizers of {checkpoints[0]} and {name} make different texts of {config.prompts}: their "
+                "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
+            )
+    return [respond(*each, config) for each in zip(checkpoints, tokenizers, prompts, strict=True)]
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> list[Prompt]:
@@ -130,7 +132,7 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
 
 
-def load_judge(config: WinRateConfig) -> Judge | None:
+def load_judge(config: JudgeConfig) -> Judge | None:
     if config.judge:
         return FunctionJudge(config.judge)
     if config.judge_url and config.judge_model:

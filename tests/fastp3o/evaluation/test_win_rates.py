@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.config import parse
 from fastp3o.endpoint import EndpointError
+from fastp3o.errors import UserError
+from fastp3o.evaluation import win_rates
 from fastp3o.evaluation.bootstrap import percentile_interval
 from fastp3o.evaluation.judge import ChatEndpoint
 from fastp3o.evaluation.verdicts import Verdict, reward_verdicts, win_rate
@@ -221,6 +223,60 @@ def test_exchanged_checkpoints_exchange_wins(play, tiny_model, other_model):
     assert forth["config"]["first"] == tiny_model
 
 
+def test_all_pairs_have_the_rates_that_each_has_alone(play, tiny_model, other_model, script, monkeypatch, capsys):
+    """Each checkpoint responds once."""
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("third")
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("third")
+    flags = ["--reward", "rewards_for_tests:vowels", "--judge", "judges_of_win_rates:longer", "--seed", "3"]
+    flags += ["--max_response_tokens", "8", "--prompts", "prompts.jsonl"]
+    names = [tiny_model, other_model, "third"]
+    alone = {
+        (first, second): play(first, second, *flags)["win_rates"]
+        for first, second in [(names[0], names[1]), (names[0], names[2]), (names[1], names[2])]
+    }
+    capsys.readouterr()
+    asked, respond = [], win_rates.respond
+    monkeypatch.setattr(win_rates, "respond", lambda name, *given: asked.append(name) or respond(name, *given))
+    flags += ["--max_prompt_tokens", "32", "--output", "o.json"]
+    config = parse(WinRateConfig, ["--models", ",".join(names), *flags])
+    script.main(config)
+    result = json.loads(Path("o.json").read_text())
+    assert {(pair["first"], pair["second"]): pair["win_rates"] for pair in result["pairs"]} == alone
+    assert asked == names
+    assert list(result["tokens_per_response"]) == names
+    printed = capsys.readouterr().out
+    assert "win rates by reward" in printed
+    assert "win rates by judge" in printed
+    rate = alone[names[0], names[1]]["reward"]
+    for value in (rate["win_rate"], 1 - rate["win_rate"]):
+        assert f"{value:.3f}" in printed
+    assert f"{1 - rate['high']:.3f} to {1 - rate['low']:.3f}" in printed
+
+
+def test_a_full_disk_names_the_file(play, tiny_model, monkeypatch):
+    monkeypatch.setattr(Path, "open", full_disk(Path.open))
+    with pytest.raises(OSError, match=r"No space left on device: 'new/o\.json'"):
+        play(tiny_model, tiny_model, "--reward", "rewards_for_tests:vowels")
+
+
+def full_disk(opened):
+    def open_file(self, mode="r", *given, **options):
+        if "x" in mode or "w" in mode:
+            return opened(Path("/dev/full"), "wb", buffering=0)
+        return opened(self, mode, *given, **options)
+
+    return open_file
+
+
+def test_an_output_that_is_a_folder_is_refused_before_anything_is_sampled(script, workplace):
+    Path("folder").mkdir()
+    config = parse(
+        WinRateConfig, ["--first", "a", "--second", "b", "--prompts", "p", "--reward", "r", "--output", "folder"]
+    )
+    with pytest.raises(UserError, match="--output folder is a folder"):
+        script.main(config)
+
+
 def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):
     with pytest.raises(ValueError, match="none of 8 comparisons has a verdict"):
         play(tiny_model, tiny_model, "--judge", "judges_of_win_rates:silent")
@@ -259,9 +315,26 @@ def test_different_texts_of_a_prompt_are_refused(play, tiny_model):
         (["--judge_model", "m", "--reward", "r"], "go together"),
         (["--reward", "r", "--verdicts", "v.jsonl"], "--verdicts keeps"),
         (["--reward", "r", "--responses_per_prompt", "0"], "--responses_per_prompt must be at least 1, got 0"),
+        (["--reward", "r", "--models", "a,b"], "--models takes the place of --first and --second"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(capsys, flags, message):
     with pytest.raises(SystemExit):
         parse(WinRateConfig, ["--first", "a", "--second", "b", "--prompts", "p", *flags])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --first and --second, or --models"),
+        (["--first", "a"], "give --first and --second, or --models"),
+        (["--models", "a"], "--models must be two or more different checkpoints"),
+        (["--models", "a,,b"], "--models must be two or more different checkpoints"),
+        (["--models", "a,b,a"], "--models must be two or more different checkpoints"),
+    ],
+)
+def test_checkpoints_that_are_no_pair_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse(WinRateConfig, ["--reward", "r", "--prompts", "p", *flags])
     assert message in capsys.readouterr().err

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.evaluation.win_rates import WinRateConfig, head_to_head
+from fastp3o.evaluation.win_rates import WinRateConfig, responses_of_all
 from fastp3o.objectives.preferences import DPOConfig
 from fastp3o.stages import preference
 from fastp3o.stages.generate.config import GenerateConfig
@@ -71,8 +71,8 @@ def test_win_rates_have_each_checkpoint_served_in_turn(workplace, tiny_model):
     settings = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "max_response_tokens": 6}
     settings |= {"first": tiny_model, "second": "run/model", "max_prompt_tokens": 32}
     with standing_in(tiny_model) as server:
-        first, second = head_to_head(WinRateConfig(**settings, **flags(server)))
-        again, _ = head_to_head(WinRateConfig(**settings, **flags(server)))
+        first, second = responses_of_all(WinRateConfig(**settings, **flags(server)))
+        again, _ = responses_of_all(WinRateConfig(**settings, **flags(server)))
     assert [group.responses for group in first.groups] == [group.responses for group in again.groups]
     assert [group.responses for group in first.groups] != [group.responses for group in second.groups]
 
