@@ -232,6 +232,16 @@ class StageConfig(RunConfig):
         "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True
     )
 
+    push_to_hub: str | None = option(
+        None,
+        "Upload the finished model, with its adapter and card, to this repository of the Hugging Face Hub (model or "
+        "organisation/model). The token is that of `hf auth login`, or HF_TOKEN.",
+        changeable=True,
+    )
+    hub_private: bool = option(
+        False, "Make the repository private, if it is new.", needs="push_to_hub", changeable=True
+    )
+
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
 

@@ -20,6 +20,8 @@ from fastp3o.errors import UserError
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision
+from fastp3o.training.hub import require_repository
+from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import check_output_dir
 
 Loader = Callable[..., tuple[Dataset, DataReport]]
@@ -42,6 +44,7 @@ def make_context(config: StageConfig, automatic: str, **divisible: int) -> Conte
     for flag, total in divisible.items():
         check_divisible(accelerator, total, flag)
     check_output_dir(accelerator, config)
+    on_main_process(accelerator, lambda: require_repository(config))
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size))
 

@@ -17,6 +17,7 @@ from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
 from fastp3o.training.checkpoints import FINISHED_MODEL, save_trained
+from fastp3o.training.hub import upload
 from fastp3o.training.late import LateNumbers, Moment
 from fastp3o.training.model_card import Training
 from fastp3o.training.optimizer import Optimizer
@@ -27,6 +28,7 @@ from fastp3o.training.processes import (
     not_finite_error,
     on_main_process,
     require_all_finite,
+    result_or_error,
 )
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
 from fastp3o.training.run_folder import (
@@ -176,11 +178,20 @@ class Run:
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
+                uploaded = on_main_process(self.accelerator, lambda: result_or_error(lambda: upload(self.config)))
                 self.reporter.close()
+                self.report_upload(*uploaded)
             finally:
                 if self.pending is not None:
                     self.pending.close()
                 release(self.folder)
+
+    def report_upload(self, address: str | None, error: Exception | None) -> None:
+        """Says where the model is on the hub. Raises the error of an upload, now that all else has ended well."""
+        if error is not None:
+            raise error
+        if address is not None:
+            self.accelerator.print(f"the model is at {address}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

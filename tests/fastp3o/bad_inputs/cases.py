@@ -152,6 +152,7 @@ FLAGS = [
     ("p3o", "--lora_rank 2 --lora_dropout 0.1", "--lora_dropout would make ratios random"),
     ("sft", "--lora_rank 2 --lora_dropout 0.1 --compile_layers", "--lora_dropout and --compile_layers exclude"),
     ("sft", "--lora_rank 2 --lora_dropout 1", "--lora_dropout must be at least 0 and below 1"),
+    ("sft", "--hub_private", "--hub_private does nothing without --push_to_hub"),
     ("sft", "--lora_rank 2 --lora_save nosuch", "--lora-save: invalid choice: 'nosuch' (choose from "),
     ("p3o", "--offload maybe", "argument --offload: expected yes or no"),
     ("p3o", "--missing_eos_penalty -1", "--missing_eos_penalty must be 0 or more"),
