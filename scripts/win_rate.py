@@ -31,12 +31,13 @@ def main(config: WinRateConfig) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from fastp3o.endpoint import EndpointError
-    from fastp3o.evaluation.win_rates import load_judge, responses_of_all, win_rates
+    from fastp3o.evaluation.judge import load_judge
+    from fastp3o.evaluation.win_rates import responses_of_all, win_rates
 
     disable_progress_bar()  # of loading weights, which would break up what is printed
     if config.output:
         require_place(Path(config.output))
-    judge = load_judge(config)
+    judge = load_judge(config, Path(config.verdicts) if config.verdicts else None)
     responses = responses_of_all(config)
     rates: Rates = {}
     try:

@@ -12,18 +12,22 @@ from fastp3o.rollouts.config import SamplingConfig
 class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
-    judge: str | None = option(None, "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).")
+    judge: str | None = option(
+        None, "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).", changeable=True
+    )
     judge_url: str | None = option(
         None,
         "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
         "variable OPENAI_API_KEY holds its key, if it needs one.",
+        changeable=True,
     )
-    judge_model: str | None = option(None, "Name of the model at judge_url.")
-    judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url")
+    judge_model: str | None = option(None, "Name of the model at judge_url.", changeable=True)
+    judge_requests: int = option(8, "Concurrent requests to judge_url.", at_least=1, needs="judge_url", changeable=True)
     verdicts: str | None = option(
         None,
         "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again, "
         "but answers without a verdict are.",
+        changeable=True,
     )
 
     def __post_init__(self) -> None:

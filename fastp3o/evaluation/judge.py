@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from fastp3o.endpoint import Endpoint, at_once, check_url
 from fastp3o.errors import UserError
+from fastp3o.evaluation.config import JudgeConfig
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile
 from fastp3o.named_function import call_for_list, import_function
 
@@ -177,6 +178,16 @@ class EndpointJudge:
 
     def key(self, prompt: str, first: str, second: str) -> str:
         return digest(self.endpoint.model, self.template.template, prompt, first, second)
+
+
+def load_judge(config: JudgeConfig, verdicts: Path | None) -> Judge | None:
+    """The judge that is named, if one is. verdicts: keeps those of an endpoint."""
+    if config.judge:
+        return FunctionJudge(config.judge)
+    if config.judge_url and config.judge_model:
+        endpoint = ChatEndpoint(config.judge_url, config.judge_model)
+        return EndpointJudge(endpoint, path=verdicts, requests=config.judge_requests)
+    return None
 
 
 def parse_verdict(answer: Answer) -> Verdict:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.errors import UserError
-from fastp3o.evaluation.config import JudgeConfig, WinRateConfig
-from fastp3o.evaluation.judge import ChatEndpoint, EndpointJudge, FunctionJudge, Judge
+from fastp3o.evaluation.config import WinRateConfig
+from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.precision import choose_precision
@@ -130,15 +129,3 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
         raise UserError("responses without rewards cannot be compared by them")
     verdicts = reward_verdicts(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]
-
-
-def load_judge(config: JudgeConfig) -> Judge | None:
-    if config.judge:
-        return FunctionJudge(config.judge)
-    if config.judge_url and config.judge_model:
-        return EndpointJudge(
-            ChatEndpoint(config.judge_url, config.judge_model),
-            path=Path(config.verdicts) if config.verdicts else None,
-            requests=config.judge_requests,
-        )
-    return None

@@ -5,4 +5,5 @@ LOCK = "fastp3o.lock"
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
 SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
+VERDICTS = "verdicts.jsonl"  # on pairs of them
 CALIBRATION = "calibration.png"  # of a reward model's last evaluation

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 from fastp3o.config import PRECISIONS, Flags, RunConfig, option, required
 from fastp3o.errors import UserError
+from fastp3o.evaluation.config import JudgeConfig
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
 
@@ -15,8 +16,10 @@ KEEP_FLAGS: dict[str, tuple[str, ...]] = {
     "rejection_sampling": ("beta", "accept"),
     "rso": ("beta", "accept"),
     "rs_dpo": ("min_gap",),
+    "judged": (),
 }
-PAIRS = ("rso", "rs_dpo")
+JUDGED = "judged"  # by verdicts; all others by rewards
+PAIRS = ("rso", "rs_dpo", JUDGED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class SelectionConfig(Flags):
         "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a reward above "
         "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
         "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
-        "(rs_dpo).",
+        "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged).",
         choices=tuple(KEEP_FLAGS),
         changeable=True,
     )
@@ -70,12 +73,14 @@ class SelectionConfig(Flags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
-    """Samples responses, rewards them, and keeps some as data: best-of-n, rejection sampling, preference pairs."""
+class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
+    """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection sampling, preferences."""
 
     model: str = required("The policy that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
-    reward: str = required(
-        "What responses are kept by: a reward model (folder or hub name), a function, as module:function, or a URL."
+    reward: str | None = option(
+        None,
+        "What responses are kept by, except with --keep judged: a reward model (folder or hub name), a function, as "
+        "module:function, or a URL.",
     )
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
     precision: str = option(
@@ -87,6 +92,14 @@ class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.reward and self.keep != JUDGED:
+            raise UserError(f"--keep {self.keep} keeps responses by their rewards: give --reward")
+        if bool(self.judge or self.judge_url) != (self.keep == JUDGED):
+            raise UserError(
+                "--keep judged asks a judge: give --judge, or --judge_url with --judge_model"
+                if self.keep == JUDGED
+                else f"--judge and --judge_url do nothing without --keep {JUDGED}"
+            )
         if self.keep in PAIRS and self.responses_per_prompt < 2:
             raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
         if "accept" in KEEP_FLAGS[self.keep] and self.accept >= self.responses_per_prompt:
@@ -97,7 +110,7 @@ class GenerateConfig(RemoteConfig, SelectionConfig, SamplingConfig, RunConfig):
 
     @property
     def scorers(self) -> list[str]:
-        return [self.reward]
+        return [self.reward] if self.reward else []
 
     @classmethod
     def changeable(cls) -> set[str]:

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
+from fastp3o.evaluation.judge import load_judge
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.sharding import FrozenModel, loading_device, process_mesh
 from fastp3o.precision import choose_precision
@@ -44,6 +45,8 @@ def generate(config: GenerateConfig) -> Generated:
     `rollout_memory`, free memory decides how many prompts are sampled at once if it has no room for a batch, and the
     bits are those of that number.
 
+    With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not ask for it again.
+
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
     fails, EndpointError if an endpoint refuses or fails after all retries.
     """
@@ -55,12 +58,13 @@ def generate(config: GenerateConfig) -> Generated:
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
-        columns=asked_columns([config.reward], config),
+        columns=asked_columns(config.scorers, config),
         as_given=True,
         **config.prompt_options,
     )
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
+    load_judge(config, None)  # what is wrong with it is said before anything is sampled
     manifest, done = on_main_process(accelerator, lambda: find_progress(accelerator, config, prompts, samples))
     models = load_models(context, config, prompts) if done < len(prompts) else None
 
@@ -78,13 +82,13 @@ def generate(config: GenerateConfig) -> Generated:
     return generated
 
 
-def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward]:
+def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward | None]:
     """A sampler of the policy, and the reward. Each process has a part of the models.
 
     prompts: an endpoint is asked about the first one, before anything begins.
     """
     _, precision, tokenizer, mesh = context
-    reward = load_named_reward(context, config, config.reward, prompts)
+    reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
     policy = load_policy(
         config.model,
         device=loading_device(context.device, mesh),
@@ -144,7 +148,7 @@ def sample_rest(
     config: GenerateConfig,
     prompts: Dataset,
     sampler: Sampler,
-    reward: Reward,
+    reward: Reward | None,
     samples: SamplesFile,
     done: int,
 ) -> float:
@@ -162,9 +166,9 @@ def sample_rest(
             with phases("sampling"):
                 groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
             # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
-            asked = {"reward": reward} if own or isinstance(reward, ModelReward) else {}
+            asked = {"reward": reward} if reward and (own or isinstance(reward, ModelReward)) else {}
             with accelerator.autocast():
-                rewards = rewarded(asked, groups).get("reward", torch.zeros(0))
+                rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             require_finite(accelerator, "a reward", rewards)
             batch = list(map(make_samples, groups, rewards.tolist(), examples["given"])) if own else []
             batch = list(chain.from_iterable(gather_object([batch])))

@@ -17,7 +17,7 @@ class Samples:
     """K responses to one prompt.
 
     number: the prompt's, from 0. prompt: as the data have it, text or messages. responses: texts. lengths: in tokens.
-    finished: whether the response ended with an end-of-sequence.
+    finished: whether the response ended with an end-of-sequence. rewards: none without a reward.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Chooses responses to a prompt by their rewards, and makes records of them.
+"""Chooses responses to a prompt by their rewards, and makes records of them; `judged.py` chooses by verdicts.
 
 A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
 """
@@ -26,11 +26,13 @@ class Candidates(NamedTuple):
 
 def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
     """Leaves out empty responses, which no layout can hold, and, unless `unfinished`, those without end-of-sequence: as
-    data they would have one, and teach to stop there.
+    data they would have one, and teach to stop there. Without a reward all have 0.
     """
     kept = [
         (text, reward)
-        for text, finished, reward in zip(samples.responses, samples.finished, samples.rewards, strict=True)
+        for text, finished, reward in zip(
+            samples.responses, samples.finished, samples.rewards or [0.0] * len(samples.responses), strict=True
+        )
         if text.strip() and (finished or unfinished)
     ]
     return Candidates([text for text, _ in kept], [reward for _, reward in kept])
@@ -99,9 +101,14 @@ def pairs_at_random(
     chosen: Sequence[int], rewards: Sequence[float], random: np.random.Generator
 ) -> list[tuple[int, int]]:
     """(better, worse) of disjoint pairs; those of equal rewards, of which none is better, are left out."""
-    drawn = [chosen[i] for i in random.permutation(len(chosen))]
-    pairs = zip(drawn[::2], drawn[1::2], strict=False)
+    pairs = disjoint_pairs(chosen, random)
     return [(i, j) if rewards[i] > rewards[j] else (j, i) for i, j in pairs if rewards[i] != rewards[j]]
+
+
+def disjoint_pairs(chosen: Sequence[int], random: np.random.Generator) -> list[tuple[int, int]]:
+    """Pairs at random, each response in one of them; an odd one out is left out."""
+    drawn = [chosen[i] for i in random.permutation(len(chosen))]
+    return list(zip(drawn[::2], drawn[1::2], strict=False))
 
 
 # --- records --------------------------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):
 def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_model, other_model, monkeypatch, capsys):
     impatient = {"timeout": 0.2, "retries": 1, "backoff": 0.01, "longest_wait": 1.0}
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("fastp3o.evaluation.win_rates.ChatEndpoint", functools.partial(ChatEndpoint, **impatient))
+    monkeypatch.setattr("fastp3o.evaluation.judge.ChatEndpoint", functools.partial(ChatEndpoint, **impatient))
     judged = ["--judge_url", "http://127.0.0.1:1", "--judge_model", "m"]
     with pytest.raises(EndpointError, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
         play(tiny_model, other_model, *judged, "--reward", "rewards_for_tests:vowels")
