@@ -41,7 +41,7 @@ from benchmarks.shapes import CUDA
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.stages import setup
 from fastp3o.stages.online import loop
-from fastp3o.training import reporting, run_folder
+from fastp3o.training import reporting, run_files
 
 PHASES = ("rollout", "reward", "logprobs", "update")
 EPOCHS = 4
@@ -161,7 +161,7 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
         patch.object(setup, "load_tokenizer", AutoTokenizer.from_pretrained),
     ):
         loop.train(config)
-    updates = map(json.loads, (folder / "run" / run_folder.METRICS).read_text().splitlines())
+    updates = map(json.loads, (folder / "run" / run_files.METRICS).read_text().splitlines())
     return [
         with_phases(sum(seconds.values()), {phase: update[f"seconds_{phase}"] for phase in PHASES})
         for seconds, update in zip(stopwatch.iterations, updates, strict=True)

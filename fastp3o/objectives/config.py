@@ -116,6 +116,20 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     samples_every: int = option(
         20, "Print a table of sample responses every this many updates; 0 never.", at_least=0, changeable=True
     )
+    log_rollouts: int = option(
+        1,
+        "Log rollouts every this many updates, in rollouts.jsonl.gz and in tables of trackers; 0 never. "
+        "scripts/rollouts.py prints them.",
+        at_least=0,
+        changeable=True,
+    )
+    log_rollouts_prompts: int = option(
+        8,
+        "Prompts of an update whose rollouts are logged, where they can be the same ones in every epoch; 0: all.",
+        at_least=0,
+        needs="log_rollouts",
+        changeable=True,
+    )
 
     def __post_init__(self) -> None:
         if not self.prompts_per_minibatch:

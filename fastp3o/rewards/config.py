@@ -1,6 +1,8 @@
 """The flags of rewards and penalties."""
 
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 
@@ -182,6 +184,22 @@ def reward_names(names: str) -> list[str]:
     if not names:
         return []
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names of rewards in metrics: the last part of a path, a URL or module:function, with as many parts before it as
+    tell it from the others.
+    """
+    stripped = [name.rstrip("/") for name in names]
+    if len(set(stripped)) < len(names):
+        return list(names)
+    parts = [re.findall(r"[^/:]+[/:]*|^[/:]+", name) for name in stripped]
+    shortened = []
+    for place, own in enumerate(parts):
+        others = parts[:place] + parts[place + 1 :]
+        needed = next(n for n in range(1, len(own) + 2) if all(other[-n:] != own[-n:] for other in others))
+        shortened.append("".join(own[-needed:]))
+    return shortened
 
 
 def is_endpoint(name: str) -> bool:

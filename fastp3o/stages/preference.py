@@ -25,6 +25,7 @@ from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.rewards.config import short_names
 from fastp3o.rewards.reward import Reward, asked_columns, weighted
 from fastp3o.served.publisher import Publisher
 from fastp3o.stages.models import load_fixed_reference, load_named_reward, note_sampling, sampled_model
@@ -238,7 +239,8 @@ def sampled_evaluation(
     examples = load_examples(context, config, load_with_columns, prompts, config.eval_split, config.eval_limit)
     rewards: dict[str, Reward] = {}
     if config.rewards:
-        named = {name: load_named_reward(context, config, name, examples) for name in config.rewards}
+        loaded = [load_named_reward(context, config, name, examples) for name in config.rewards]
+        named = dict(zip(short_names(config.rewards), loaded, strict=True))
         rewards["reward"] = weighted(named, config.weights)
     if config.gold_reward:
         rewards["gold"] = load_named_reward(context, config, config.gold_reward, examples)

@@ -1,9 +1,9 @@
-"""Reports the metrics of a run: JSON lines, accelerate's trackers, a progress bar, tables of samples, and timings."""
+"""Reports a run: JSON lines, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
 
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,25 +11,48 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from tqdm import tqdm
 
-from fastp3o.training.run_folder import EVALUATIONS, METRICS, append_line
+from fastp3o.training.progress import draw_progress
+from fastp3o.training.rollout_log import LoggedGroup, append_groups
+from fastp3o.training.run_files import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
+from fastp3o.training.run_folder import append_line
+from fastp3o.training.shown_text import prompt_end, visible
+from fastp3o.training.tracker_tables import log_table
+
+# Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
+LINES, SECONDS_BETWEEN_LINES = 20, 60.0
 
 
 class Reporter:
     """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only."""
 
     def __init__(self, accelerator: Accelerator, folder: Path, *, stage: str, first_step: int, steps: int):
-        self.accelerator, self.folder = accelerator, folder
+        self.accelerator, self.folder, self.stage, self.steps = accelerator, folder, stage, steps
         # None: on terminals only. In a log file every redrawing would be a line.
         disable = None if accelerator.is_main_process else True
         self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
+        self.printed_at = time.monotonic()
+        self.unprinted = ""  # the line of the last step, if it was not printed
 
     def step(self, step: int, metrics: dict[str, float], shown: tuple[str, ...]) -> None:
+        """shown: names of the metrics next to the progress bar, or in the lines that replace it."""
         self.write(METRICS, step, metrics)
         self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
         self.bar.set_postfix({name: f"{metrics[name]:.3g}" for name in shown}, refresh=False)
         self.bar.update(1)
+        values = ", ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+        self.unprinted = f"{self.stage} {step}/{self.steps}: {values}"
+        waited = time.monotonic() - self.printed_at
+        if self.bar.disable and (step % -(-self.steps // LINES) == 0 or waited > SECONDS_BETWEEN_LINES):
+            self.print_last_step()
+
+    def print_last_step(self) -> None:
+        """Prints the metrics of the last step, once."""
+        if self.unprinted:
+            self.print(self.unprinted)
+        self.printed_at, self.unprinted = time.monotonic(), ""
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self.write(EVALUATIONS, step, metrics)
@@ -40,7 +63,24 @@ class Reporter:
         if self.accelerator.is_main_process:
             append_line(self.folder / name, step, metrics)
 
-    def samples(self, step: int, prompts: list[str], responses: list[list[str]], rewards: list[list[float]]) -> None:
+    def rollouts(self, step: int, groups: list[LoggedGroup]) -> None:
+        """Logs groups of an update, in the file and in the trackers' tables."""
+        if not self.accelerator.is_main_process:
+            return
+        append_groups(self.folder / ROLLOUTS, groups)
+        parts = list(groups[0].responses[0].parts)
+        columns = ("prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished")
+        rows = [
+            (group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished))
+            for group in groups
+            for one in group.responses
+        ]
+        for tracker in self.accelerator.trackers:
+            log_table(tracker, "train/rollouts", columns, rows, step)
+
+    def samples(
+        self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]
+    ) -> None:
         """Prints prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
         if not self.accelerator.is_main_process:
             return
@@ -51,20 +91,35 @@ class Reporter:
         for prompt, texts, scores in zip(prompts, responses, rewards, strict=True):
             table.add_section()
             for number, (response, score) in enumerate(zip(texts, scores, strict=True)):
-                table.add_row("" if number else prompt_end(prompt), response.strip(), f"{score:.2f}")
+                start = "" if number else visible(prompt_end(prompt))
+                table.add_row(Text(start), Text(visible(response.strip())), f"{score:.2f}")
         with tqdm.external_write_mode(file=sys.stdout):
-            Console().print(table, markup=False)
+            Console().print(table)
 
     def print(self, line: str) -> None:
         if self.accelerator.is_main_process:
             tqdm.write(line)
 
     def close(self) -> None:
+        """Prints the metrics of the last step, draws the run's plot and ends the trackers."""
         self.bar.close()
+        self.print_last_step()
+        if self.accelerator.is_main_process:
+            self.draw()
         # end_training ends the process group. That hangs while a thread of gloo waits for Python's lock to drop the
         # tensors of its last collective. The last collective is this barrier, which has none.
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
+
+    def draw(self) -> None:
+        """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""
+        path = self.folder / PROGRESS
+        try:
+            drawn = draw_progress(self.folder / METRICS, self.folder / EVALUATIONS, path)
+        except Exception as error:
+            self.print(f"{path} is not drawn: {error}")
+        else:
+            self.print(f"progress: {path}" if drawn else f"{path} is not drawn: no step was made")
 
 
 def with_deviations(metrics: dict[str, float]) -> str:
@@ -74,12 +129,6 @@ def with_deviations(metrics: dict[str, float]) -> str:
         f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
         for name, value in means.items()
     )
-
-
-def prompt_end(prompt: str, characters: int = 120) -> str:
-    """The end of a prompt, on one line."""
-    line = " ".join(prompt.split())
-    return line if len(line) <= characters else "…" + line[-characters:]
 
 
 class Phases:

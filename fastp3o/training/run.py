@@ -31,9 +31,8 @@ from fastp3o.training.processes import (
     result_or_error,
 )
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
+from fastp3o.training.run_files import EVALUATIONS, METRICS, ROLLOUTS
 from fastp3o.training.run_folder import (
-    EVALUATIONS,
-    METRICS,
     claim,
     clear_away,
     keep_until,
@@ -153,7 +152,7 @@ class Run:
         done, evaluated = self.progress.step, self.progress.evaluated
         if done and not (self.folder / METRICS).exists():
             self.accelerator.print(f"{self.folder / METRICS} is gone, and with it the metrics up to step {done}")
-        for name, last in ((METRICS, done), (EVALUATIONS, done if evaluated else done - 1)):
+        for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
             for line in keep_until(self.folder / name, last):
                 self.accelerator.print(line)
         write_config(self.folder, self.config)
@@ -178,20 +177,22 @@ class Run:
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
-                uploaded = on_main_process(self.accelerator, lambda: result_or_error(lambda: upload(self.config)))
-                self.reporter.close()
-                self.report_upload(*uploaded)
+                address, error = on_main_process(self.accelerator, lambda: result_or_error(lambda: upload(self.config)))
+                self.finish(address)
+                if error is not None:  # now that all else has ended well
+                    raise error
             finally:
                 if self.pending is not None:
                     self.pending.close()
                 release(self.folder)
 
-    def report_upload(self, address: str | None, error: Exception | None) -> None:
-        """Says where the model is on the hub. Raises the error of an upload, now that all else has ended well."""
-        if error is not None:
-            raise error
+    def finish(self, address: str | None) -> None:
+        """Ends the report, and says where the finished model is. address: on the hub."""
+        self.reporter.close()
         if address is not None:
             self.accelerator.print(f"the model is at {address}")
+        model, adapter = self.folder / FINISHED_MODEL, self.folder / ADAPTER
+        self.accelerator.print(f"model: {model if model.exists() else adapter}")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -3,6 +3,7 @@
 output_dir/fastp3o.lock                marks the folder as a run's; locked while a process trains in it
 output_dir/config.yaml                 the configuration of the last start that passed its checks
 output_dir/metrics.jsonl, eval.jsonl   a line for each step; a line is appended and never changed
+output_dir/rollouts.jsonl.gz           a gzip member for each update; a member is appended and never changed
 """
 
 import errno
@@ -12,7 +13,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
@@ -22,12 +23,13 @@ from fastp3o.config import RunConfig
 from fastp3o.errors import UserError
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, naming, sync, write_file
 from fastp3o.training.processes import on_main_process
-from fastp3o.training.run_files import CALIBRATION, CONFIG, EVALUATIONS, KEPT, LOCK, METRICS, REFERENCE, SAMPLES
+from fastp3o.training.rollout_log import members
+from fastp3o.training.run_files import CALIBRATION, CONFIG, KEPT, LOCK, LOGS, PROGRESS, REFERENCE, SAMPLES
 from fastp3o.training.states.fingerprints import MODELS, names_in
 from fastp3o.training.states.manifest import MANIFEST
 
 OURS = re.compile(
-    rf"{CONFIG}|{METRICS}|{EVALUATIONS}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|"
+    rf"{CONFIG}|{'|'.join(LOGS)}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|{PROGRESS}|"
     r"model|adapter|checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 
@@ -138,29 +140,49 @@ def append_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
 
 
 def keep_until(path: Path, step: int) -> list[str]:
-    """Removes the lines of a log after `step`, which a resumed run writes again, and damaged lines, such as the end of
-    a file on a disk that was full. Returns a message for each damaged line.
+    """Removes what a log has after `step`, which a resumed run writes again, and damaged lines, or damaged members of a
+    compressed log, such as the end of a file on a disk that was full. Returns a message for each that is damaged.
 
-    All lines up to `step` were synced before that step's state was.
+    All that belongs to steps up to `step` was synced before that step's state was.
     """
     if not path.exists():
         return []
-    content = path.read_bytes().decode(errors="replace")
+    content = path.read_bytes()
+    unit, parts = ("part", numbered_members(content)) if path.suffix == ".gz" else ("line", numbered_lines(content))
     kept, damaged = [], []
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
-        try:
-            is_kept = json.loads(line)["step"] <= step and line.endswith("\n")
-        except (ValueError, TypeError, KeyError):
-            damaged.append(f"{path} line {number} is damaged and left out")
-        else:
-            kept += [line] if is_kept else []
-    if "".join(kept) != content:
-        write_file(path, "".join(kept))
+    for number, (part, last) in enumerate(parts, 1):
+        if last is None:
+            damaged.append(f"{path} {unit} {number} is damaged and left out")
+        elif last <= step:
+            kept.append(part)
+    if b"".join(kept) != content:
+        write_file(path, b"".join(kept))
     return damaged
 
 
+def numbered_lines(content: bytes) -> Iterator[tuple[bytes, int | None]]:
+    """Lines of a log with their steps, None for a damaged one."""
+    for line in content.splitlines(keepends=True):
+        yield line, line_step(line)
+
+
+def numbered_members(content: bytes) -> Iterator[tuple[bytes, int | None]]:
+    """Members of a compressed log with the steps of their last lines, None for a damaged one."""
+    for member in members(content):
+        lines = member.text.splitlines(keepends=True)
+        yield member.content, line_step(lines[-1]) if lines and member.is_whole else None
+
+
+def line_step(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) and line.endswith(b"\n") else None
+
+
 def sync_logs(folder: Path) -> None:
-    for path in (folder / METRICS, folder / EVALUATIONS):
+    for path in (folder / name for name in LOGS):
         if path.exists():
             sync(path)
     sync(folder)

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fastp3o.training import reporting
 from fastp3o.training.reporting import Reporter
 from tests.fastp3o.metric_table import require_documented
 
@@ -131,6 +132,12 @@ def every_metric_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         write(self, name, step, metrics)
 
     monkeypatch.setattr(Reporter, "write", checked)
+
+
+@pytest.fixture(autouse=True)
+def runs_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plot takes a second, longer than most runs of tests; tests of plots draw."""
+    monkeypatch.setattr(reporting, "draw_progress", lambda metrics, evaluations, path: True)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from benchmarks.frontier.tasks.offsets import OFFSETS
 from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task, load_scores
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.stages.online import train
-from fastp3o.training.run_folder import EVALUATIONS, METRICS
+from fastp3o.training.run_files import EVALUATIONS, METRICS
 from scripts.online import OBJECTIVES
 
 # optimizer steps of an inner epoch

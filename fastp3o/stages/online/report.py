@@ -1,4 +1,4 @@
-"""Reports an update of the online loop: metrics, a warning if rounding is large, sample responses."""
+"""Reports an update of the online loop: metrics, a warning if rounding is large, rollouts, sample responses."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import efficiency
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o.stages.online.logged_rollouts import chosen_prompts, logged_groups, response_log_ratios
 from fastp3o.training.minibatches import Rewards
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run
@@ -53,6 +54,11 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         precision = run.optimizer.precision.name
         run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], clip_range, precision))
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
+    if config.log_rollouts and update.number % config.log_rollouts == 0:
+        places = chosen_prompts([group.prompt.text for group in update.groups], config.log_rollouts_prompts)
+        log_ratios = response_log_ratios(run.accelerator, update.microbatches, update.rewards["reward"].shape)
+        groups = logged_groups(update.number, places, update.groups, update.rewards, log_ratios, own)
+        run.reporter.rollouts(update.number, groups)
     if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
         shown = update.groups[:SAMPLED_PROMPTS]
         prompts = [group.prompt.text for group in shown]

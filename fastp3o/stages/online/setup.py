@@ -15,6 +15,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
+from fastp3o.rewards.config import short_names
 from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
@@ -147,8 +148,8 @@ def load_rewards(
 ) -> dict[str, Reward]:
     """`reward`, and `gold` if there is one: the given ones, or else those of the configuration."""
     if reward is None:
-        named = {name: load_named_reward(context, config, name, data.prompts) for name in config.rewards}
-        reward = weighted(named, config.weights)
+        loaded = [load_named_reward(context, config, name, data.prompts) for name in config.rewards]
+        reward = weighted(dict(zip(short_names(config.rewards), loaded, strict=True)), config.weights)
     if gold is None and config.gold_reward:
         assert data.eval_prompts is not None
         gold = load_named_reward(context, config, config.gold_reward, data.eval_prompts)

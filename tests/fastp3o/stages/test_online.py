@@ -219,14 +219,14 @@ def test_several_rewards_are_logged_and_their_sum_is_trained_on(workplace, tiny_
     # Rewards are divided by their deviation.
     assert_equal(weights("two"), weights("one"))
     for step in metrics("two"):
-        assert step["reward"] == pytest.approx(2 * step["reward/rewards_for_tests:varied"] - step["penalty/length"])
+        assert step["reward"] == pytest.approx(2 * step["reward/varied"] - step["penalty/length"])
         assert step["penalty/length"] == pytest.approx(step["response_length"] / 2)
     last = metrics("two", "eval.jsonl")[-1]
-    assert last["reward"] == pytest.approx(2 * last["reward/rewards_for_tests:varied"])
-    assert last.keys() >= {"reward/rewards_for_tests:vowels", "reward/rewards_for_tests:vowels_std"}
+    assert last["reward"] == pytest.approx(2 * last["reward/varied"])
+    assert last.keys() >= {"reward/vowels", "reward/vowels_std"}
     assert metrics("one")[0].keys() == metrics("two")[0].keys() - {
-        "reward/rewards_for_tests:varied",
-        "reward/rewards_for_tests:vowels",
+        "reward/varied",
+        "reward/vowels",
     }
 
 
@@ -275,7 +275,7 @@ def test_a_reward_that_is_only_watched_may_be_no_number(workplace, tiny_model):
     train(watched)
     train(replace(watched, output_dir="alone", reward="rewards_for_tests:vowels", reward_weights=""))
     assert_equal(weights("watched"), weights("alone"))
-    assert {step["reward/rewards_for_tests:never_a_number"] for step in metrics("watched")} == {None}
+    assert {step["reward/never_a_number"] for step in metrics("watched")} == {None}
 
 
 def test_rewards_whose_differences_overflow_stop_the_run(workplace, tiny_model):

@@ -322,7 +322,7 @@ def test_rewards_of_samples_may_be_several_and_ask_for_columns(workplace, tiny_m
     }
     run("dpo", "run", tiny_model, gold_reward=f"{REWARDS}:varied", max_response_tokens=8, **sampled)
     for line in metrics("run", "eval.jsonl"):
-        answered, vowels = (line[f"reward/{REWARDS}:{name}"] for name in ("answered", "vowels"))
+        answered, vowels = (line[f"reward/{name}"] for name in ("answered", "vowels"))
         assert line["reward"] == pytest.approx(answered - 2 * vowels)
         assert answered == pytest.approx(line["gold"] + 4.5)
 

@@ -263,6 +263,9 @@ def test_a_changed_learning_rate_takes_effect_and_is_said(workplace, tiny_model,
     assert capsys.readouterr().out.splitlines() == [
         "resuming with another learning_rate: 1e-05 before, 0.25 now",
         "resuming after step 4, from run/state/step-000004",
+        "test 5/5: loss 2.5",
+        "progress: run/progress.png",
+        "model: run/model",
     ]
     assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25]
 

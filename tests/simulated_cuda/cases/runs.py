@@ -17,7 +17,7 @@ from fastp3o.stages import preference, reward_model, sft
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.loop import generate
 from fastp3o.stages.online import train
-from fastp3o.training.run_folder import EVALUATIONS
+from fastp3o.training.run_files import EVALUATIONS
 from fastp3o.training.stopping import StoppedError
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.simulated_cuda.native import ROOT

@@ -1,0 +1,73 @@
+"""The groups of an update that are logged, as plain values."""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastp3o.objectives.base import Microbatch
+from fastp3o.packing.on_device import to_device
+from fastp3o.rollouts.groups import Group
+from fastp3o.training.minibatches import Rewards
+from fastp3o.training.rollout_log import LoggedGroup, LoggedResponse
+
+
+def chosen_prompts(texts: Sequence[str], count: int) -> list[int]:
+    """Places of the prompts of an update that are logged, in order. count: of them; 0: all.
+
+    Those with the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
+    """
+    places = range(len(texts))
+    if not count:
+        return list(places)
+    return sorted(sorted(places, key=lambda place: hashlib.sha256(texts[place].encode()).digest())[:count])
+
+
+def response_log_ratios(accelerator: Accelerator, microbatches: Sequence[Microbatch], shape: torch.Size) -> Tensor:
+    """log π_old(y|x) − log π_ref(y|x) of the responses of all processes, [P, K] fp32 on the CPU.
+
+    microbatches: this process's; each group is in one of one process's.
+    """
+    table = torch.zeros(shape, dtype=torch.float32)
+    for microbatch in microbatches:
+        table[list(microbatch.row.groups)] = (microbatch.old_logprobs - microbatch.ref_logprobs).float().cpu()
+    if accelerator.num_processes == 1:
+        return table
+    # Each sum has one term that is not 0, and is exact.
+    return accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu()
+
+
+def logged_groups(
+    step: int, places: Sequence[int], groups: Sequence[Group], rewards: Rewards, log_ratios: Tensor, own: int
+) -> list[LoggedGroup]:
+    """Groups at these places. log_ratios: [P, K]. own: number of a prompt's responses that are the policy's; 0: none,
+    and the KL is over all.
+    """
+    tables = {name: table.tolist() for name, table in rewards.items()}
+    ratios, kls = log_ratios.tolist(), log_ratios[:, : own or None].mean(dim=1).tolist()
+    return [
+        LoggedGroup(
+            step,
+            groups[place].prompt.text,
+            number(kls[place]),
+            [
+                LoggedResponse(
+                    text=response.text,
+                    ids=list(response.ids),
+                    reward=tables["reward"][place][k],
+                    parts={name: number(table[place][k]) for name, table in tables.items() if name != "reward"},
+                    log_ratio=number(ratios[place][k]),
+                    finished=response.finished,
+                )
+                for k, response in enumerate(groups[place].responses)
+            ],
+        )
+        for place in places
+    ]
+
+
+def number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,132 @@
+"""progress.png: the main metrics of a run over its steps, and its evaluations."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fastp3o.training.durable import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+
+class Panel(NamedTuple):
+    """A metric, and how its panel is called."""
+
+    metric: str
+    title: str
+
+
+ONLINE = (
+    Panel("reward", "reward"),
+    Panel("gold", "gold reward"),
+    Panel("kl", "KL to the reference (nats per response)"),
+    Panel("response_length", "response length (tokens)"),
+    Panel("missing_eos", "share without end-of-sequence"),
+    Panel("clip_fraction", "clip fraction"),
+    Panel("entropy", "entropy (nats per token)"),
+)
+SUPERVISED = (
+    Panel("loss", "loss"),
+    Panel("accuracy", "accuracy"),
+    Panel("margin", "margin of the better response"),
+    Panel("reward", "reward of sampled responses"),
+    Panel("kl", "KL to the reference (nats per response)"),
+    Panel("grad_norm", "gradient norm"),
+)
+COLUMNS = 3
+SMOOTHED_FROM, MEANS = 100, 25  # steps from which on there is a running mean; its window is this part of them
+STEPS, EVALUATIONS = "#1f77b4", "#d62728"
+
+
+def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
+    """Writes a PNG, complete or not at all. Returns whether there was anything to draw.
+
+    metrics, evaluations: logs of the run; lines that are damaged are left out.
+    """
+    steps, evaluated = read_lines(metrics), read_lines(evaluations)
+    if not steps:
+        return False
+    is_online = "reward" in steps[-1]
+    panels = [
+        (panel, (points(steps, panel.metric), points(evaluated, panel.metric)))
+        for panel in (ONLINE if is_online else SUPERVISED)
+    ]
+    panels = [(panel, lines) for panel, lines in panels if any(len(line[0]) for line in lines)]
+    draw(panels, path, title=str(path.parent), unit="update" if is_online else "step")
+    return True
+
+
+Line = tuple[np.ndarray, np.ndarray]  # steps and values
+
+
+def read_lines(path: Path) -> list[dict[str, float | None]]:
+    lines = []
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and "step" in values:
+            lines.append(values)
+    return lines
+
+
+def points(lines: Sequence[dict[str, float | None]], metric: str) -> Line:
+    """The finite values of a metric."""
+    found = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
+    return np.array([step for step, _ in found]), np.array([value for _, value in found])
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Means over the `window` values around each one, fewer at the ends."""
+    ones = np.ones(window)
+    return np.convolve(values, ones, "same") / np.convolve(np.ones(len(values)), ones, "same")
+
+
+def draw_steps(axes: "Axes", steps: Line, window: int) -> dict[str, "Artist"]:
+    """Draws a metric of the steps. Returns what the legend shows of it. window: steps of a running mean; all: none."""
+    values = steps[1]
+    if not len(values):
+        return {}
+    # The mean of a constant would show nothing but rounding.
+    if not window < len(values) or np.ptp(values) <= 1e-6 * np.abs(values).max():
+        (line,) = axes.plot(*steps, "." if len(values) == 1 else "-", color=STEPS, linewidth=1.2)
+        return {"training": line}
+    axes.plot(*steps, color=STEPS, alpha=0.3, linewidth=1)
+    (line,) = axes.plot(steps[0], running_mean(values, window), color=STEPS, linewidth=1.8)
+    return {f"training, and its mean over {window} steps": line}
+
+
+def draw(panels: Sequence[tuple[Panel, tuple[Line, Line]]], path: Path, *, title: str, unit: str) -> None:
+    # These take half a second, for which the start of a run does not wait.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.6), layout="constrained")
+    all_axes = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
+    count = max(len(steps) for _, ((steps, _), _) in panels)
+    window = count // MEANS if count >= SMOOTHED_FROM else count
+    handles = {}
+    for axes, (panel, (steps, evaluated)) in zip(all_axes, panels, strict=False):
+        handles |= draw_steps(axes, steps, window)
+        if len(evaluated[0]):
+            (handles["evaluation"],) = axes.plot(*evaluated, "o", color=EVALUATIONS, markersize=4.5)
+        axes.set_title(panel.title, fontsize=10)
+        axes.tick_params(labelsize=8, labelbottom=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    for axes in all_axes[max(len(panels) - columns, 0) : len(panels)]:
+        axes.set_xlabel(unit, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=9)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=120, format="png")
