@@ -57,6 +57,14 @@ def test_a_run_without_evaluations_ends_with_its_loss_and_its_model(workplace: P
     assert out[-3:] == [printed[-1], "progress: run/progress.png", "model: run/model"]
 
 
+def test_a_run_that_saves_its_adapter_alone_ends_with_it(workplace: Path, tiny_model: str, capfd):
+    settings = {"report_to": "none", "batch_size": 8, "max_prompt_tokens": 32, "max_response_tokens": 16}
+    lora = {"lora_rank": 2, "lora_save": "adapter"}
+    sft.train(SFTConfig(model=tiny_model, train_data="sft.jsonl", output_dir="run", **settings, **lora))
+    assert capfd.readouterr().out.endswith("\nmodel: run/adapter\n")
+    assert Path("run/adapter/adapter_config.json").exists()
+
+
 def test_a_run_of_many_steps_prints_a_line_a_minute_and_its_last(workplace: Path, monkeypatch, capfd):
     clock = iter(range(0, 10**6, 25))
     monkeypatch.setattr(reporting.time, "monotonic", lambda: next(clock))

@@ -1,5 +1,6 @@
 """Tiny runs of each stage in the folder `run`, and whether one that was broken ends as an unbroken one."""
 
+import gzip
 import os
 import shutil
 import time
@@ -52,7 +53,7 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
 }
 
 # How long the run of a scene takes, its file-system calls and what it leaves, wherever its folder is.
-UNBROKEN: dict[tuple[type, str], tuple[float, list[int], tuple[dict, list, list]]] = {}
+UNBROKEN: dict[tuple[type, str], tuple[float, list[int], tuple[dict, list, list, bytes]]] = {}
 
 
 @dataclass
@@ -99,12 +100,14 @@ class Scene:
     def resume(self) -> None:
         self.train(resume=True)
 
-    def outcome(self) -> tuple[dict, list, list]:
+    def outcome(self) -> tuple[dict, list, list, bytes]:
         weights = load_file(self.run / "model" / "model.safetensors")
+        rollouts = self.run / "rollouts.jsonl.gz"
         return (
             {name: weight.float().numpy().tobytes() for name, weight in weights.items()},
             runs.metrics(str(self.run)),
             runs.metrics(str(self.run), "eval.jsonl"),
+            gzip.decompress(rollouts.read_bytes()) if rollouts.exists() else b"",
         )
 
     def clear(self) -> None:
@@ -117,9 +120,10 @@ class Scene:
         """Resumes from what is there: the run must end with the bits, and the lines, of the unbroken run."""
         had_state = any(".unfinished-" not in name for name in self.states())
         assert not any(self.do(self.resume)), f"cannot resume:\n{self.told()}"
-        weights, metrics, evaluations = self.outcome()
+        weights, *logs, rollouts = self.outcome()
         assert weights == self.expected[0], "other weights"
-        assert (metrics, evaluations) == self.expected[1:], "other metrics"
+        assert logs == [*self.expected[1:3]], "other metrics"
+        assert rollouts == self.expected[3], "other rollouts"
         self.require_tidy()
         return "identical after `--resume`" if had_state else "identical, begun anew before the first state"
 
@@ -152,7 +156,7 @@ class SharedScene(Scene):
     def furthest_alone(self) -> float:
         """The largest difference of a weight where one process goes on with what is there, in another order of sums."""
         assert not in_child(self.resume, self.log), self.log.read_text()
-        expected, _, _ = self.expected
-        weights, metrics, _ = self.outcome()
+        expected, *_ = self.expected
+        weights, metrics, *_ = self.outcome()
         assert [line["step"] for line in metrics] == [line["step"] for line in self.expected[1]]
         return max(abs(frombuffer(weights[n], "f4") - frombuffer(expected[n], "f4")).max() for n in expected)
