@@ -16,7 +16,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.named_function import FunctionError
-from fastp3o.training.checkpoints import FINISHED_MODEL, save_trained
+from fastp3o.training.checkpoints import ADAPTER, FINISHED_MODEL, save_trained
 from fastp3o.training.hub import upload
 from fastp3o.training.late import LateNumbers, Moment
 from fastp3o.training.model_card import Training

@@ -46,7 +46,8 @@ def test_an_online_run_has_its_metrics_and_evaluations(tmp_path: Path, figures: 
     assert panels["gold reward"][0].tolist() == [[0, 7.0]]
     assert panels["KL to the reference (nats per response)"][0][:, 0].tolist() == [1, 3, 4]
     height, width, _ = imread(tmp_path / "progress.png").shape
-    assert (height > 400) and (width > 1000)
+    assert height > 400
+    assert width > 1000
     assert len(list(tmp_path.iterdir())) == 3
 
 
