@@ -113,7 +113,7 @@ def draw(panels: Sequence[tuple[Panel, tuple[Line, Line]]], path: Path, *, title
     all_axes = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
     count = max(len(steps) for _, ((steps, _), _) in panels)
     window = count // MEANS if count >= SMOOTHED_FROM else count
-    handles = {}
+    handles: dict[str, Artist] = {}
     for axes, (panel, (steps, evaluated)) in zip(all_axes, panels, strict=False):
         handles |= draw_steps(axes, steps, window)
         if len(evaluated[0]):
