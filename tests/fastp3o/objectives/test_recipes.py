@@ -1,0 +1,79 @@
+"""The recipes of the objectives' page, run as they stand there on a tiny model, with limits."""
+
+import math
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.fastp3o.runs import metrics, weights
+from tests.fastp3o.torchrun import ROOT
+
+PAGE = (ROOT / "fastp3o" / "objectives" / "README.md").read_text()
+BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE.split("## Recipes")[1], re.MULTILINE | re.DOTALL)
+SHORT = {
+    "ppo.py": "--updates 2 --prompts_per_update 4 --samples_every 0 --max_response_tokens 6 --learning_rate 1e-3",
+    "p3o.py": "--updates 2 --prompts_per_update 4 --samples_every 0 --max_response_tokens 6 --learning_rate 1e-3",
+    "preference.py": "--max_response_tokens 12 --batch_size 4 --learning_rate 1e-3",
+    "generate.py": "--max_response_tokens 6 --keep_unfinished",
+}
+JUDGE = """
+def better(prompts, firsts, seconds):
+    return ["first" if len(a) > len(b) else "second" if len(b) > len(a) else "tie" for a, b in zip(firsts, seconds)]
+"""
+
+
+@pytest.fixture
+def data(workplace, tiny_model):
+    """The files and folders that the commands name."""
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("runs/sft/model")
+    torch.manual_seed(1)
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("runs/rm/model")
+    for folder in ("runs/sft/model", "runs/rm/model"):
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    Path("sft.jsonl").rename("demonstrations.jsonl")
+    lines = Path("preferences.jsonl").read_text().splitlines(keepends=True)
+    Path("easy.jsonl").write_text("".join(lines[:4]))
+    Path("hard.jsonl").write_text("".join(lines[4:]))
+    Path("my_judge.py").write_text(JUDGE)
+
+
+def run(block: str, monkeypatch) -> None:
+    for line in block.replace("\\\n", " ").splitlines():
+        python, script, *flags = shlex.split(line)
+        assert python == "python"
+        name = Path(script).name
+        short = SHORT[name].split() + ([] if name == "generate.py" else ["--report_to", "none", "--precision", "fp32"])
+        monkeypatch.setattr(sys, "argv", [script, *flags, *short])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
+def test_every_recipe_is_tested():
+    assert len(BLOCKS) == 3
+
+
+def test_a_pretraining_mix(data, monkeypatch):
+    run(BLOCKS[0], monkeypatch)
+    for folder in ("runs/ppo_ptx", "runs/p3o_ptx"):
+        first, second = (step["ptx_loss"] for step in metrics(folder))
+        assert 0 < second < first
+
+
+def test_stepwise_dpo(data, monkeypatch):
+    """The second step starts at its reference, where DPO's loss is log 2, and moves on from the first one's model."""
+    run(BLOCKS[1], monkeypatch)
+    for folder in ("runs/sdpo1", "runs/sdpo2"):
+        assert metrics(folder)[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+        assert metrics(folder)[0]["margin"] == pytest.approx(0.0, abs=1e-4)
+    one, two = weights("runs/sdpo1"), weights("runs/sdpo2")
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_judge_in_the_place_of_a_reward_model(data, monkeypatch):
+    run(BLOCKS[2], monkeypatch)
+    assert metrics("runs/rlaif")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
