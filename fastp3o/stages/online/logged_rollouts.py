@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.on_device import to_device
 from fastp3o.rollouts.groups import Group
 from fastp3o.training.minibatches import Rewards
@@ -26,15 +25,13 @@ def chosen_prompts(texts: Sequence[str], count: int) -> list[int]:
     return sorted(sorted(places, key=lambda place: hashlib.sha256(texts[place].encode()).digest())[:count])
 
 
-def response_log_ratios(accelerator: Accelerator, microbatches: Sequence[Microbatch], shape: torch.Size) -> Tensor:
-    """log π_old(y|x) − log π_ref(y|x) of the responses of all processes, [P, K] fp32 on the CPU.
+def gather_table(accelerator: Accelerator, prompts: int, places: Sequence[int], values: Tensor) -> Tensor:
+    """A table of all prompts, [P, K], from this process's rows of it. All are on the CPU.
 
-    microbatches: this process's; each group is in one of one process's.
+    places: of this process's prompts; each prompt is one process's. values: theirs, [p, K] fp32.
     """
-    places = [place for microbatch in microbatches for place in microbatch.row.groups]
-    table = torch.zeros(shape, dtype=torch.float32)
-    # The host waits for the device once.
-    table[places] = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches]).cpu()
+    table = torch.zeros(prompts, values.shape[1])
+    table[list(places)] = values
     if accelerator.num_processes == 1:
         return table
     # Each sum has one term that is not 0, and is exact.

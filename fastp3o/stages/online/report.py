@@ -13,7 +13,7 @@ from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import efficiency
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
-from fastp3o.stages.online.logged_rollouts import chosen_prompts, logged_groups, response_log_ratios
+from fastp3o.stages.online.logged_rollouts import chosen_prompts, gather_table, logged_groups
 from fastp3o.training.minibatches import Rewards
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run
@@ -40,8 +40,8 @@ class Update(NamedTuple):
 
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
     own = config.responses_per_prompt - config.from_mixture
-    metrics = update_metrics(run.accelerator, update, own) | objective.adaptive_metrics
-    metrics |= update.round_metrics
+    metrics, log_ratios = update_metrics(run.accelerator, update, own)
+    metrics |= objective.adaptive_metrics | update.round_metrics
     if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
     if config.dynamic_sampling:
@@ -56,8 +56,9 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.log_rollouts and update.number % config.log_rollouts == 0:
         places = chosen_prompts([group.prompt.text for group in update.groups], config.log_rollouts_prompts)
-        log_ratios = response_log_ratios(run.accelerator, update.microbatches, update.rewards["reward"].shape)
-        groups = logged_groups(update.number, places, update.groups, update.rewards, log_ratios, own)
+        own_places = [place for microbatch in update.microbatches for place in microbatch.row.groups]
+        table = gather_table(run.accelerator, len(update.groups), own_places, log_ratios)
+        groups = logged_groups(update.number, places, update.groups, update.rewards, table, own)
         run.reporter.rollouts(update.number, groups)
     if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
         shown = update.groups[:SAMPLED_PROMPTS]
@@ -66,8 +67,10 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         run.reporter.samples(update.number, prompts, responses, update.rewards["reward"][: len(shown)].tolist())
 
 
-def update_metrics(accelerator: Accelerator, update: Update, own: int) -> dict[str, float]:
-    """Means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
+def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[dict[str, float], Tensor]:
+    """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the CPU.
+
+    Metrics are means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
 
     own: number of a prompt's responses that are the policy's; the others are the mixture's.
 
@@ -111,9 +114,11 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> dict[s
         means = accelerator.reduce(means, reduction="mean")
         maxima = accelerator.gather(maxima[None]).amax(0)
     # The host waits for the device once, for all of them.
-    values = torch.cat([means, maxima]).tolist()
-    by_name = dict(zip([*on_host, *on_device, *averaged, *largest], values, strict=True))
-    return {name: by_name[name] for name in [*sorted(by_name.keys() - {*largest}), *largest]}
+    values = torch.cat([means, maxima, log_ratios.flatten()]).cpu()
+    names = [*on_host, *on_device, *averaged, *largest]
+    by_name = dict(zip(names, values[: len(names)].tolist(), strict=True))
+    in_order = {name: by_name[name] for name in [*sorted(by_name.keys() - {*largest}), *largest]}
+    return in_order, values[len(names) :].view_as(log_ratios)
 
 
 def step_table(step_metrics: Sequence[dict[str, Tensor]], names: Sequence[str]) -> Tensor:
