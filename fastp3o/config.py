@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from math import inf, isfinite
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
+from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, get_type_hints
 
 try:
     import yaml
@@ -41,6 +41,8 @@ class Rules(TypedDict, total=False):
     needs: the flag without which this one does nothing, or several, one of which is enough; those that a configuration
     does not have are ignored.
     changeable: a resumed run may have another value, since each step reads it anew.
+    given: a caller from Python may give an object in the place of the value, after the configuration is made.
+    required: there is no run without it.
     """
 
     above: float
@@ -50,6 +52,8 @@ class Rules(TypedDict, total=False):
     choices: Sequence[str]
     needs: str | tuple[str, ...]
     changeable: bool
+    given: bool
+    required: bool
 
 
 def option(default: Any, help: str, **rules: Unpack[Rules]) -> Any:
@@ -58,6 +62,11 @@ def option(default: Any, help: str, **rules: Unpack[Rules]) -> Any:
 
 def required(help: str, **rules: Unpack[Rules]) -> Any:
     return field(metadata={"help": help, **rules})
+
+
+def required_or_given(help: str) -> Any:
+    """A flag that a command must have, and that a caller from Python may replace by an object."""
+    return field(default="", metadata={"help": help, "given": True, "required": True})
 
 
 def objective_name(name: str) -> Any:
@@ -70,7 +79,7 @@ class Flags:
     """Values that are checked when they are set. Errors name the flag.
 
     A flag's own rules stand in its field. Classes add rules between several flags in `__post_init__`, after their
-    parents' checks.
+    parents' checks; those on flags that may be given as objects in `check_complete`.
     """
 
     def __post_init__(self) -> None:
@@ -78,13 +87,31 @@ class Flags:
             value = getattr(self, flag.name)
             if expected := broken_rule(value, flag.metadata):
                 raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
+        may_come = {flag.name for flag in fields(self) if flag.metadata.get("given")}
         for flag in fields(self):
-            self.check_needs(flag.metadata.get("needs", ()), flag.name)
+            if may_come.isdisjoint(self.needed_by(flag.metadata)):
+                self.check_needs(self.needed_by(flag.metadata), flag.name)
 
-    def check_needs(self, needs: str | tuple[str, ...], *names: str) -> None:
+    def check_complete(self) -> None:
+        """Checks what can be checked only once everything is given. Every run begins with it.
+
+        Raises UserError if something is missing, or a flag needs what is.
+        """
+        for flag in fields(self):
+            if flag.metadata.get("required") and not getattr(self, flag.name):
+                raise UserError(f"--{flag.name} is missing: {flag.metadata['help']}")
+        for flag in fields(self):
+            self.check_needs(self.needed_by(flag.metadata), flag.name)
+
+    def needed_by(self, rules: Mapping[str, Any]) -> list[str]:
+        """The flags of this configuration, one of which a flag with these rules needs."""
+        needs = rules.get("needs", ())
+        flags = {flag.name for flag in fields(self)}
+        return [name for name in ((needs,) if isinstance(needs, str) else needs) if name in flags]
+
+    def check_needs(self, needed: Sequence[str], *names: str) -> None:
         """Raises UserError if one of the flags `names` is set, and none of those that it needs."""
         flags = {flag.name: flag for flag in fields(self)}
-        needed = [name for name in ((needs,) if isinstance(needs, str) else needs) if name in flags]
         if not needed or any(getattr(self, name) for name in needed):
             return
         for name in names:
@@ -143,7 +170,7 @@ class RunConfig(Flags):
 class StageConfig(RunConfig):
     """Options of all stages that train."""
 
-    model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
+    model: str = required_or_given("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
     trust_remote_code: bool = option(
         False, "Run model code that comes with a checkpoint. Only for sources you trust.", changeable=True
     )
@@ -228,6 +255,26 @@ class StageConfig(RunConfig):
         needs=EVALUATION_DATA,
         changeable=True,
     )
+    keep_best: str | None = option(
+        None,
+        "Keep the model of the best evaluation by this metric, such as reward or loss, in the folder best/.",
+        needs=EVALUATION_DATA,
+        changeable=True,
+    )
+    best_is: str | None = option(
+        None,
+        "Whether the highest or the lowest value is the best; by default the lowest loss, and the highest of all else.",
+        choices=("highest", "lowest"),
+        needs="keep_best",
+        changeable=True,
+    )
+    early_stopping: int = option(
+        0,
+        "End the run after this many evaluations in a row that are not better than the best; 0: never.",
+        at_least=0,
+        needs="keep_best",
+        changeable=True,
+    )
     report_to: str = option(
         "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True
     )
@@ -246,6 +293,10 @@ class StageConfig(RunConfig):
         return step == last or bool(self.eval_every and step % self.eval_every == 0)
 
     @property
+    def lowest_is_best(self) -> bool:
+        return self.best_is == "lowest" or (self.best_is is None and self.keep_best == "loss")
+
+    @property
     def packing(self) -> Packing:
         return Packing(self.tokens_per_row, self.share_prompts)
 
@@ -254,10 +305,10 @@ class StageConfig(RunConfig):
 class SupervisedConfig(StageConfig):
     """Options of stages that pass over a fixed data set."""
 
-    train_data: str = required(
+    train_data: str = required_or_given(
         "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
     )
-    eval_data: str | None = option(None, "Held-out data of the same layout.")
+    eval_data: str | None = option(None, "Held-out data of the same layout.", given=True)
     max_response_tokens: int = option(
         512, "Tokens kept of a response; longer ones lose their end and are counted.", at_least=1
     )
@@ -425,7 +476,7 @@ class Parser(argparse.ArgumentParser):
             options["choices"] = flag.metadata["choices"]
         if kind is bool:
             options |= {"type": truth, "nargs": "?", "const": True}
-        if flag.default is MISSING:
+        if flag.default is MISSING or flag.metadata.get("required"):
             options["required"] = True
         else:
             options["default"] = flag.default
@@ -483,15 +534,23 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     values = parser.parse_all(given + arguments)
     try:
         config = config_class(**values)
+        require_names(config)
+        if isinstance(config, Flags):
+            config.check_complete()
     except ValueError as error:
         parser.error(str(error))
-    for flag in fields(cast(Any, config_class)):
-        value = getattr(config, flag.name)
-        if isinstance(value, str) and value != flag.default and not is_name(value):
-            parser.error(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
-        if flag.name == "objective" and value != flag.default:
-            parser.error(f"--objective is {flag.default} in these options, got {value!r}")
     return config
+
+
+def require_names(config: Any) -> None:
+    """Raises UserError for a text that can be no name, and for another objective than that of the configuration."""
+    for flag in fields(config):
+        value = getattr(config, flag.name)
+        free = value == flag.default and not flag.metadata.get("required")
+        if isinstance(value, str) and not free and not is_name(value):
+            raise UserError(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
+        if flag.name == "objective" and value != flag.default:
+            raise UserError(f"--objective is {flag.default} in these options, got {value!r}")
 
 
 def is_name(value: str) -> bool:

@@ -28,7 +28,7 @@ from fastp3o.data.layouts import (
     find_layout,
     margin,
 )
-from fastp3o.data.sources import Record, read_records
+from fastp3o.data.sources import Record, Records, read_records
 from fastp3o.errors import UserError
 
 BATCH = 1000  # records tokenised at once
@@ -90,7 +90,7 @@ Loaded = tuple[Dataset, DataReport]
 
 
 def load_prompts(
-    source: str,
+    source: str | Records,
     tokenizer: PreTrainedTokenizerBase,
     *,
     columns: Asked | None = None,
@@ -101,7 +101,7 @@ def load_prompts(
 
     Args:
         source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
-            glob, or a folder. If a folder's files are named after splits, only those of `split` are read.
+            glob, or a folder. If a folder's files are named after splits, only those of `split` are read. Or records.
         columns: further fields to keep. Every record must have them.
         as_given: also keep the column `given`: the prompt as its record has it, not truncated, as JSON text (a string,
             or a list of messages).
@@ -124,7 +124,7 @@ def load_prompts(
 
 
 def load_demonstrations(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with one response each, for SFT; a preference pair gives its chosen one. Arguments as in `load_prompts`.
     Responses longer than `max_response_tokens` lose their end and are counted.
@@ -141,7 +141,7 @@ def load_demonstrations(
 
 
 def load_preferences(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with a chosen and a rejected response. Arguments and errors as in `load_demonstrations`.
 
@@ -153,7 +153,7 @@ def load_preferences(
 
 
 def load_rankings(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with two responses or more, from best to worst, for the reward model: rankings, and preferences.
     Arguments and errors as in `load_demonstrations`.
@@ -167,7 +167,7 @@ def load_rankings(
 
 
 def load_unpaired_preferences(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with one response that is desirable or not, for KTO: `prompt, completion, label` with a boolean label.
     Arguments and errors as in `load_demonstrations`.
@@ -201,7 +201,7 @@ class Loader:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
         self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
 
-    def load(self, source: str) -> Loaded:
+    def load(self, source: str | Records) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
         """
@@ -210,7 +210,7 @@ class Loader:
         digest = hashlib.sha256()
         with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
-                for batch in self.example_batches(read_records(str(source), self.split)):
+                for batch in self.example_batches(read_records(source, self.split)):
                     digest.update("".join(map(repr, batch)).encode(errors="surrogatepass"))
                     writer.write_table(pa.Table.from_pylist(batch, schema=schema))
             if not self.report.examples:

@@ -10,7 +10,8 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -45,10 +46,26 @@ class Record(NamedTuple):
     content: object
 
 
-def read_records(source: str, split: str) -> Iterator[Record]:
+@dataclass(frozen=True)
+class Records:
+    """A source that is no file: a Dataset, or any other records that can be read twice. name: in messages."""
+
+    name: str
+    content: Iterable[object]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def read_records(source: str | Records, split: str) -> Iterator[Record]:
     """The records of local files, or of a split of a hub data set; several sources, separated by commas, follow one
     another. Raises DataError if `source` cannot be read.
     """
+    if isinstance(source, Records):
+        if split != WHOLE:
+            raise DataError(f"{source}: there is no split '{split}' of records that are given: give those of the split")
+        yield from (Record(source.name, number, content) for number, content in enumerate(source.content, 1))
+        return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
         raise DataError(f"{source}: expected names with commas between, got an empty one")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required
+from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required_or_given
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
@@ -21,8 +21,10 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
 
-    prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
-    eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
+    prompts: str = required_or_given("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
+    eval_prompts: str | None = option(
+        None, "Prompts of the evaluation; a fixed set gives comparable frontiers.", given=True
+    )
     reference: str | None = option(
         None, "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA."
     )
@@ -74,6 +76,7 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         None,
         "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files. All of "
         "--split are used, whatever --limit; --max_prompt_tokens and --max_response_tokens cut them.",
+        given=True,
     )
     ptx_coef: float = option(
         1.0,

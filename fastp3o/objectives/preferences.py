@@ -49,6 +49,7 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         None,
         "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward, as the "
         "online stage does. --eval_split and --eval_limit are of these, too.",
+        given=True,
     )
     reward: str = option(
         "",
@@ -56,17 +57,16 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         "module:function, or the URL of a service that scores responses. The weighted sum of several, separated by "
         "commas.",
         needs="eval_prompts",
+        given=True,
     )
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_needs("eval_prompts", "sampler", "top_k", "top_p", "min_p")
-        self.check_needs("eval_prompts", "rollout_batch_size", "rollout_memory", "compile_rollouts")
-        self.check_needs("reward", "gold_reward")
-        if self.needs_reference:
-            return
-        if self.reference and not self.eval_prompts:
+    def check_complete(self) -> None:
+        super().check_complete()
+        self.check_needs(["eval_prompts"], "sampler", "top_k", "top_p", "min_p")
+        self.check_needs(["eval_prompts"], "rollout_batch_size", "rollout_memory", "compile_rollouts")
+        self.check_needs(["reward"], "gold_reward")
+        if self.reference and not self.needs_reference and not self.eval_prompts:
             raise UserError(
                 f"--reference does nothing without --eval_prompts: --objective {self.objective} has no reference"
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import isfinite
 
-from fastp3o.config import Flags, option, required
+from fastp3o.config import Flags, option, required_or_given
 from fastp3o.errors import UserError
 
 # Fields of the request to an endpoint that are not columns.
@@ -53,7 +53,15 @@ class RemoteConfig(Flags):
             raise UserError(
                 f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
             )
-        if not any(map(is_endpoint, self.scorers)):
+        self.check_remote()
+
+    def check_complete(self) -> None:
+        super().check_complete()
+        self.check_remote()
+
+    def check_remote(self) -> None:
+        """Raises UserError for an option of endpoints or functions if no reward, once there is one, is of the kind."""
+        if self.scorers and not any(map(is_endpoint, self.scorers)):
             functions = any(map(is_function, self.scorers))
             for flag in fields(RemoteConfig):
                 holds = flag.name == "reward_columns" or (flag.name == "reward_timeout" and functions)
@@ -75,7 +83,7 @@ class RemoteConfig(Flags):
 class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
-    reward: str = required(
+    reward: str = required_or_given(
         "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of a "
         "service that scores responses. The weighted sum of several, separated by commas."
     )
@@ -88,6 +96,7 @@ class RewardConfig(RemoteConfig):
         None,
         "A second reward, read in evaluations only: the one that the first stands for, if it is known.",
         needs="eval_prompts",
+        given=True,
     )
 
     def __post_init__(self) -> None:

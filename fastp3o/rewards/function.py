@@ -23,13 +23,13 @@ class FunctionReward:
     `**columns`, get the columns of `--reward_columns`. It may be an `async def`.
     """
 
-    def __init__(self, name: str, timeout: float | None = None):
-        """timeout: seconds that an `async def` has for a call.
+    def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
+        """timeout: seconds that an `async def` has for a call. function: itself, instead of importing the name.
 
         Raises ValueError if there is no such function, or it does not take prompts and responses.
         """
         self.name, self.timeout = name, timeout
-        self.function = import_function(name, "reward function")
+        self.function = import_function(name, "reward function") if function is None else function
         parameters = further_parameters(self.function, name)
         self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
         self.optional = {p.name for p in parameters}

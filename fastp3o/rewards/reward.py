@@ -4,6 +4,7 @@ P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,13 +62,19 @@ def load_model_reward(
     return ModelReward(model, tokenizer, policy_tokenizer, device=device, packing=packing, mesh=mesh, offload=offload)
 
 
-def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
-    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words."""
+def asked_columns(
+    names: Iterable[str], config: RemoteConfig, given: Mapping[str, Reward] = MappingProxyType({})
+) -> dict[str, str]:
+    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words.
+
+    given: rewards that are there already, by name.
+    """
+    functions = {name: given.get(name) or FunctionReward(name) for name in names if name in given or is_function(name)}
     return dict.fromkeys(config.columns, "--reward_columns") | {
         column: f"the reward function {name}"
-        for name in names
-        if is_function(name)
-        for column in FunctionReward(name).columns
+        for name, reward in functions.items()
+        if isinstance(reward, FunctionReward)
+        for column in reward.columns
     }
 
 

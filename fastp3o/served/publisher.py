@@ -82,7 +82,7 @@ class Publisher:
         tolerant: bool = False,
         logprobs_as_drawn: bool = False,
     ):
-        self.accelerator, self.precision, self.tokenizer, _ = context
+        self.accelerator, self.precision, self.tokenizer, *_ = context
         self.policy, self.version, self.probes_always = policy, version, probes_always
         self.servers = Servers(config.vllm_urls, requests=config.vllm_requests, time_limit=config.vllm_time_limit)
         passes = self.precision.autocast or self.precision.weights

@@ -45,7 +45,7 @@ def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = 
 
     The copy is whole if every process has the memory for it. bytes_per_parameter: of everything that is spread.
     """
-    accelerator, precision, _, mesh = context
+    accelerator, precision, _, mesh, _ = context
     on_gpu = context.device.type == "cuda"
     # A CPU gains nothing, and samples from the weights themselves.
     dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
@@ -93,7 +93,11 @@ def note_sampling(model: PackedModel, config: SamplerConfig) -> None:
 def load_named_reward(
     context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
 ) -> Reward:
-    """Loads the reward of this name. An endpoint is asked about the first example, before anything begins."""
+    """Loads the reward of this name, if it is not given. An endpoint is asked about the first example, before anything
+    begins.
+    """
+    if name in context.given.rewards:
+        return context.given.rewards[name]
     reward = load_reward(
         name,
         context.tokenizer,

@@ -16,6 +16,7 @@ from fastp3o.context import Context
 from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
@@ -40,11 +41,12 @@ from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequenc
 from fastp3o_kernels.losses import kto_reference_point
 
 
-def train(config: PreferenceConfig) -> None:
+def train(config: PreferenceConfig, given: Given = NOTHING) -> None:
     """Trains a policy on preferences with the objective of its configuration; `loss` is a mean over pairs, or over
     single responses.
     """
-    train_supervised(UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config))
+    task = UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config)
+    train_supervised(task, given)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Preferences(SupervisedTask[PreferenceRow]):
             )
         load = partial(load_fixed_reference, context, config, model)
         if config.eval_prompts:
-            self.samples = sampled_evaluation(context, config, config.eval_prompts, model, LoadedForEachUse(load))
+            self.samples = sampled_evaluation(context, config, model, LoadedForEachUse(load))
         if config.reference_logprobs and not config.needs_reference:
             # No error, since sweeps over objectives give all of them the same folder.
             context.accelerator.print(
@@ -231,12 +233,13 @@ def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
 
 
 def sampled_evaluation(
-    context: Context, config: PreferenceConfig, prompts: str, model: PackedModel, reference: Reference
+    context: Context, config: PreferenceConfig, model: PackedModel, reference: Reference
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     gold = [config.gold_reward] if config.gold_reward else []
-    load_with_columns = partial(load_prompts, columns=asked_columns([*config.rewards, *gold], config))
-    examples = load_examples(context, config, load_with_columns, prompts, config.eval_split, config.eval_limit)
+    columns = asked_columns([*config.rewards, *gold], config, context.given.rewards)
+    load_with_columns = partial(load_prompts, columns=columns)
+    examples = load_examples(context, config, load_with_columns, "eval_prompts", config.eval_split, config.eval_limit)
     rewards: dict[str, Reward] = {}
     if config.rewards:
         loaded = [load_named_reward(context, config, name, examples) for name in config.rewards]

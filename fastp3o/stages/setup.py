@@ -17,6 +17,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.data import DataReport
 from fastp3o.errors import UserError
+from fastp3o.given import Given
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision
@@ -30,14 +31,16 @@ Loader = Callable[..., tuple[Dataset, DataReport]]
 LONGEST_WAIT = timedelta(hours=12)
 
 
-def make_context(config: StageConfig, automatic: str, **divisible: int) -> Context:
+def make_context(config: StageConfig, automatic: str, given: Given, **divisible: int) -> Context:
     """Joins the processes, seeds all libraries, checks the run's folder and loads the tokenizer.
 
     automatic: the precision that "auto" stands for on a GPU. divisible: flags that must be multiples of the number of
     processes.
 
-    Raises ValueError if one is not, and as `make_accelerator`, `check_output_dir` and `load_tokenizer` do.
+    Raises ValueError if one is not, if the configuration is not complete, and as `make_accelerator`,
+    `check_output_dir` and `load_tokenizer` do.
     """
+    config.check_complete()
     precision = choose_precision(config.precision, automatic)
     trackers = tracker_names(config.report_to)
     accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
@@ -46,7 +49,7 @@ def make_context(config: StageConfig, automatic: str, **divisible: int) -> Conte
     check_output_dir(accelerator, config)
     on_main_process(accelerator, lambda: require_repository(config))
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size))
+    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), given)
 
 
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
@@ -114,9 +117,13 @@ def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
 
 
 def load_examples(
-    context: Context, config: StageConfig, loader: Loader, source: str, split: str, limit: int | None
+    context: Context, config: StageConfig, loader: Loader, option: str, split: str, limit: int | None
 ) -> Dataset:
-    """Loads a data set, the same on all processes. Raises ValueError if it has fewer examples than processes."""
+    """Loads the data set of an option, the same on all processes: what is given, or what the option names.
+
+    Raises ValueError if it has fewer examples than processes.
+    """
+    source = context.given.data.get(option) or getattr(config, option)
     examples, report = loader(
         source,
         context.tokenizer,
@@ -132,6 +139,8 @@ def load_examples(
     return examples
 
 
-def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
-    """Loads evaluation data, None without a source."""
-    return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None
+def load_eval_examples(context: Context, config: StageConfig, loader: Loader, option: str) -> Dataset | None:
+    """Loads the evaluation data of an option, None if it is not set."""
+    if not getattr(config, option):
+        return None
+    return load_examples(context, config, loader, option, config.eval_split, config.eval_limit)

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from fastp3o.data import load_demonstrations
+from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
@@ -14,9 +15,9 @@ from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples
 
 
-def train(config: SFTConfig) -> None:
+def train(config: SFTConfig, given: Given = NOTHING) -> None:
     """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""
-    train_supervised(SFT(config))
+    train_supervised(SFT(config), given)
 
 
 class SFT(SupervisedTask[PackedRow]):

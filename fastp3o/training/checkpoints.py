@@ -2,13 +2,15 @@
 
 output_dir/model/, adapter/           the finished model, LoRA adapters merged; the adapter alone
 output_dir/checkpoint-000050/         the model after step 50, with the adapter in its own adapter/
+output_dir/best/                      the model at the best evaluation, with --keep_best, likewise
 output_dir/stopped-in-000061/model/   the model as it was when a value in step 61 was not finite; adapter/ beside it
 """
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from accelerate import Accelerator
@@ -24,16 +26,23 @@ from fastp3o.training.durable import move_into_place, naming, remove, temporary_
 from fastp3o.training.model_card import CARD, Training
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import on_main_process
+from fastp3o.training.run_files import ADAPTER, FINISHED_MODEL
 
-FINISHED_MODEL, ADAPTER = "model", "adapter"
 LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
 
 
-def save_trained(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, folder: Path, training: Training) -> None:
+def save_trained(
+    optimizer: Optimizer,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    training: Training,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Saves the model that trains, its LoRA adapter, or both, as `--lora_save` says, each with a card. What an earlier
     save with another choice has left is removed.
 
-    folder: of the model. The adapter goes into `adapter/`, beside `model/` and inside any other folder.
+    folder: of the model. The adapter goes into `adapter/`, beside `model/` and inside any other folder. files: further
+    texts in the folder, by the names of their files.
     """
     accelerator, model, config = optimizer.accelerator, optimizer.model, training.config
     parts = config.lora_save if isinstance(config, TrainableConfig) else "merged"
@@ -44,13 +53,18 @@ def save_trained(optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, folde
     if write is not None and (beside or parts == "adapter"):
         # With the folder around it, if that is new, it is complete or absent.
         place, inside = (adapter, ".") if beside else (folder, ADAPTER)
-        on_main_process(accelerator, lambda: write_folder(place, lambda unfinished: write(unfinished / inside)))
+
+        def write_alone(unfinished: Path) -> None:
+            write(unfinished / inside)
+            write_texts(unfinished, files)
+
+        on_main_process(accelerator, lambda: write_folder(place, write_alone))
     if write is None or parts != "adapter":
 
         def write_more(unfinished: Path) -> None:
             if write is not None and not beside:
                 write(unfinished / ADAPTER)
-            (unfinished / CARD).write_text(card(adapter=False))
+            write_texts(unfinished, {CARD: card(adapter=False), **files})
 
         save_model(accelerator, model, tokenizer, folder, optimizer.precision.weights, write_more)
     if beside:
@@ -71,6 +85,11 @@ def adapter_writer(
         (folder / CARD).write_text(card(adapter=True))
 
     return write
+
+
+def write_texts(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text)
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:

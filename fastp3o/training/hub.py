@@ -13,7 +13,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from fastp3o.config import StageConfig
 from fastp3o.errors import UserError
-from fastp3o.training.checkpoints import ADAPTER, FINISHED_MODEL
+from fastp3o.training.run_files import ADAPTER, FINISHED_MODEL
 
 
 class HubError(UserError):

@@ -26,13 +26,26 @@ LINES, SECONDS_BETWEEN_LINES = 20, 60.0
 
 
 class Reporter:
-    """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only."""
+    """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only.
 
-    def __init__(self, accelerator: Accelerator, folder: Path, *, stage: str, first_step: int, steps: int):
+    ends_processes: whether their group is destroyed at the end.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        *,
+        stage: str,
+        first_step: int,
+        steps: int,
+        ends_processes: bool = True,
+    ):
         self.accelerator, self.folder, self.stage, self.steps = accelerator, folder, stage, steps
         # None: on terminals only. In a log file every redrawing would be a line.
         disable = None if accelerator.is_main_process else True
         self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
+        self.ends_processes = ends_processes
         self.printed_at = time.monotonic()
         self.unprinted = ""  # the line of the last step, if it was not printed
 
@@ -109,7 +122,11 @@ class Reporter:
         # end_training ends the process group. That hangs while a thread of gloo waits for Python's lock to drop the
         # tensors of its last collective. The last collective is this barrier, which has none.
         self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
+        if self.ends_processes:
+            self.accelerator.end_training()
+        else:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
 
     def draw(self) -> None:
         """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
@@ -15,8 +16,11 @@ from torch import Tensor
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
+from fastp3o.errors import UserError
+from fastp3o.given import Callback
 from fastp3o.named_function import FunctionError
-from fastp3o.training.checkpoints import ADAPTER, FINISHED_MODEL, save_trained
+from fastp3o.training.best import Best, read_best
+from fastp3o.training.checkpoints import save_trained
 from fastp3o.training.hub import upload
 from fastp3o.training.late import LateNumbers, Moment
 from fastp3o.training.model_card import Training
@@ -31,7 +35,7 @@ from fastp3o.training.processes import (
     result_or_error,
 )
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
-from fastp3o.training.run_files import EVALUATIONS, METRICS, ROLLOUTS
+from fastp3o.training.run_files import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS
 from fastp3o.training.run_folder import (
     claim,
     clear_away,
@@ -105,6 +109,7 @@ class Run:
     ):
         self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
+        self.given = context.given
         self.pending = None if carried is None else carried.pending
         self.folder = claim(self.accelerator, config)
         try:
@@ -113,18 +118,28 @@ class Run:
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
+            self.best = self.find_best()
         except BaseException:
             release(self.folder)
             raise
         done = self.progress.step
         purge = {"tensorboard": {"purge_step": done + 1}}
         self.accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
-        self.reporter = Reporter(self.accelerator, self.folder, stage=steps.stage, first_step=done, steps=steps.last)
+        self.reporter = Reporter(
+            self.accelerator,
+            self.folder,
+            stage=steps.stage,
+            first_step=done,
+            steps=steps.last,
+            ends_processes=not self.given.program_goes_on,
+        )
         self.phases = Phases()
         self.stops = Stops(self.accelerator)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
         self.late: LateStep | None = None
+        self.last = steps.last  # number of the last step, an earlier one once the run is to end
+        self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
 
     def resumed(self) -> Progress | None:
         """Loads the newest state if there is one, and prints its name and the options that have changed."""
@@ -162,11 +177,14 @@ class Run:
             try:
                 self.evaluate_after(self.progress.step)
                 self.write_missing_checkpoint()
-                for step in range(self.progress.step + 1, self.steps.last + 1):
+                step = self.progress.step
+                while step < self.last:
+                    step += 1
                     yield step
                     if self.late is None:
                         self.require_finite_weights(step)
                         self.note_progress(step, evaluated=False)
+                    self.call_back(step)
                     self.stop_or_save()
                     self.evaluate_after(step)
                     if self.checkpoint_due(step):
@@ -174,6 +192,7 @@ class Run:
                         self.save_state()
                         self.save_model(self.checkpoint_folder(step))
                 self.read_late_step()
+                self.call_back(step)
                 self.stop_or_save()
                 self.save_state()
                 self.save_model(self.folder / FINISHED_MODEL)
@@ -188,6 +207,8 @@ class Run:
 
     def finish(self, address: str | None) -> None:
         """Ends the report, and says where the finished model is. address: on the hub."""
+        if self.best is not None:
+            self.reporter.print(f"best {self.best}: {self.folder / BEST_MODEL}")
         self.reporter.close()
         if address is not None:
             self.accelerator.print(f"the model is at {address}")
@@ -240,14 +261,15 @@ class Run:
     ) -> None:
         """seconds: of each phase."""
         total = sum(seconds.values())
-        self.reporter.step(
-            step,
+        metrics = (
             metrics
             | {"peak_memory_gib": peak_memory_gib()}
             | {"seconds": total, "tokens_per_second": tokens / total}
-            | {f"seconds_{phase}": value for phase, value in seconds.items()},
-            shown=shown,
+            | {f"seconds_{phase}": value for phase, value in seconds.items()}
         )
+        self.reporter.step(step, metrics, shown=shown)
+        if self.given.on_update is not None:
+            self.reported.append({"step": step, **metrics})
 
     def report_later(
         self,
@@ -309,10 +331,11 @@ class Run:
 
     def evaluate_after(self, step: int) -> None:
         """Makes the evaluation if it is due and was not made before the run was resumed."""
-        due = step == 0 or self.config.evaluates_after(step, last=self.steps.last)
+        due = step == 0 or self.config.evaluates_after(step, last=self.last)
         if self.evaluate is None or not due:
             return
         self.read_late_step()
+        self.call_back(step)
         if not self.progress.evaluated:
             with self.saved_if_not_finite(step):
                 metrics = self.evaluate()
@@ -321,8 +344,43 @@ class Run:
                     if "/" not in name and not math.isfinite(value):
                         raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
             self.reporter.evaluation(step, metrics)
+            if self.best is not None and self.best.improves(step, metrics):
+                self.save_model(self.folder / BEST_MODEL, self.best.file)
             # Only noted here: a step without one may be the last of a resumed run, and then one is due.
             self.note_progress(step, evaluated=True)
+            if self.given.on_evaluation is not None:
+                self.end_if_asked(self.given.on_evaluation, step, {"step": step, **metrics})
+        if self.best is not None and 0 < self.config.early_stopping <= self.best.since:
+            self.reporter.print(f"--early_stopping: no evaluation since was better than {self.best}")
+            self.last = step
+
+    def find_best(self) -> Best | None:
+        """The best evaluation so far, None if none is to be kept."""
+        config = self.config
+        if config.keep_best is None:
+            return None
+        found, since = on_main_process(self.accelerator, lambda: read_best(self.folder))
+        return Best(config.keep_best, lowest=config.lowest_is_best, found=found, since=since)
+
+    def call_back(self, step: int) -> None:
+        """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
+        reported, self.reported = self.reported, []
+        for metrics in reported:
+            assert self.given.on_update is not None
+            self.end_if_asked(self.given.on_update, step, metrics)
+
+    def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
+        """Saves the state if the callback raises, so that the run can go on."""
+        try:
+            ends = on_main_process(self.accelerator, lambda: asks_to_end(callback, metrics))
+        except Exception:
+            self.read_late_step()
+            self.save_state()
+            self.reporter.close()
+            raise
+        if ends:
+            self.reporter.print(f"the callback has ended the run after {self.steps.name} {step}")
+            self.last = step
 
     def require_finite_weights(self, step: int) -> None:
         """Raises NotFiniteError if the step has ruined the model, before a state can replace a good one."""
@@ -363,11 +421,9 @@ class Run:
         self.save_state()
         if number:
             self.reporter.close()
-            name = signal.Signals(number).name
-            self.accelerator.print(
-                f"{name}: stopped after {self.steps.name} {self.progress.step}; --resume goes on from there"
-            )
-            raise StoppedError(number)
+            place = f"{signal.Signals(number).name}: stopped after {self.steps.name} {self.progress.step}"
+            self.accelerator.print(f"{place}; --resume goes on from there")
+            raise StoppedError(number, place)
 
     def save_state(self) -> None:
         """Writes the state of the noted progress, after syncing the logs."""
@@ -390,8 +446,17 @@ class Run:
             if not on_main_process(self.accelerator, checkpoint.exists):
                 self.save_model(checkpoint)
 
-    def save_model(self, folder: Path) -> None:
+    def save_model(self, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        """files: texts that go with it, by name."""
         precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
         step = self.progress.step
         training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
-        save_trained(self.optimizer, self.tokenizer, folder, training)
+        save_trained(self.optimizer, self.tokenizer, folder, training, files)
+
+
+def asks_to_end(callback: Callback, metrics: dict[str, Any]) -> bool:
+    """Raises UserError for an answer that is neither True, False nor None."""
+    answer = callback(metrics)
+    if answer not in (True, False, None):
+        raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
+    return bool(answer)

@@ -6,6 +6,7 @@ METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 ROLLOUTS = "rollouts.jsonl.gz"  # of online updates
 LOGS = (METRICS, EVALUATIONS, ROLLOUTS)  # which grow while a run trains
 PROGRESS = "progress.png"  # metrics over the steps
+FINISHED_MODEL, ADAPTER, BEST_MODEL = "model", "adapter", "best"
 REFERENCE = r"reference-[0-9a-f]{16}\.safetensors"  # log-probs of fixed preferences
 SAMPLES, KEPT = "samples.jsonl", "kept.jsonl"  # responses of scripts/generate.py
 VERDICTS = "verdicts.jsonl"  # on pairs of them

@@ -24,13 +24,26 @@ from fastp3o.errors import UserError
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, naming, sync, write_file
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.rollout_log import members
-from fastp3o.training.run_files import CALIBRATION, CONFIG, KEPT, LOCK, LOGS, PROGRESS, REFERENCE, SAMPLES
+from fastp3o.training.run_files import (
+    ADAPTER,
+    BEST_MODEL,
+    CALIBRATION,
+    CONFIG,
+    FINISHED_MODEL,
+    KEPT,
+    LOCK,
+    LOGS,
+    PROGRESS,
+    REFERENCE,
+    SAMPLES,
+)
 from fastp3o.training.states.fingerprints import MODELS, names_in
 from fastp3o.training.states.manifest import MANIFEST
 
 OURS = re.compile(
     rf"{CONFIG}|{'|'.join(LOGS)}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|{PROGRESS}|"
-    r"model|adapter|checkpoint-\d{6,}|stopped-in-\d{6,}"
+    rf"{FINISHED_MODEL}|{ADAPTER}|{BEST_MODEL}|"
+    r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
 
 # This process's locks by folder. They are global because something may still hold the objects of a run that failed.

@@ -15,10 +15,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StoppedError(SystemExit):
-    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number."""
+    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number.
 
-    def __init__(self, number: int):
+    number: of the signal. place: where the run goes on from, in words.
+    """
+
+    def __init__(self, number: int, place: str):
         super().__init__(128 + number)
+        self.number, self.place = number, place
 
 
 class Stops:

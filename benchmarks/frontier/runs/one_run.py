@@ -18,13 +18,16 @@ from benchmarks.frontier.tasks.groups import group_of
 from benchmarks.frontier.tasks.offset_reward import OffsetReward
 from benchmarks.frontier.tasks.offsets import OFFSETS
 from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task, load_scores
+from fastp3o.given import Given
 from fastp3o.objectives.config import OnlineConfig
+from fastp3o.rewards.reward import Reward
 from fastp3o.stages.online import train
 from fastp3o.training.run_files import EVALUATIONS, METRICS
 from scripts.online import OBJECTIVES
 
 # optimizer steps of an inner epoch
 MINIBATCHES = 4
+GOLD = "benchmarks.frontier.tasks.task:Task.gold"
 
 
 def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = None) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(configuration(run, task, output, updates), reward=offset_reward(run, task), gold=task.gold_reward())
+        train(configuration(run, task, output, updates), Given(rewards=rewards(run, task)))
     shutil.rmtree(output / "state")
     log_file.rename(output / "log.txt")
     finished = folder / run.name
@@ -54,6 +57,12 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
     }
 
 
+def rewards(run: Run, task: Task) -> dict[str, Reward]:
+    """By their names in the configuration."""
+    offset, gold = {task.reward_model: offset_reward(run, task)}, task.gold_reward()
+    return offset if gold is None else offset | {GOLD: gold}
+
+
 def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_scores(task.reward_model, task.policy)
     offset = OFFSETS[run.offset]
@@ -64,6 +73,7 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
     settings = TASK_SETTINGS[group_of(run.task)] | {
         "model": task.policy,
         "reward": task.reward_model,
+        "gold_reward": None if task.gold is None else GOLD,
         "prompts": task.prompts,
         "eval_prompts": task.eval_prompts,
         "output_dir": str(output),

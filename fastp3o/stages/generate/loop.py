@@ -87,7 +87,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
 
     prompts: an endpoint is asked about the first one, before anything begins.
     """
-    _, precision, tokenizer, mesh = context
+    _, precision, tokenizer, mesh, _ = context
     reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
     policy = load_policy(
         config.model,

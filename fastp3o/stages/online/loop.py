@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
+from fastp3o.given import NOTHING, Given
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.groups import finished
 from fastp3o.stages.online.report import Update, report_update
 from fastp3o.stages.online.setup import set_up
@@ -24,16 +24,15 @@ from fastp3o.training.processes import require_finite
 from fastp3o.training.sampler_logprobs import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 
 
-def train(config: OnlineConfig, *, reward: Reward | None = None, gold: Reward | None = None) -> None:
+def train(config: OnlineConfig, given: Given = NOTHING) -> None:
     """Trains a policy and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
 
-    config: of the objective to train with. reward, gold: functions of groups, used instead of those that config.reward
-    and config.gold_reward name.
+    config: of the objective to train with. given: data and rewards, instead of those that the configuration names.
 
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
-    rounds, score, resample, objective, policy, reference, step, run = set_up(config, reward, gold)
+    rounds, score, resample, objective, policy, reference, step, run = set_up(config, given)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fastp3o.context import Context
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.given import Given
 from fastp3o.models.loading import require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
@@ -64,22 +65,22 @@ class Online(NamedTuple):
     run: Run
 
 
-def set_up(config: OnlineConfig, reward: Reward | None, gold: Reward | None) -> Online:
+def set_up(config: OnlineConfig, given: Given) -> Online:
     """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
-    context = make_context(config, "fp16", prompts_per_update=config.prompts_per_update)
+    context = make_context(config, "fp16", given, prompts_per_update=config.prompts_per_update)
     note_idle_processes(context, config)
     note_truncation(context, config)
     if config.reference:
         require_same_vocabulary(
             config.reference, config.model, context.tokenizer, trust_remote_code=config.trust_remote_code
         )
-    data = load_data(context, config, own_reward=reward is not None, own_gold=gold is not None)
+    data = load_data(context, config)
     objective = config.build()
     policy = load_trainable_policy(config)
     sampled = sampled_model(config, policy, context)
     objective.add_to(policy)
-    rewards = load_rewards(context, config, data, reward, gold)
-    accelerator, precision, _, mesh = context
+    rewards = load_rewards(context, config, data)
+    accelerator, precision, _, mesh, _ = context
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     if config.sampler == "vllm":
@@ -128,32 +129,30 @@ def note_idle_processes(context: Context, config: OnlineConfig) -> None:
         )
 
 
-def load_data(context: Context, config: OnlineConfig, *, own_reward: bool, own_gold: bool) -> Data:
-    """Loads all data. own_reward, own_gold: whether the caller has given them; then no name asks for columns."""
-    columns = asked_columns([] if own_reward else config.rewards, config)
-    gold = [config.gold_reward] if config.gold_reward and not own_gold else []
+def load_data(context: Context, config: OnlineConfig) -> Data:
+    """Loads all data."""
+    given = context.given.rewards
+    columns = asked_columns(config.rewards, config, given)
+    gold = [config.gold_reward] if config.gold_reward else []
     load = partial(load_prompts, columns=columns)
-    prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    load = partial(load_prompts, columns=columns | asked_columns(gold, config))
-    eval_prompts = load_eval_examples(context, config, load, config.eval_prompts)
+    prompts = load_examples(context, config, load, "prompts", config.split, config.limit)
+    load = partial(load_prompts, columns=columns | asked_columns(gold, config, given))
+    eval_prompts = load_eval_examples(context, config, load, "eval_prompts")
     if not config.ptx_data:
         return Data(prompts, eval_prompts, None)
     check_divisible(context.accelerator, config.ptx_batch_size, "ptx_batch_size")
     load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
-    return Data(prompts, eval_prompts, load_examples(context, config, load, config.ptx_data, config.split, None))
+    return Data(prompts, eval_prompts, load_examples(context, config, load, "ptx_data", config.split, None))
 
 
-def load_rewards(
-    context: Context, config: OnlineConfig, data: Data, reward: Reward | None, gold: Reward | None
-) -> dict[str, Reward]:
-    """`reward`, and `gold` if there is one: the given ones, or else those of the configuration."""
-    if reward is None:
-        loaded = [load_named_reward(context, config, name, data.prompts) for name in config.rewards]
-        reward = weighted(dict(zip(short_names(config.rewards), loaded, strict=True)), config.weights)
-    if gold is None and config.gold_reward:
+def load_rewards(context: Context, config: OnlineConfig, data: Data) -> dict[str, Reward]:
+    """`reward`, and `gold` if there is one."""
+    loaded = [load_named_reward(context, config, name, data.prompts) for name in config.rewards]
+    rewards = {"reward": weighted(dict(zip(short_names(config.rewards), loaded, strict=True)), config.weights)}
+    if config.gold_reward:
         assert data.eval_prompts is not None
-        gold = load_named_reward(context, config, config.gold_reward, data.eval_prompts)
-    return {"reward": reward} if gold is None else {"reward": reward, "gold": gold}
+        rewards["gold"] = load_named_reward(context, config, config.gold_reward, data.eval_prompts)
+    return rewards
 
 
 def make_evaluation(

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,11 @@ def header_and_blocks(path: Path) -> Iterator[bytes]:
 
 def function_fingerprint(name: str) -> str:
     """The hash of the source of the function's module; of nothing if it has no source file."""
-    module = importlib.util.find_spec(name.partition(":")[0])
-    source = Path(module.origin) if module is not None and module.origin is not None else None
+    module = name.partition(":")[0]
+    if module in sys.modules:  # a notebook or a program has no other way to its own module
+        origin = getattr(sys.modules[module], "__file__", None)
+    else:
+        spec = importlib.util.find_spec(module)
+        origin = None if spec is None else spec.origin
+    source = None if origin is None else Path(origin)
     return hashlib.sha256(source.read_bytes() if source is not None and source.is_file() else b"").hexdigest()

@@ -1,0 +1,32 @@
+from fastp3o.api import Result as Result
+from fastp3o.api import train as train
+from fastp3o.errors import UserError as UserError
+from fastp3o.objectives.p3o import P3OConfig as P3OConfig
+from fastp3o.objectives.p3o import PPGConfig as PPGConfig
+from fastp3o.objectives.policy_gradient import DAPOConfig as DAPOConfig
+from fastp3o.objectives.policy_gradient import DrGRPOConfig as DrGRPOConfig
+from fastp3o.objectives.policy_gradient import GRPOConfig as GRPOConfig
+from fastp3o.objectives.policy_gradient import GRPOPlusConfig as GRPOPlusConfig
+from fastp3o.objectives.policy_gradient import GSPOConfig as GSPOConfig
+from fastp3o.objectives.policy_gradient import REBELConfig as REBELConfig
+from fastp3o.objectives.policy_gradient import REINFORCEConfig as REINFORCEConfig
+from fastp3o.objectives.policy_gradient import RLOOConfig as RLOOConfig
+from fastp3o.objectives.ppo import PPOConfig as PPOConfig
+from fastp3o.objectives.preferences import APODownConfig as APODownConfig
+from fastp3o.objectives.preferences import APOZeroConfig as APOZeroConfig
+from fastp3o.objectives.preferences import BPOConfig as BPOConfig
+from fastp3o.objectives.preferences import CPOConfig as CPOConfig
+from fastp3o.objectives.preferences import DiscoPOPConfig as DiscoPOPConfig
+from fastp3o.objectives.preferences import DPOConfig as DPOConfig
+from fastp3o.objectives.preferences import IPOConfig as IPOConfig
+from fastp3o.objectives.preferences import KTOConfig as KTOConfig
+from fastp3o.objectives.preferences import NashMDConfig as NashMDConfig
+from fastp3o.objectives.preferences import OnlineDPOConfig as OnlineDPOConfig
+from fastp3o.objectives.preferences import OnlineIPOConfig as OnlineIPOConfig
+from fastp3o.objectives.preferences import ORPOConfig as ORPOConfig
+from fastp3o.objectives.preferences import SimPOConfig as SimPOConfig
+from fastp3o.objectives.preferences import SLiCConfig as SLiCConfig
+from fastp3o.stages.config import RewardModelConfig as RewardModelConfig
+from fastp3o.stages.config import SFTConfig as SFTConfig
+
+__version__: str

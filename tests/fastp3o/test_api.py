@@ -1,0 +1,342 @@
+"""Training from Python: the command's runs with objects in the place of names, and its files and errors."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fastp3o
+from fastp3o import DPOConfig, KTOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
+from fastp3o.config import parse
+from fastp3o.stages import online
+from fastp3o.stages.generate.config import GenerateConfig
+from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.fastp3o.torchrun import environment, torchrun
+
+CALLS = 0
+
+
+def vowels(prompts, responses):
+    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
+
+
+def interrupted_on_third_call(prompts, responses):
+    global CALLS
+    CALLS += 1
+    if CALLS == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return vowels(prompts, responses)
+
+
+def records(name: str) -> list[dict]:
+    return [json.loads(line) for line in Path(f"{name}.jsonl").read_text().splitlines()]
+
+
+def without_data(tiny_model: str, output_dir: str, **changes) -> P3OConfig:
+    """The command's configuration, without what objects stand for."""
+    return config(tiny_model, output_dir, **{"prompts": "", "reward": "", "updates": 2} | changes)
+
+
+# --- the same runs --------------------------------------------------------------------------------------------------
+
+
+def test_objects_train_to_the_bits_of_the_command(tiny_model, workplace):
+    online.train(config(tiny_model, "command", updates=2))
+    prompts = records("prompts")
+    for name, given in {"list": prompts, "dataset": Dataset.from_list(prompts), "name": "prompts.jsonl"}.items():
+        result = train(without_data(tiny_model, name), prompts=given, reward=vowels)
+        assert_equal(weights("command"), weights(name))
+        assert metrics(name) == metrics("command")
+        assert result.output_dir == Path(name)
+    embeddings = weights("name")["model.embed_tokens.weight"]
+    assert torch.equal(result.model.get_input_embeddings().weight, embeddings)
+    assert result.tokenizer("a").input_ids == AutoTokenizer.from_pretrained(tiny_model)("a").input_ids
+
+
+def test_a_loaded_model_trains_like_its_folder_and_stays_as_it_is(tiny_model, workplace):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    train(without_data("", "run"), model=model, prompts="prompts.jsonl", reward=vowels)
+    online.train(config(tiny_model, "command", updates=2))
+    assert_equal(weights("command"), weights("run"))
+    assert_equal(before, model.state_dict())
+
+
+def test_rewards_are_functions_and_names_with_weights_and_columns(tiny_model, workplace):
+    async def answered(prompts, responses, answer, *, word):
+        assert all(w in prompt and a == len(w) for prompt, a, w in zip(prompts, answer, word, strict=True))
+        return [r + a for r, a in zip(vowels(prompts, responses), answer, strict=True)]
+
+    both = without_data(tiny_model, "run", reward_weights="0.5,2", eval_every=1)
+    given = {"prompts": records("answers"), "eval_prompts": records("answers")}
+    result = train(both, **given, reward=[answered, "rewards_for_tests:varied"], gold_reward=vowels)
+    for line in metrics("run"):
+        first, second = (next(line[name] for name in line if name.endswith(part)) for part in ("answered", "varied"))
+        assert line["reward"] == pytest.approx(0.5 * first + 2 * second)
+    assert result.history["eval/gold"].notna().all()
+
+
+def test_two_lambdas_are_two_rewards(tiny_model, workplace):
+    rewards = [
+        lambda prompts, responses: [float(len(r)) for r in responses],
+        lambda prompts, responses: vowels(prompts, responses),
+    ]
+    result = train(without_data(tiny_model, "run"), prompts=records("prompts"), reward=rewards)
+    parts = [name for name in result.history if name.startswith("reward/") and not name.endswith("_std")]
+    assert len(parts) == 2
+    assert not result.history[parts[0]].equals(result.history[parts[1]])
+
+
+@pytest.mark.parametrize(
+    ("config_class", "data", "metric"),
+    [
+        (SFTConfig, "sft", "loss"),
+        (RewardModelConfig, "preferences", "accuracy"),
+        (DPOConfig, "preferences", "accuracy"),
+        (KTOConfig, "unpaired", "loss"),
+    ],
+)
+def test_every_stage_takes_records(tiny_model, workplace, config_class, data, metric):
+    settings = config_class(model=tiny_model, output_dir="run", batch_size=4, report_to="none", eval_every=1)
+    result = train(settings, train_data=records(data), eval_data=Dataset.from_list(records(data)))
+    steps = len(records(data)) // 4
+    assert list(result.history.index) == list(range(steps + 1))
+    assert result.history[f"eval/{metric}"].notna().all()
+    assert result.history[metric].notna().tolist() == [False, *[True] * steps]
+    assert result.model.num_parameters() > 0
+
+
+def test_a_reward_model_of_one_run_is_the_reward_of_the_next(tiny_model, workplace):
+    settings = RewardModelConfig(model=tiny_model, output_dir="rm", batch_size=4, report_to="none", precision="bf16")
+    judge = train(settings, train_data=records("preferences"))
+    assert judge.model.config.num_labels == 1
+    # A run of another precision in the same process.
+    train(without_data(tiny_model, "run"), prompts=records("prompts"), reward=str(judge.output_dir / "model"))
+    assert len(metrics("run")) == 2
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RewardModelConfig])
+@pytest.mark.parametrize("saved", ["merged", "both", "adapter"])
+def test_the_model_of_a_lora_run_is_loaded_whatever_was_saved(tiny_model, workplace, kind, saved):
+    pytest.importorskip("peft")
+    data = {SFTConfig: "sft.jsonl", RewardModelConfig: "preferences.jsonl"}[kind]
+    settings = {"lora_rank": 2, "learning_rate": 0.1, "batch_size": 4, "eval_every": 1, "report_to": "none"}
+    kept = {"keep_best": "loss", "best_is": "highest", "lora_save": saved}
+    result = train(kind(model=tiny_model, output_dir="run", **settings, **kept), train_data=data, eval_data=data)
+    assert Path("run/best/evaluation.json").exists()
+    tokens = torch.tensor([[40, 41, 42]])
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    if kind is SFTConfig:
+        assert (result.model(tokens).logits - start(tokens).logits).abs().max() > 0.01
+    else:
+        assert result.model(tokens).logits.abs().max() > 0.001
+    assert result.best_model.num_parameters() > 0
+    assert result.tokenizer.eos_token_id is not None
+
+
+# --- callbacks, stopping, going on ----------------------------------------------------------------------------------
+
+
+def test_a_callback_sees_every_step_and_ends_the_run(tiny_model, workplace):
+    seen, evaluated = [], []
+
+    def on_update(metrics: dict) -> bool:
+        seen.append(metrics)
+        return metrics["step"] == 2
+
+    data = {"prompts": records("prompts"), "eval_prompts": records("prompts")}
+    callbacks = {"on_update": on_update, "on_evaluation": evaluated.append}
+    result = train(without_data(tiny_model, "run", updates=4), **data, reward=vowels, **callbacks)
+    assert [line["step"] for line in seen] == [1, 2]
+    assert [line["step"] for line in evaluated] == [0, 2]
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert lines == seen
+    assert list(result.history.index) == [0, 1, 2]
+    train(without_data(tiny_model, "run", updates=4, resume=True), **data, reward=vowels)
+    train(without_data(tiny_model, "whole", updates=4), **data, reward=vowels)
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_supervised_callbacks_see_every_step_too(tiny_model, workplace):
+    seen = []
+    settings = SFTConfig(model=tiny_model, output_dir="run", batch_size=2, epochs=2, report_to="none")
+    train(settings, train_data=records("sft"), on_update=lambda metrics: seen.append(metrics["step"]))
+    assert seen == list(range(1, 9))
+    train(replace(settings, output_dir="ended"), train_data=records("sft"), on_update=lambda m: m["step"] >= 3)
+    # The line of a step is read when the next one is on its way.
+    assert [line["step"] for line in metrics("ended")] == [1, 2, 3, 4]
+
+
+def test_the_state_is_saved_if_a_callback_raises(tiny_model, workplace):
+    def fails(metrics: dict) -> None:
+        if metrics["step"] == 2:
+            raise KeyError("a mistake of the caller's")
+
+    given = {"prompts": records("prompts"), "reward": vowels}
+    settings = without_data(tiny_model, "run", updates=3)
+    with pytest.raises(KeyError, match="a mistake"):
+        train(settings, **given, on_update=fails)
+    assert sorted(path.name for path in Path("run/state").iterdir()) == ["step-000002"]
+    train(replace(settings, resume=True), **given)
+    train(replace(settings, output_dir="whole"), **given)
+    assert_equal(weights("run"), weights("whole"))
+
+
+def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace):
+    global CALLS
+    CALLS = 0
+    settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts")}
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt, match=r"SIGINT: stopped after update 2; resume=True goes on from there"):
+        train(settings, **given, reward=interrupted_on_third_call)
+    assert signal.getsignal(signal.SIGINT) is handler
+    result = train(replace(settings, resume=True), **given, reward=interrupted_on_third_call)
+    train(replace(settings, output_dir="whole"), **given, reward=vowels)
+    assert_equal(weights("run"), weights("whole"))
+    assert list(result.history.index) == [1, 2, 3, 4]
+
+
+def test_the_command_and_python_go_on_from_each_other(tiny_model, workplace):
+    flags = config(tiny_model, "whole", updates=3)
+    online.train(flags)
+    ends = {"on_update": lambda metrics: metrics["step"] == 1}
+    sys.path.insert(0, str(workplace))
+    try:
+        import rewards_for_tests
+    finally:
+        sys.path.remove(str(workplace))
+    given = {"prompts": records("prompts"), "reward": rewards_for_tests.vowels}
+    train(without_data(tiny_model, "python", updates=3), **given, **ends)
+    arguments = ["python/config.yaml", "--prompts", "prompts.jsonl", "--resume"]
+    online.train(parse(P3OConfig, arguments))
+    assert_equal(weights("python"), weights("whole"))
+
+    train(replace(flags, output_dir="command"), **ends)
+    train(without_data(tiny_model, "command", updates=3, resume=True), **given)
+    assert_equal(weights("command"), weights("whole"))
+
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+from fastp3o import P3OConfig, SFTConfig, train
+
+def vowels(prompts, responses):
+    return [sum(c in "aeiou" for c in response) / 4 for response in responses]
+
+shared = {"report_to": "none", "precision": "fp32", "seed": 3}
+seen = []
+train(
+    SFTConfig(model="", output_dir="sft", batch_size=4, **shared),
+    model=AutoModelForCausalLM.from_pretrained(sys.argv[1]),
+    train_data="sft.jsonl",
+    on_update=lambda metrics: seen.append(metrics["step"]),
+)
+settings = {"updates": 3, "prompts_per_update": 8, "max_response_tokens": 6, "samples_every": 0}
+result = train(
+    P3OConfig(model="sft/model", output_dir="p3o", **settings, **shared),
+    prompts="prompts.jsonl",
+    reward=vowels,
+    on_update=lambda metrics: metrics["step"] == 2,
+)
+Path(f"seen-{os.environ.get('RANK', 'alone')}").write_text(f"{seen}, {len(result.history)} rows")
+"""
+
+
+def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workplace):
+    program = workplace / "program.py"
+    program.write_text(PROGRAM)
+    ended = torchrun(program, tiny_model)
+    assert ended.returncode == 0, ended.stderr
+    assert Path("seen-0").read_text() == "[1, 2], 2 rows"
+    assert Path("seen-1").read_text() == "[], 2 rows"
+    subprocess.run([sys.executable, program, tiny_model], cwd=make_copy(workplace), env=environment(), check=True)
+    for part in ("sft", "p3o"):
+        for name, weight in weights(part).items():
+            torch.testing.assert_close(weight, weights(f"alone/{part}")[name])
+
+
+def make_copy(workplace: Path) -> Path:
+    alone = workplace / "alone"
+    alone.mkdir()
+    for name in ("sft.jsonl", "prompts.jsonl"):
+        (alone / name).write_text((workplace / name).read_text())
+    return alone
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({}, {"reward": vowels}, "--prompts is missing"),
+        ({}, {"prompts": "prompts.jsonl"}, "--reward is missing"),
+        ({"eval_every": 1}, {"prompts": "prompts.jsonl", "reward": vowels}, "--eval_every does nothing without"),
+        ({"split": "test"}, {"prompts": [{"prompt": "a"}], "reward": vowels}, "<prompts>: there is no split 'test'"),
+        ({}, {"prompts": [{"prompt": 3}], "reward": vowels}, "<prompts> record 1"),
+        ({}, {"prompts": ["a"], "reward": vowels}, "<prompts> record 1: expected an object"),
+        ({}, {"prompts": iter([]), "reward": vowels}, "prompts must be a Dataset or a list of records"),
+        ({}, {"prompts": DatasetDict(train=Dataset.from_list([{"prompt": "a"}]))}, "got a DatasetDict; it has train"),
+        ({}, {"train_data": []}, "P3OConfig has no train_data"),
+        ({}, {"prompts": "prompts.jsonl", "reward": 3}, "reward must be a function or what --reward takes, got a int"),
+        ({}, {"prompts": "prompts.jsonl", "reward": lambda texts: []}, "must take prompts and responses first"),
+        ({}, {"model": 3}, "model must be a transformers model"),
+        (
+            {"reward_weights": "1,2"},
+            {"prompts": "prompts.jsonl", "reward": vowels},
+            "--reward_weights must be 1",
+        ),
+        ({"sampler": "vllm"}, {}, "--sampler vllm needs --vllm_url"),
+    ],
+)
+def test_mistakes_are_the_commands_errors(tiny_model, workplace, changes, given, message):
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        train(without_data(tiny_model, "run", **changes), **given)
+    assert not Path("run").exists()
+
+
+def test_other_mistakes(tiny_model, workplace):
+    settings, given = without_data(tiny_model, "run"), {"prompts": records("prompts"), "reward": vowels}
+    with pytest.raises(TypeError, match="train\\(\\) has no argument promps"):
+        train(settings, promps=[])  # type: ignore[call-arg]
+    generate = GenerateConfig(model=tiny_model, output_dir="run", prompts="prompts.jsonl", reward="a:b")
+    with pytest.raises(UserError, match="of a stage that trains, got a GenerateConfig"):
+        train(generate)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="a callback must return True, to end the run, False or None, got 'stop'"):
+        train(settings, **given, on_update=lambda metrics: "stop")
+    with pytest.raises(UserError, match="has no best"):
+        _ = fastp3o.Result(Path("run")).best_model
+
+
+# --- names ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_stub_has_the_names_of_the_package():
+    stub = ast.parse((Path(fastp3o.__file__).parent / "__init__.pyi").read_text())
+    imported = {alias.asname for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert imported == set(fastp3o.__all__)
+    for name in fastp3o.__all__:
+        assert getattr(fastp3o, name).__name__ == name
+    homes = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert homes == {name: f"fastp3o.{home}" for name, home in fastp3o.HOME.items()}
+
+
+def test_importing_fastp3o_imports_nothing_heavy():
+    program = (
+        "import sys, fastp3o; print(*{'torch', 'transformers', 'datasets', 'numpy', 'accelerate'} & set(sys.modules))"
+    )
+    root = Path(fastp3o.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'kernels'}"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
