@@ -14,7 +14,13 @@ KERNELS = ROOT / "kernels" / "fastp3o_kernels"
 PAGES = (
     *("README.md", "fastp3o/README.md", "fastp3o/integrations/README.md", "fastp3o/objectives/README.md"),
     "fastp3o/evaluation/README.md",
-    *(".github/CONTRIBUTING.md", ".github/CHANGELOG.md", "benchmarks/README.md", "benchmarks/frontier/README.md"),
+    *(
+        "scripts/examples/README.md",
+        ".github/CONTRIBUTING.md",
+        ".github/CHANGELOG.md",
+        "benchmarks/README.md",
+        "benchmarks/frontier/README.md",
+    ),
 )
 
 
