@@ -340,6 +340,13 @@ class TrainableConfig(Flags):
         below=1,
         needs="lora_rank",
     )
+    quantize: str | None = option(
+        None,
+        "Bits of the frozen base's linear layers, by bitsandbytes: 4bit (QLoRA: NF4, double quantization) or 8bit. In "
+        "one process; by default the base is not quantized.",
+        choices=("4bit", "8bit"),
+        needs="lora_rank",
+    )
     lora_save: str = option(
         "both",
         "What is saved. merged: the whole model, adapters merged, in model/. adapter: the adapter alone, in adapter/, "
@@ -353,7 +360,11 @@ class TrainableConfig(Flags):
         super().__post_init__()
         if self.trainable_layers and self.lora_rank:
             raise UserError("--trainable_layers and --lora_rank exclude each other: adapters train in every layer")
-        if self.lora_dropout and getattr(self, "compile_layers", False):  # of StageConfig
+        if self.quantize and getattr(self, "compile_layers", False):  # of StageConfig
+            raise UserError("--quantize and --compile_layers exclude each other: quantized layers are not compiled")
+        if self.quantize and getattr(self, "sampler", None) == "vllm":  # of SamplerConfig
+            raise UserError("--quantize and --sampler vllm exclude each other: servers would sample from other weights")
+        if self.lora_dropout and getattr(self, "compile_layers", False):
             raise UserError(
                 "--lora_dropout and --compile_layers exclude each other: a resumed run, compiled anew, drops others"
             )

@@ -40,6 +40,8 @@ class MemoryConfig(TrainableConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.quantize:
+            raise UserError("--quantize: the memory of quantized bases is not predicted")
         if self.gpus % self.shards:
             raise UserError(f"--shard_size must be a divisor of --gpus ({self.gpus}), got {self.shard_size}")
 

@@ -39,6 +39,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fastp3o.errors import UserError
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.quantized import checked, quantized_loading
 from fastp3o.models.sharding import is_main_process
 
 CPU = torch.device("cpu")
@@ -111,26 +112,39 @@ def load_policy(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     trains: bool = False,
+    quantize: str | None = None,
 ) -> PackedModel:
     """Loads a causal LM without dropout or router noise: a policy's log-probabilities must not be random. LoRA adapters
-    are merged into it.
+    are merged into it. quantize: bits of its linear layers, 4bit or 8bit.
 
     Raises ValueError if the checkpoint is incomplete, if the model cannot be run on packed rows, and if a model that
     trains still gives other log-probabilities in training mode.
     """
     base = base_model_name(name)
+    quantized = quantized_options(name, base, quantize)
     if not is_main_process():
         model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
         with suppress(OSError):  # it has none of its own
             model.generation_config = GenerationConfig.from_pretrained(base)
         return PackedModel(named(model, name, base))
-    model, loading = from_checkpoint(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
+    model, loading = from_checkpoint(AutoModelForCausalLM, base, **options)
     require_whole(base, loading)
     require_finite(base, model)
     if base != name:
         model = with_adapters(model, name)
+    checked(model)
     policy = require_packable(PackedModel(named(model, name, base)).to(device), name)
     return require_trainable(policy, name) if trains else policy
+
+
+def quantized_options(name: str, base: str, quantize: str | None) -> dict[str, Any]:
+    """Arguments of loading a quantized model; none without `quantize`."""
+    if quantize is None:
+        return {}
+    if base != name:
+        raise UserError(f"--quantize needs a whole model, and {name} is an adapter: give the merged one")
+    return quantized_loading(quantize)
 
 
 def named(model: Any, name: str, base: str) -> Any:
@@ -146,10 +160,12 @@ def load_reward_model(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    quantize: str | None = None,
 ) -> PackedModel:
     """Loads a sequence classifier with one output. LoRA adapters are merged into it; its head may be saved with them.
 
-    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero.
+    new_head: also take a causal LM's checkpoint, which gets a scalar head that starts at zero. quantize: as for
+    policies; the head is not quantized.
 
     Raises ValueError if the checkpoint is incomplete or its head was not trained, if the model has no linear `score`
     head over hidden states, or more than one output, and if it cannot be run on packed rows.
@@ -160,7 +176,9 @@ def load_reward_model(
         model = without_weights(AutoModelForSequenceClassification, base, **options)
         model.config.pad_token_id = model.config.pad_token_id or model.config.eos_token_id
         return PackedModel(named(model, name, base))
-    model, loading = from_checkpoint(AutoModelForSequenceClassification, base, **options)
+    if quantized := quantized_options(name, base, quantize):
+        quantized["quantization_config"].llm_int8_skip_modules = ["score"]
+    model, loading = from_checkpoint(AutoModelForSequenceClassification, base, **options, **quantized)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} ({name}) has no linear head `score`; use a decoder-only reward model")
@@ -184,6 +202,7 @@ def load_reward_model(
     if model.config.pad_token_id is None:
         # transformers' classifier, which users load the saved model with, refuses batches otherwise.
         model.config.pad_token_id = model.config.eos_token_id
+    checked(model)
     return require_packable(PackedModel(named(model, name, base).to(device)), name)
 
 

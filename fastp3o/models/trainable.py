@@ -12,6 +12,7 @@ from fastp3o.config import TrainableConfig
 from fastp3o.errors import UserError
 from fastp3o.models.dropout import use_switched_dropout
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.sharding import whole
 
 
@@ -104,6 +105,8 @@ def whole_model(
         return model, weights
     # Saving writes the dtype into the configuration, and the given model goes on with its own.
     config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the weights are no longer
     with torch.device("meta"):
         plain = cast(Any, type(model)(config)).to(torch.float32 if merged else dtype or model.dtype)
     if model.can_generate():
@@ -126,8 +129,10 @@ def each_whole_weight(model: PreTrainedModel, dtype: torch.dtype | None) -> Iter
 
     A sharded model's weights are gathered one after the other, on all processes.
     """
+    quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):
-        weight = whole(part.detach())
+        layer = quantized.get(id(part))
+        weight = whole(part.detach()) if layer is None else dequantized(layer)
         if isinstance(part, nn.Parameter):
             weight = weight.to(dtype or weight.dtype)
         if adapted:
@@ -142,8 +147,10 @@ def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]
     several; itself; and the module whose adapter is to be merged into it, "" for none.
     """
     found: dict[tuple[int, str], tuple[list[str], Tensor, str]] = {}
+    own = {f"{name}.{each}" for name in quantized_layers(model) for each in ("weight", "bias")}
+    scales = tuple(f"{name}." for name in quantized_layers(model))
     for name, part in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name:
+        if ".lora_" in name or (name.startswith(scales) and name not in own):
             continue
         owner, adapted, base_name = name.partition(".base_layer.")
         # Tied weights stay tied, unless one of them is adapted.

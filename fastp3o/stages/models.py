@@ -10,6 +10,7 @@ from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.quantized import has_quantized_layers
 from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import loading_device
@@ -35,7 +36,7 @@ def sampled_model(
     config: SamplerConfig, policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING
 ) -> SampledModel:
     """The policy, which is not on its device yet, as it will be sampled. On servers it needs a publisher, too."""
-    if config.sampler == "vllm":
+    if config.sampler == "vllm" or has_quantized_layers(policy):
         return SampledModel(policy, None)
     return with_copy(policy, context, bytes_per_parameter)
 
@@ -66,7 +67,9 @@ def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = 
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:
-    model = load_policy(config.model, trust_remote_code=config.trust_remote_code, trains=True).train()
+    model = load_policy(
+        config.model, trust_remote_code=config.trust_remote_code, trains=True, quantize=config.quantize
+    ).train()
     note_sampling(model, config)
     model.check_reach(config.longest_sequence)
     choose_trainable(model, config)

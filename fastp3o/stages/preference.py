@@ -72,7 +72,12 @@ class Preferences(SupervisedTask[PreferenceRow]):
         self.reference: Reference | None = None
 
     def load_model(self) -> PackedModel:
-        model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code, trains=True)
+        model = load_policy(
+            self.config.model,
+            trust_remote_code=self.config.trust_remote_code,
+            trains=True,
+            quantize=self.config.quantize,
+        )
         note_sampling(model, self.config)
         choose_trainable(model, self.config)
         return model

@@ -54,7 +54,12 @@ class RewardModelling(SupervisedTask[RankedRow]):
     load_examples = staticmethod(load_rankings)
 
     def load_model(self) -> PackedModel:
-        model = load_reward_model(self.config.model, new_head=True, trust_remote_code=self.config.trust_remote_code)
+        model = load_reward_model(
+            self.config.model,
+            new_head=True,
+            trust_remote_code=self.config.trust_remote_code,
+            quantize=self.config.quantize,
+        )
         choose_trainable(model, self.config)
         return model
 

@@ -28,7 +28,9 @@ class SFT(SupervisedTask[PackedRow]):
     load_examples = staticmethod(load_demonstrations)
 
     def load_model(self) -> PackedModel:
-        model = load_policy(self.config.model, trust_remote_code=self.config.trust_remote_code)
+        model = load_policy(
+            self.config.model, trust_remote_code=self.config.trust_remote_code, quantize=self.config.quantize
+        )
         choose_trainable(model, self.config)
         return model
 

@@ -12,6 +12,7 @@ from transformers import get_scheduler
 from fastp3o.config import StageConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.quantized import compute_in
 from fastp3o.models.sharding import local_part, shard
 from fastp3o.precision import Precision
 from fastp3o.training.processes import NotFiniteError, sum_over_processes
@@ -45,6 +46,7 @@ class Optimizer:
         half = precision.weights if precision.half else None
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
+        compute_in(model, precision.autocast or precision.weights)
         self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
         self.optimizer = DividingAdamW(
             parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
@@ -214,7 +216,8 @@ class Masters:
         # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
         # rounded rotary frequencies would move every position.
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():  # and not quantized
+                parameter.data = parameter.data.to(dtype)
         for name, parameter in self.rounded.items():
             master = self.parameters[name]
             parameter.register_post_accumulate_grad_hook(lambda trained, master=master: add_gradient(trained, master))

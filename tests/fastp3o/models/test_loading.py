@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,9 @@ def test_a_hub_model_out_of_reach_is_said_so(tmp_path: Path, monkeypatch: pytest
         ValueError, match="cannot load owner/name: it is neither a folder nor in the cache, and the hub"
     ):
         load_tokenizer("owner/name")
+
+
+def test_a_quantized_base_without_bitsandbytes_says_what_to_install(tiny_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match=r"--quantize needs bitsandbytes: pip install '\.\[quantized\]'"):
+        load_policy(tiny_model, quantize="4bit")
