@@ -38,7 +38,7 @@ SUPERVISED = (
     Panel("kl", "KL to the reference (nats per response)"),
     Panel("grad_norm", "gradient norm"),
 )
-COLUMNS = 3
+MOST_IN_A_ROW = 3  # of a single row
 SMOOTHED_FROM, MEANS = 100, 25  # steps from which on there is a running mean; its window is this part of them
 STEPS, EVALUATIONS = "#1f77b4", "#d62728"
 
@@ -94,9 +94,10 @@ def draw_steps(axes: "Axes", steps: Line, window: int) -> dict[str, "Artist"]:
     if not len(values):
         return {}
     # The mean of a constant would show nothing but rounding.
-    if not window < len(values) or np.ptp(values) <= 1e-6 * np.abs(values).max():
+    has_mean = window < len(values) and np.ptp(values) > 1e-6 * np.abs(values).max()
+    if not has_mean:
         (line,) = axes.plot(*steps, "." if len(values) == 1 else "-", color=STEPS, linewidth=1.2)
-        return {"training": line}
+        return {} if window < len(values) else {"training": line}
     axes.plot(*steps, color=STEPS, alpha=0.3, linewidth=1)
     (line,) = axes.plot(steps[0], running_mean(values, window), color=STEPS, linewidth=1.8)
     return {f"training, and its mean over {window} steps": line}
@@ -107,8 +108,8 @@ def draw(panels: Sequence[tuple[Panel, tuple[Line, Line]]], path: Path, *, title
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    columns = min(COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
+    rows = 1 if len(panels) <= MOST_IN_A_ROW else 2
+    columns = -(-len(panels) // rows)
     figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.6), layout="constrained")
     all_axes = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
     count = max(len(steps) for _, ((steps, _), _) in panels)

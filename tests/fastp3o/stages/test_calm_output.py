@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,19 @@ def test_a_run_of_many_steps_prints_a_line_a_minute_and_its_last(workplace: Path
     ]
     reporter.close()
     assert capfd.readouterr().out.splitlines()[0] == "SFT 10/1000000: loss 5"
+
+
+def test_a_terminal_has_a_bar_and_the_last_step(workplace: Path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    reporter = Reporter(Accelerator(cpu=True), workplace, stage="SFT", first_step=0, steps=3)
+    for step in (1, 2, 3):
+        reporter.step(step, {"loss": 1.0 / step}, shown=("loss",))
+    assert capsys.readouterr().out == ""
+    reporter.close()
+    assert [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()] == [
+        "SFT 3/3: loss 0.3333",
+        f"progress: {workplace}/progress.png",
+    ]
 
 
 def test_the_missing_head_of_a_new_reward_model_goes_without_saying(tiny_model: str, transformers_log: list[str]):
