@@ -5,6 +5,7 @@ Only the main process loads weights; the others have their models on the meta de
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
@@ -63,6 +64,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
         if not has_tokenizer(name):
             if not Path(name).is_dir() and not has_file(name, CONFIG_NAME):
                 raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
+            if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
+                raise UserError(f"it has an adapter alone: name {name}/adapter")
             raise UserError("it has no tokenizer's files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         tokens = load_config(name, trust_remote_code).get_text_config().vocab_size
@@ -296,17 +299,40 @@ def base_model_name(name: str) -> str:
 
 
 def with_adapters(model: Any, name: str) -> Any:
-    """The model with LoRA adapters merged into it. Raises ValueError if some are missing, for which peft only warns."""
+    """The model with LoRA adapters merged into it. Raises ValueError if the file lacks some, for which peft only warns,
+    and if it has others, as of another model, which peft leaves out.
+    """
     from peft import PeftConfig, PeftModel
 
-    with errors_naming(name), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Found missing adapter keys")
-        for file in weight_files(name):  # peft would load other formats
-            require_floats(file)
+    with errors_naming(name):
+        (file,) = weight_files(name)  # peft would load other formats
+        require_floats(file)
         config = PeftConfig.from_pretrained(name)
         config.task_type = None  # a reward model may begin with a language model's adapters
-        # peft has frozen the base.
-        return PeftModel.from_pretrained(model, name, config=config).merge_and_unload().requires_grad_(True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(model, name, config=config)
+        own = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
+        with safe_open(file, framework="pt") as weights:
+            keys = set(weights.keys())
+        others = {key for key in keys - own if ".lora_" in key}
+        if lacking := sorted(own - keys):
+            raise UserError(f"{file} lacks {listed(lacking)}")
+        if others:
+            raise UserError(
+                f"{file} has {listed(sorted(others))}, which the base {config.base_model_name_or_path} lacks"
+            )
+        part_adapted_head(adapted.base_model.model)
+        return adapted.merge_and_unload().requires_grad_(True)  # peft has frozen the base
+
+
+def part_adapted_head(model: Any) -> None:
+    """Unties the head from the embeddings if one of them has an adapter, which is not the other's."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    adapted = any(hasattr(module, "base_layer") for module in (head, embeddings))
+    if head is not None and adapted and head.weight is embeddings.weight:
+        plain = getattr(head, "base_layer", head)
+        plain.weight = nn.Parameter(plain.weight.detach().clone())
 
 
 def weight_files(name: str) -> list[Path]:

@@ -28,7 +28,19 @@ ALWAYS = {
 # Beginnings of options that change how a run is done, and not what it learns, or that are told elsewhere.
 LEFT_OUT = (
     *("resume", "offload", "gradient_checkpointing", "compile_", "shard_size", "trust_remote_code", "skip_bad"),
-    *("save_", "eval_", "samples_", "vllm_", "rollout_", "reward_re", "reward_t", "reward_b", "lora_save", "hub_"),
+    *(
+        "save_",
+        "eval_",
+        "samples_",
+        "vllm_",
+        "rollout_",
+        "reward_re",
+        "reward_t",
+        "reward_b",
+        "lora_save",
+        "hub_",
+        "log_",
+    ),
     *("objective", "precision"),
 )
 

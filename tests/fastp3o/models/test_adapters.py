@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastp3o.config import StageConfig, TrainableConfig
 from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
-from fastp3o.models.loading import load_policy, load_reward_model
+from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.trainable import choose_trainable, whole_model
 from fastp3o.precision import choose_precision
@@ -24,9 +24,9 @@ TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 LORA = TrainableConfig(lora_rank=3, lora_alpha=6.0)
 
 
-def trained(model: PackedModel, precision: str = "fp32") -> Optimizer:
+def trained(model: PackedModel, precision: str = "fp32", lora: TrainableConfig = LORA) -> Optimizer:
     """A model with adapters that are far from zero."""
-    choose_trainable(model, LORA)
+    choose_trainable(model, lora)
     enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
     config = StageConfig(model="", output_dir="")
     return Optimizer(Accelerator(cpu=True), model, choose_precision(precision, precision), config, 1)
@@ -116,10 +116,48 @@ def test_a_reward_model_begins_with_a_language_models_adapter(tiny_model, tmp_pa
 def test_a_file_that_lacks_an_adapter_is_refused(tiny_model, tmp_path):
     optimizer = trained(load_policy(tiny_model))
     weights = adapter_weights(optimizer.parameters, "default")
-    weights.popitem()
+    name, weight = weights.popitem()
     write_adapter(tmp_path, adapter_config(optimizer.model.model), weights)
-    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: Found missing adapter keys"):
+    file = tmp_path / "adapter_model.safetensors"
+    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: {file} lacks {name}$"):
         load_policy(str(tmp_path))
+    other = name.replace("layers.1", "layers.2")
+    write_adapter(tmp_path, adapter_config(optimizer.model.model), weights | {name: weight, other: weight.clone()})
+    with pytest.raises(
+        ValueError, match=f"^cannot load {tmp_path}: {file} has {other}, which the base {tiny_model} lacks"
+    ):
+        load_policy(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_damaged_file_is_named(tiny_model, tmp_path, file):
+    saved(trained(load_policy(tiny_model)), tmp_path)
+    path = tmp_path / file
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: {path} ") as caught:
+        load_policy(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_around_an_adapter_names_it(tiny_model, tokenizer, tmp_path):
+    folder = saved(trained(load_policy(tiny_model)), tmp_path / "adapter")
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: it has an adapter alone: name {folder}$"):
+        load_tokenizer(str(tmp_path))
+    assert load_tokenizer(folder).get_vocab() == tokenizer.get_vocab()
+
+
+def test_adapted_embeddings_are_saved_too(tiny_model, tmp_path):
+    model = load_policy(tiny_model)
+    optimizer = trained(model, lora=TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj"))
+    folder = saved(optimizer, tmp_path)
+    row = PAIRS.row()
+    with torch.no_grad():
+        expected = labelled_logprobs(optimizer.model, row)
+        torch.testing.assert_close(labelled_logprobs(load_policy(folder), row), expected, atol=1e-5, rtol=1e-5)
+    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
+    with optimizer.model.with_own_attention() as own:
+        torch.testing.assert_close(logits(by_peft), logits(own), atol=1e-5, rtol=1e-5)
 
 
 def test_the_base_is_named_wherever_it_is_loaded_from(tiny_model, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_missing_adapters_are_refused(tmp_path: Path, tiny_model: str):
     policy.model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     save_file({name: weight for name, weight in load_file(path).items() if "layers.1." not in name}, path)
-    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: Found missing adapter keys"):
+    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: .*adapter_model.safetensors lacks "):
         load_policy(str(tmp_path))
 
 
