@@ -146,6 +146,7 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
         kl_coef=KL_COEF,
         precision="fp16" if CUDA else "fp32",
         samples_every=0,
+        log_rollouts=0,
         report_to="none",
     )
 

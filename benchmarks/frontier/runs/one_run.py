@@ -85,6 +85,7 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
         "precision": "fp32",
         "report_to": "none",
         "samples_every": 0,
+        "log_rollouts": 0,
     }
     if updates is not None:
         reached = [at for at in settings["eval_at"].split(",") if int(at) <= updates]
