@@ -137,6 +137,13 @@ def test_prompts_that_do_not_divide_are_refused(workplace, tiny_model):
     assert "--prompts_per_update (9) must be a multiple of the number of processes (2)" in done.stdout
 
 
+def test_a_quantized_base_is_refused(workplace, tiny_model):
+    flags = ["--lora_rank", "2", "--quantize", "4bit", "--output_dir", "run"]
+    done = together(ROOT / "scripts" / "p3o.py", *ONLINE, "--model", tiny_model, *flags)
+    assert done.returncode != 0
+    assert done.stdout.count("--quantize trains in one process: quantized weights are not spread over several") == 2
+
+
 def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
     """A refusal of what the second process asks in update 2."""
     asked: list[int] = []

@@ -14,6 +14,7 @@ from fastp3o.stages import sft
 from fastp3o.stages.config import SFTConfig
 from fastp3o.training.hub import HubError
 from tests.fastp3o.hub_stand_in import READS, WRITES, Hub, hub
+from tests.fastp3o.together import together
 from tests.fastp3o.torchrun import ROOT
 
 SETTINGS = {"train_data": "sft.jsonl", "batch_size": 8, "max_response_tokens": 20, "report_to": "none"}
@@ -126,3 +127,26 @@ def test_a_script_uploads(workplace, tiny_model):
         done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: the run is finished, and its model is in run/model")
+
+
+def test_two_processes_upload_once(workplace, tiny_model):
+    with hub() as server:
+        program = Path("program.py")
+        program.write_text(f"""
+import os, runpy
+from huggingface_hub import constants
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = {server.url!r}, False, True
+os.environ["HF_TOKEN"] = {WRITES!r}
+runpy.run_path({str(ROOT / "scripts" / "sft.py")!r}, run_name="__main__")
+""")
+        flags = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
+        flags += ["--model", tiny_model, "--lora_rank", "2"]
+        done = together(program.resolve(), *flags)
+        assert done.returncode == 0, done.stdout
+        assert server.commits == 1
+        assert done.stdout.count(f"the model is at {server.url}/me/tiny") == 1
+        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()
+        server.refused["/commit/main"] = (413, "too large")
+        done = together(program.resolve(), *flags, "--resume")
+    assert done.returncode != 0
+    assert done.stdout.count("the run is finished, and its model is in run/model, but not on the hub") == 2
