@@ -80,11 +80,9 @@ def checked(model: Any) -> Any:
     for name, layer in layers.items():
         if getattr(layer, "source_cls", None) is Conv1D:
             raise UserError(f"--quantize takes linear layers alone, and {name} is a Conv1D, as in GPT-2")
-        if type(layer.weight).__name__ == "Int8Params":
-            layer.register_forward_pre_hook(in_training_mode)
-            continue
-        state = layer.weight.quant_state
-        if layer.weight.device.type == "cpu" and state.shape[1] % state.blocksize:
+        layer.register_forward_pre_hook(in_training_mode)
+        state = getattr(layer.weight, "quant_state", None)  # of 4 bits
+        if state is not None and layer.weight.device.type == "cpu" and state.shape[1] % state.blocksize:
             # Dequantizing on a CPU begins a block with each row (0.50), and quantizing does not.
             raise UserError(
                 f"--quantize 4bit needs layers with a multiple of {state.blocksize} inputs on a CPU, and {name} has "
@@ -94,5 +92,7 @@ def checked(model: Any) -> Any:
 
 
 def in_training_mode(layer: nn.Module, _: object) -> None:
-    """On a CPU 8-bit layers compute otherwise in evaluation mode, and rollouts would be another policy's."""
+    """On a CPU layers compute otherwise in evaluation mode, and rollouts would be another policy's: in 8 bits inputs are
+    rounded, and in 4 bits weights are packed anew where the CPU has AVX512-BF16.
+    """
     layer.training = True

@@ -148,8 +148,10 @@ def test_a_run_in_bf16_autocast_saves_what_it_trained(workplace, tiny_model, bit
     assert end["loss"] < metrics("run", "eval.jsonl")[0]["loss"] - 0.05
 
 
-def test_both_modes_give_the_same(tiny_model):
-    policy = load_policy(tiny_model, quantize="8bit")
+@pytest.mark.parametrize("bits", BITS)
+def test_both_modes_give_the_same(tiny_model, bits):
+    policy = load_policy(tiny_model, quantize=bits)
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in quantized_layers(policy).values())
     with torch.no_grad():
         assert torch.equal(labelled_logprobs(policy.train(), ROW), labelled_logprobs(policy.eval(), ROW))
 
