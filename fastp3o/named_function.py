@@ -4,17 +4,20 @@ import asyncio
 import importlib
 import inspect
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
 from fastp3o.errors import UserError
+from fastp3o.time_limit import TookTooLongError, time_limit
 
 Result = TypeVar("Result")
 
@@ -22,6 +25,8 @@ Result = TypeVar("Result")
 class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
+
+GRACE = 2.0  # seconds
 
 # One for all calls: a client that a module keeps belongs to the loop in which it was first used.
 EVENT_LOOP = asyncio.Runner()
@@ -63,7 +68,7 @@ def import_function(name: str, role: str) -> Callable:
 
 def call_for_list(function: Callable, name: str, *arguments: list[str], timeout: float | None = None) -> list:
     """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
-    may be a list, a tuple, an array or a tensor; an `async def` is awaited, for `timeout` seconds at most.
+    may be a list, a tuple, an array or a tensor; an `async def` is awaited. It has `timeout` seconds, if any are given.
 
     The function may change the lists that it gets, the working directory and torch's defaults.
 
@@ -72,20 +77,23 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     """
     expected = len(arguments[-1])
     try:
-        with restored(), ends_forks(name):
-            result = function(*arguments)
+        with restored(), ends_forks(name), stays_in_process():
+            with said_if_late(name, timeout), limited(timeout):
+                result = function(*arguments)
             if inspect.iscoroutine(result):
                 result = awaited(within(result, name, timeout))
     except (KeyboardInterrupt, FunctionError):
         raise
+    except TookTooLongError as error:
+        raise FunctionError(late(name, timeout) + place(error)) from error
     except SystemExit as error:
         raise FunctionError(
-            f"{name} ended the program (sys.exit, status {error.code!r}) instead of returning"
+            f"{name} ended the program (sys.exit or os._exit, status {error.code!r}) instead of returning"
         ) from error
     except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        last = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
-        raise FunctionError(f"{name} failed in {place.filename}, line {place.lineno}: {kind}: {error}") from error
+        raise FunctionError(f"{name} failed in {last.filename}, line {last.lineno}: {kind}: {error}") from error
     try:
         result = result.tolist() if hasattr(result, "tolist") else result
     except Exception as error:
@@ -136,6 +144,56 @@ def ends_forks(name: str) -> Iterator[None]:
             os._exit(status)
 
 
+@contextmanager
+def stays_in_process() -> Iterator[None]:
+    """Makes os._exit in the main thread what sys.exit is: nobody could tell such an end from that of a finished run.
+    Forked processes end by it as ever.
+    """
+    process, leave = os.getpid(), os._exit
+
+    def leave_function(status: int) -> NoReturn:
+        if os.getpid() == process and threading.current_thread() is threading.main_thread():
+            raise SystemExit(status)
+        leave(status)
+
+    os._exit = leave_function
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+def limited(seconds: float | None) -> AbstractContextManager[None]:
+    """The time limit of a call. There is none beside an alarm of the function's own module."""
+    free = signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
+    return time_limit(seconds) if seconds and free else nullcontext()
+
+
+@contextmanager
+def said_if_late(name: str, seconds: float | None) -> Iterator[None]:
+    """Says on standard error that a call is late, soon after its time limit: not everything can be interrupted."""
+    if seconds is None:
+        yield
+        return
+    clock = threading.Timer(seconds + GRACE, print, [late(name, seconds)], {"file": sys.stderr})
+    clock.daemon = True
+    clock.start()
+    try:
+        yield
+    finally:
+        clock.cancel()
+
+
+def late(name: str, seconds: float | None) -> str:
+    return f"{name} has not returned after {seconds:g} s (--reward_timeout)"
+
+
+def place(error: TookTooLongError) -> str:
+    """Where the alarm has rung, in words; "" if the function has gone on after it."""
+    *frames, last = traceback.extract_tb(error.__traceback__)
+    return f": it was in {frames[-1].filename}, line {frames[-1].lineno}" if last.name == "stop" else ""
+
+
 async def within(coroutine: Coroutine[object, None, Result], name: str, timeout: float | None) -> Result:
     """Raises FunctionError if the coroutine has no result after `timeout` seconds, also if it takes no cancelling."""
     task = asyncio.ensure_future(coroutine)
@@ -143,7 +201,7 @@ async def within(coroutine: Coroutine[object, None, Result], name: str, timeout:
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=1)
-        raise FunctionError(f"{name} has not returned after {timeout:g} s (--reward_timeout)")
+        raise FunctionError(late(name, timeout))
     return task.result()
 
 

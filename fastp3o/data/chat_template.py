@@ -5,18 +5,15 @@ An outline is the text of the same messages with a mark in place of each content
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import lru_cache
-from types import FrameType
 from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.errors import Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Message, Part
+from fastp3o.time_limit import TookTooLongError, time_limit
 
 CALLS = "tool_calls"
 TIME_LIMIT = 10.0  # seconds for one text
@@ -171,29 +168,3 @@ class ChatTemplate:
 
 def mark(number: int) -> str:
     return f"\ue000{number}\ue001"
-
-
-class TookTooLongError(BaseException):
-    """Code reached its time limit. This is not an Exception, so that the code does not catch it."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TookTooLongError after this many seconds in the context. Templates may loop endlessly.
-
-    The clock is a signal, so it stops only Python code in the main thread; other threads have no limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TookTooLongError
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)

@@ -31,7 +31,7 @@ class RemoteConfig(Flags):
     )
     reward_timeout: float = option(
         60.0,
-        "Seconds that an endpoint has for one request, and an `async def` function for one call.",
+        "Seconds that an endpoint has for one request, and a function for one call.",
         above=0,
         needs="reward",
         changeable=True,

@@ -24,7 +24,7 @@ class FunctionReward:
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
-        """timeout: seconds that an `async def` has for a call. function: itself, instead of importing the name.
+        """timeout: seconds that a call may take. function: itself, instead of importing the name.
 
         Raises ValueError if there is no such function, or it does not take prompts and responses.
         """

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.data.chat_template import ChatTemplate, Piece, TookTooLongError, time_limit, written
+from fastp3o.data.chat_template import ChatTemplate, Piece, written
 from fastp3o.data.encoding import Encoder, tokenise
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
+from fastp3o.time_limit import TookTooLongError, time_limit
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
 
 CHATML = (

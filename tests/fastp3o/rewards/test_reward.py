@@ -1,5 +1,7 @@
 import asyncio
 import os
+import re
+import signal
 import sys
 import time
 
@@ -74,7 +76,7 @@ def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
 def test_a_function_that_ends_the_program_does_not_end_the_run_in_peace(rollouts):
     reward = returning(None)
     reward.function = lambda prompts, responses: sys.exit(0)
-    with pytest.raises(ValueError, match=r"operator:eq ended the program \(sys.exit, status 0\)"):
+    with pytest.raises(ValueError, match=r"operator:eq ended the program \(sys.exit or os._exit, status 0\)"):
         reward(rollouts)
 
 
@@ -233,6 +235,102 @@ def test_an_async_function_has_a_time_limit(rollouts, stubborn):
     reward.function, reward.timeout = score, 0.1
     with pytest.raises(FunctionError, match=r"operator:eq has not returned after 0\.1 s \(--reward_timeout\)"):
         reward(rollouts)
+
+
+@pytest.fixture
+def free_alarm():
+    """pytest-timeout has the alarm otherwise, and a function beside another's alarm has no limit."""
+    timer = signal.setitimer(signal.ITIMER_REAL, 0)
+    handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def endless(prompts, responses):
+    while True:
+        pass
+
+
+def sleeping(prompts, responses):
+    time.sleep(30)
+
+
+def backtracking(prompts, responses):
+    re.match(r"(a+)+$", "a" * 40 + "b")
+
+
+def swallowing(prompts, responses):
+    """As a function that scores 0 whatever goes wrong."""
+    try:
+        time.sleep(30)
+    except BaseException:
+        return [0.0] * len(responses)
+
+
+@pytest.mark.parametrize("function", [endless, sleeping, backtracking, swallowing])
+def test_a_plain_function_has_a_time_limit(rollouts, free_alarm, function):
+    reward = returning(None)
+    reward.function, reward.timeout = function, 0.1
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(FunctionError, match=r"operator:eq has not returned after 0\.1 s \(--reward_timeout\)"):
+        reward(rollouts)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_functions_own_alarms_ring_for_it(rollouts, free_alarm):
+    """As in libraries that check answers: handler and alarm set for a moment, or a handler for good."""
+    rung = []
+
+    def score(prompts, responses):
+        before = signal.signal(signal.SIGALRM, lambda *_: rung.append("short"))
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        time.sleep(0.05)
+        signal.signal(signal.SIGALRM, before)
+        return [1.0] * 4
+
+    def stays(prompts, responses):
+        if signal.getsignal(signal.SIGALRM) is not own:
+            signal.signal(signal.SIGALRM, own)
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        time.sleep(0.3)
+        return [1.0] * 4
+
+    def own(*_):
+        rung.append("stays")
+
+    reward = returning(None)
+    reward.timeout, reward.function = 0.2, score
+    reward(rollouts)
+    reward.function = stays
+    reward(rollouts)
+    reward(rollouts)
+    assert rung == ["short", "stays", "stays"]
+
+
+def test_what_cannot_be_interrupted_is_said_to_be_late(rollouts, free_alarm, monkeypatch, capsys):
+    monkeypatch.setattr("fastp3o.named_function.GRACE", 0.0)
+
+    def score(prompts, responses):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        time.sleep(0.4)
+        return [1.0] * 4
+
+    reward = returning(None)
+    reward.timeout, reward.function = 0.1, score
+    reward(rollouts)
+    assert "operator:eq has not returned after 0.1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "os._exit(0)"])
+def test_the_end_of_the_process_is_the_functions_error(rollouts, leave):
+    leave_process = os._exit
+    reward = returning(None)
+    reward.function = lambda prompts, responses: eval(leave)
+    with pytest.raises(FunctionError, match=r"operator:eq ended the program \(sys.exit or os._exit, status 0\)"):
+        reward(rollouts)
+    assert os._exit is leave_process
 
 
 @pytest.mark.parametrize(
