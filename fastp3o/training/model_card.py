@@ -23,7 +23,7 @@ PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
 DATA = ("train_data", "prompts", "ptx_data")
 ALWAYS = {
     *("learning_rate", "batch_size", "epochs", "updates", "prompts_per_update", "responses_per_prompt"),
-    *("inner_epochs", "kl_coef", "beta", "max_response_tokens", "lora_rank", "seed"),
+    *("inner_epochs", "kl_coef", "beta", "max_response_tokens", "seed"),
 }
 # Beginnings of options that change how a run is done, and not what it learns, or that are told elsewhere.
 LEFT_OUT = (
@@ -81,17 +81,22 @@ class Training:
         config = self.config
         summary = (type(config).__doc__ or "").strip().split("\n")[0]
         paper = PAPER.search(summary)
+        name, _, what = summary.partition(": ")
+        objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
         rewards = reward_names(getattr(config, "reward", None) or "")
         named = {
             "base model": [told(config.model)],
-            "objective": [f"{objective}: {summary}"]
-            + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
+            "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [told(name) for name in data_names(config)],
             "reward": ["a Python function" if is_function(name) else told(name) for name in rewards],
             "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
             "made by": [f"fastp3o {__version__}"],
         }
-        kind = "A LoRA adapter, which needs its base model." if adapter else "A whole model, trained from its base."
+        kind = (
+            "A LoRA adapter, which peft loads over its base model."
+            if adapter
+            else "A whole model, trained from its base."
+        )
         return "\n".join([kind, "", *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values)])
 
     def tables(self) -> list[str]:

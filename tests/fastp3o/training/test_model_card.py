@@ -35,7 +35,10 @@ def test_a_run_leaves_a_card_with_each_model(workplace, tiny_model):
         assert (found.data.base_model, found.data.datasets, found.data.license) == (None, None, None)
         step = 1 if "checkpoint" in folder else 2
         assert f"- steps: {step} of 2, in precision fp32" in found.text
-        assert "[paper](https://arxiv.org/abs/2310.00212)" in found.text
+        assert (
+            "- objective: p3o, P3O (arXiv 2310.00212): clipped differences of rewards, "
+            "[paper](https://arxiv.org/abs/2310.00212)\n" in found.text
+        )
         assert "- reward: a Python function" in found.text
         assert f"fastp3o {__version__}" in found.text
         assert "| `kl_coef` | 0.125 |" in found.text
