@@ -110,7 +110,7 @@ class MovingReference(Reference):
                 torch._foreach_lerp_(means, converted(now, means), 1 - self.decay)
                 now = means
             if not self.decay or self.means:
-                torch._foreach_copy_(weights, now)
+                copy_all(weights, now)
 
 
 def batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
@@ -130,6 +130,22 @@ def converted(tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
         tensor.dtype == like.dtype and tensor.device == like.device for tensor, like in zip(tensors, likes, strict=True)
     ):
         return tensors
-    copies = [torch.empty_like(like) for like in likes]
-    torch._foreach_copy_(copies, tensors)
+    pinned = leave_the_device(tensors, likes)
+    copies = [torch.empty_like(like, pin_memory=pinned) for like in likes]
+    copy_all(copies, tensors)
     return copies
+
+
+def copy_all(copies: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copies tensors into others. From a device to pinned memory, the host waits once for all of them."""
+    if not leave_the_device(tensors, copies):
+        torch._foreach_copy_(copies, tensors)
+        return
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+
+
+def leave_the_device(tensors: list[Tensor], copies: list[Tensor]) -> bool:
+    """Whether they are on a GPU, and their copies on the host, as those of an offloaded model."""
+    return tensors[0].device.type == "cuda" and copies[0].device.type == "cpu"

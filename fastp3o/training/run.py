@@ -431,6 +431,7 @@ class Run:
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, plain(self.config), self.fingerprints)
         self.saved_at = time.monotonic()
+        self.stops.forget()
 
     def checkpoint_due(self, step: int) -> bool:
         return bool(self.config.save_every) and step % self.config.save_every == 0

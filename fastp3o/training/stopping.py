@@ -10,6 +10,9 @@ from types import FrameType, TracebackType
 import torch
 from accelerate import Accelerator
 
+from fastp3o.packing.on_device import to_device
+from fastp3o.training.late import LateNumbers
+
 ONE_REQUEST = 3.0  # seconds
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -38,6 +41,7 @@ class Stops:
         self.accelerator = accelerator
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
+        self.said: LateNumbers | None = None  # by all processes at the last call of `agreed`
 
     def __enter__(self) -> "Stops":
         # Python runs handlers in the main thread only.
@@ -72,12 +76,22 @@ class Stops:
             os.write(2, line.encode())
 
     def agreed(self, due: bool) -> tuple[int, bool]:
-        """The signal that any process has received (0: none), and whether something is due on any. A collective."""
+        """The signal that any process has received (0: none), and whether something is due on any. A collective.
+
+        Several processes hear at the next call what each has said: then no host waits for the device.
+        """
         if self.accelerator.num_processes == 1:
             return self.received, due
-        own = torch.tensor([[self.received, int(due)]], device=self.accelerator.device)
-        number, any_due = self.accelerator.gather(own).amax(0).tolist()
-        return number, bool(any_due)
+        said = to_device(torch.tensor([[float(self.received), float(due)]]), self.accelerator.device)
+        heard, self.said = self.said, LateNumbers(self.accelerator.gather(said).amax(0))
+        if heard is None:
+            return 0, False
+        number, any_due = heard.read()
+        return int(number), bool(any_due)
+
+    def forget(self) -> None:
+        """Drops what was said before it was acted on."""
+        self.said = None
 
 
 # The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there

@@ -1,5 +1,6 @@
 """What an update computes once, on the pretended device: launches that neither long responses nor layers multiply."""
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,14 +44,33 @@ def model(layers: int, dtype: torch.dtype) -> PackedModel:
     return PackedModel(LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).to(dtype))
 
 
-def launches_of_following(layers: int, dtype: torch.dtype, decay: float) -> int:
+def following(layers: int, dtype: torch.dtype, decay: float, *, offload: bool = False) -> Record:
     policy = model(layers, dtype).to(DEVICE)
-    second = SecondModel(model(layers, dtype), DEVICE, offload=False)
+    second = SecondModel(model(layers, dtype), DEVICE, offload=offload)
+    before = {name: weight.detach().to("cpu", torch.float64) for name, weight in second.model.named_parameters()}
     moving = MovingReference(second, every=0 if decay else 1, decay=decay)
     with recorded() as record:
         moving.follow(policy, 1)
+    for name, now in policy.named_parameters():
+        expected = decay * before[name] + (1 - decay) * now.detach().to("cpu", torch.float64)
+        moved = moving.weights[name].detach().to("cpu", torch.float64)
+        torch.testing.assert_close(moved, expected, rtol=2e-3, atol=1e-6)
+            moving.weights[name].detach().to("cpu", torch.float64), expected, rtol=2e-3, atol=1e-6
+        )
+    return record
+
+
+def launches_of_following(layers: int, dtype: torch.dtype, decay: float) -> int:
+    record = following(layers, dtype, decay)
     assert not record.waits, record.table()
     return record.launches.total()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("decay", [0.0, 0.9])
+def test_an_offloaded_reference_waits_once_whatever_its_layers(dtype, decay):
+    waits = [len(following(layers, dtype, decay, offload=True).waits) for layers in (1, 4)]
+    assert waits == [1, 1]
 
 
 def test_a_reference_follows_in_as_many_launches_whatever_its_layers(monkeypatch):
