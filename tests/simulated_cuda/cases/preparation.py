@@ -55,8 +55,6 @@ def following(layers: int, dtype: torch.dtype, decay: float, *, offload: bool = 
         expected = decay * before[name] + (1 - decay) * now.detach().to("cpu", torch.float64)
         moved = moving.weights[name].detach().to("cpu", torch.float64)
         torch.testing.assert_close(moved, expected, rtol=2e-3, atol=1e-6)
-            moving.weights[name].detach().to("cpu", torch.float64), expected, rtol=2e-3, atol=1e-6
-        )
     return record
 
 
