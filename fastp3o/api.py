@@ -229,7 +229,9 @@ def saved_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, until_the
             raise UserError("a model that was not loaded from anywhere needs its tokenizer=")
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     quiet_libraries()
-    folder = until_the_end.enter_context(TemporaryDirectory(prefix="fastp3o-model-"))
+    place = Path(until_the_end.enter_context(TemporaryDirectory(prefix="fastp3o-")))
+    # The name stands in the cards of saved models.
+    folder = str(place / (Path(model.name_or_path or "").name or type(model).__name__))
     # The other processes take the weights from the main one.
     if os.environ.get("RANK", "0") == "0":
         model.save_pretrained(folder)
