@@ -2,16 +2,21 @@
 
 import asyncio
 import base64
+import html
 import json
 import os
 import random
+import re
 import ssl
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import Generic, TypeVar
+from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -21,6 +26,8 @@ from fastp3o.errors import UserError
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
+STARS = "***"
+PART = 16  # characters of a key that are not shown either
 SHORTEST_SECRET = 8  # characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers
 LONGEST_BODY = 2**24  # bytes; no answer comes near it
 EXCERPT = 300  # characters
@@ -53,7 +60,7 @@ class Endpoint:
         url: http or https, without a user.
         key_variable: environment variable of the key, if there is one. The key is only sent in the Authorization
             header. No redirect is followed. Only https goes through the environment's proxy, which cannot read the key
-            then. Stars replace a key that an answer repeats, also in base64.
+            then. Stars replace a key that an answer repeats, also encoded, or most of it.
         timeout: seconds that one attempt may take, from its connection to its last byte.
         retries: attempts after the first, if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
             read), too slow or unreachable. Any other status except 200 stops at once.
@@ -128,7 +135,9 @@ class Endpoint:
             raise AttemptError(f"does not answer: TimeoutError: {late}") from error
         except (httpx.HTTPError, OSError) as error:
             cause = first_cause(error)
-            raise AttemptError(f"does not answer: {type(cause).__name__}: {cause}") from error
+            # An answer that is no HTTP is quoted.
+            said = self.without_key(str(cause))
+            raise AttemptError(f"does not answer: {type(cause).__name__}: {said}") from error
         what = f"answered with status {status}: {self.excerpt(answer)}"
         if status in (408, 429) or status >= 500:
             raise AttemptError(what, retry_after_seconds(retry_after))
@@ -158,20 +167,39 @@ class Endpoint:
             return response.status_code, response.headers.get("Retry-After"), bytes(answer)
 
     def without_key(self, text: str) -> str:
-        for shape in key_shapes(self.key) if len(self.key) >= SHORTEST_SECRET else ():
-            text = text.replace(shape, "***")
-        return text
+        """The text with stars in the place of the key, or of a part of it that is long enough to be a secret."""
+        return without_secrets(text, key_shapes(self.key)) if len(self.key) >= SHORTEST_SECRET else text
 
     def excerpt(self, body: bytes) -> str:
         """The beginning of an answer on one line, without control characters and without the key."""
-        text = self.without_key(body.decode(errors="replace"))
+        text = self.without_key(body[: 2**16].decode(errors="replace"))
         text = " ".join("".join(c if c.isprintable() else " " for c in text[: 4 * EXCERPT]).split())
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
 
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """The text with stars in the place of every run of PART characters of a secret, or of a whole one that has fewer.
+    Upper and lower case are the same, unless the text has letters that become several.
+    """
+    same = len(text.lower()) == len(text)
+    folded = text.lower() if same else text
+    hidden = [False] * len(text)
+    for secret in secrets:
+        size, secret = min(PART, len(secret)), secret.lower() if same else secret
+        parts = {secret[start : start + size] for start in range(len(secret) - size + 1)}
+        if any(part in folded for part in parts):
+            for start in range(len(text) - size + 1):
+                if folded[start : start + size] in parts:
+                    hidden[start : start + size] = [True] * size
+    runs = groupby(zip(text, hidden, strict=True), key=itemgetter(1))
+    return "".join(STARS if is_hidden else "".join(letter for letter, _ in run) for is_hidden, run in runs)
+
+
 def key_shapes(key: str) -> Iterator[str]:
-    """The key as it is and as it stands in base64, which depends on the number of bytes before it."""
-    yield key
+    """The key as it is, as it stands in a URL, in JSON, in HTML and in hexadecimal digits, and in base64, which depends
+    on the number of bytes before it.
+    """
+    yield from dict.fromkeys([key, quote(key, safe=""), json.dumps(key)[1:-1], html.escape(key), key.encode().hex()])
     for before in range(3):
         content = bytes(before) + key.encode()
         for encoded in (base64.b64encode(content), base64.urlsafe_b64encode(content)):
@@ -236,7 +264,7 @@ def at_once(
 def check_url(url: str) -> str:
     """Returns the URL. Raises ValueError if it cannot be an endpoint's."""
     if not names_server(url) or set(url) & set("@?# ") or not url.isascii() or not url.isprintable():
-        shown = url.rpartition("@")[2]  # without a password
+        shown = re.split("[?#]", url.rpartition("@")[2])[0]  # without a password, or a key in a query
         raise UserError(f"the endpoint must be a URL such as http://localhost:8000/v1, without user, got {shown!r}")
     return url
 

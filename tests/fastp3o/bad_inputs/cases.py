@@ -415,6 +415,10 @@ USES = [
         ("preference", f"--objective kto --train_data {name}.jsonl", "the fields of the layout prompt/completion/label")
         for name in ("preferences", "sft", "prompts")
     ],
+    ("p3o", "--reward http://me:secret@a/score", "without user, got 'a/score'"),
+    ("p3o", "--sampler vllm --vllm_url http://me:secret@a:8000", "without user, got 'a:8000/version'"),
+    ("generate", "--reward https://a/score?key=secret", "without user, got 'https://a/score'"),
+    ("win_rate", "--judge_url http://me:secret@a/v1 --judge_model m", "without user, got 'a/v1'"),
     ("win_rate", "--judge_url ftp://a --judge_model m", "the endpoint must be a URL such as http://localhost:8000/v1"),
     ("win_rate", "--judge nosuch_module:f", "cannot load the judge 'nosuch_module:f': No module named 'nosuch_module'"),
     ("generate", "--max_prompt_tokens 4000", "the positions of LlamaForCausalLM (models/whole) end at 2048"),

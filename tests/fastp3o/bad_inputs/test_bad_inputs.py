@@ -41,7 +41,9 @@ def test_a_bad_input_ends_in_one_line(
 ):
     with pytest.raises(SystemExit) as stopped:
         run(case.script, arguments(case, place), monkeypatch)
-    usage, said = stopped.value.code == 2, capfd.readouterr().err
+    printed = capfd.readouterr()
+    usage, said = stopped.value.code == 2, printed.err
+    assert "secret" not in printed.out + printed.err
     line = said.splitlines()[-1] if usage else str(stopped.value.code)
     assert case.message in line
     assert len(line.splitlines()) == 1

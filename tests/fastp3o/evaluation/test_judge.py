@@ -1,5 +1,6 @@
 """Judges against an endpoint that answers well, badly, slowly, or not at all."""
 
+import html
 import json
 import re
 import socket
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -299,6 +301,52 @@ def test_an_answer_that_repeats_the_key_is_kept_without_it(server, monkeypatch, 
     assert "Your key is ***. [[C]]" in (tmp_path / "v.jsonl").read_text()
 
 
+FORMS = {
+    "a URL": lambda key: quote(key, safe=""),
+    "JSON": lambda key: json.dumps(key)[1:-1],
+    "HTML": html.escape,
+    "hexadecimal": lambda key: key.encode().hex().upper(),
+    "upper case": str.upper,
+    "its beginning": lambda key: key[:20] + "...",
+    "its end": lambda key: "..." + key[-18:],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_is_shown_in_no_form(server, monkeypatch, form):
+    key = 'sk-<Aa"+/=&Bb\\zz%20>-0123456789'
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    written = FORMS[form](key)
+    server.reply = always(status=403, body=f"the key [{written}] is wrong".encode())
+    with pytest.raises(EndpointError, match=r"status 403: the key \[\.*\*\*\*\.*\] is wrong"):
+        judge_at(base(server))(["p"], ["long"], ["b"])
+
+
+def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        judge = judge_at(f"http://127.0.0.1:{listener.getsockname()[1]}/v1", retries=0)
+        asked = pool.submit(judge, ["p"], ["long"], ["b"])
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(2**16)
+            connection.sendall(f"{KEY} is no status line\r\n\r\n".encode())
+        with pytest.raises(EndpointError, match="does not answer: RemoteProtocolError") as refused:
+            asked.result()
+    assert KEY not in str(refused.value)
+
+
+def test_a_redirect_is_not_followed(server, monkeypatch):
+    """Nor by another path of the same server: nothing is sent twice."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with serving("/v1/chat/completions", prefers_the_longer, question) as other:
+        for status in (301, 302, 303, 307, 308):
+            server.reply = always(status=status, headers={"Location": other.url})
+            with pytest.raises(EndpointError, match=f"answered with status {status}"):
+                judge_at(base(server))(["p"], ["long"], ["b"])
+        assert not other.requests
+
+
 def test_what_is_no_secret_may_stand_in_answers(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "A")
     assert judge_at(base(server))(*COMPARISONS) == RIGHT
@@ -355,6 +403,7 @@ def test_a_url_that_cannot_be_one_is_refused(url):
     with pytest.raises(ValueError, match="must be a URL such as http://localhost:8000/v1") as error:
         ChatEndpoint(url, "m")
     assert "pass" not in str(error.value)
+    assert "x=1" not in str(error.value)
 
 
 def test_a_key_that_no_header_can_hold_is_refused_unseen(monkeypatch):
