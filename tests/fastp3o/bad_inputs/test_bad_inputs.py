@@ -43,7 +43,7 @@ def test_a_bad_input_ends_in_one_line(
         run(case.script, arguments(case, place), monkeypatch)
     printed = capfd.readouterr()
     usage, said = stopped.value.code == 2, printed.err
-    assert "secret" not in printed.out + printed.err
+    assert "secret" not in printed.out + printed.err + str(stopped.value.code)
     line = said.splitlines()[-1] if usage else str(stopped.value.code)
     assert case.message in line
     assert len(line.splitlines()) == 1

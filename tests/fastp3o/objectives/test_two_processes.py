@@ -9,6 +9,16 @@ BESIDE = {
     "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01"],
     "p3o after a mean": ["p3o", "--reference_decay", "0.5"],
     "ipo from a mixture": ["online_ipo", "--mixture", "0.5"],
+    "ppo with a penalty, tempered": [
+        "ppo",
+        "--step_bound",
+        "penalty",
+        "--step_kl_target",
+        "1e-3",
+        "--temperature",
+        "0.7",
+    ],
+    "p3o truncated": ["p3o", "--top_k", "9", "--sampler_ratio_cap", "2"],
     "grpo with a mix": ["grpo", "--entropy_coef", "0.1", "--ptx_data", "sft.jsonl", "--ptx_batch_size", "4"],
 }
 

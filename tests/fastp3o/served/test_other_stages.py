@@ -1,5 +1,6 @@
 """What else samples: two processes, generation, win rates, evaluations of preference training."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_server_of_one_process_ends_both(workplace, tiny_model, fault):
     assert "--resume goes on" in done.stdout
     assert "Traceback" not in done.stdout
     assert Path("run/state/step-000001").is_dir()
+
+
+def test_generation_needs_no_log_probs_of_a_server_at_its_temperature(workplace, tiny_model):
+    """With almost no temperature all responses to a prompt are the most likely one."""
+    settings = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "temperature": 1e-4}
+    settings |= {"model": tiny_model, "max_prompt_tokens": 32, "max_response_tokens": 6, "keep_unfinished": True}
+    with standing_in(tiny_model) as server:
+        generate(GenerateConfig(output_dir="cold", **settings, **flags(server)))
+    lines = [json.loads(line) for line in Path("cold/samples.jsonl").read_text().splitlines()]
+    assert {len(set(line["responses"])) for line in lines} == {1}
 
 
 def test_generation_keeps_what_servers_sample(workplace, tiny_model):
