@@ -32,9 +32,13 @@ stage "Stage 2: reward model, from true summaries beside wrong and damaged ones"
     --learning_rate 1e-3 --lr_schedule cosine --warmup_steps 5
 stage "Stage 3: P3O, from two summaries of each post and the difference of their rewards" p3o.py "$RUN/p3o" \
     "${lengths[@]}" --model "$RUN/sft/model" --reward "$RUN/reward_model/model" \
-    --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/prompts.eval.jsonl" --eval_limit 128 --eval_every 5 \
+    --prompts "$DATA/prompts.train.jsonl" --eval_prompts "$DATA/sft.eval.jsonl" --eval_limit 128 --eval_every 5 \
+    --gold_reward fastp3o.rewards.verifiable:word_overlap --eval_responses_per_prompt 4 \
     --updates 10 --prompts_per_update 32 --prompts_per_minibatch 16 --inner_epochs 2 \
     --max_response_tokens 32 --missing_eos_penalty 1 --learning_rate 3e-4 --kl_coef 0.05 --samples_every 10
 
 echo "== Result: reward and KL on prompts of modules that no stage was trained on"
 "$PYTHON" scripts/plot_frontier.py "$RUN/p3o" --output "$RUN/frontier.png"
+echo "== The same as the stage has printed it. gold is the overlap with the true summaries (ROUGE-1), which no stage sees:"
+grep '^after step' "$RUN/logs/p3o.txt"
+echo "A gold that falls while the reward rises means that the reward model is exploited: see scripts/README.md"

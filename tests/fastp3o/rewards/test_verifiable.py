@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.rewards.verifiable import exact_match
+from fastp3o.rewards.verifiable import exact_match, word_overlap
 from tests.fastp3o.runs import metrics
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -62,3 +62,12 @@ def test_the_stages_of_the_quickstart_run_on_the_sums(script):
         **lengths,
     )
     assert all(0 <= line["reward"] <= 1 for line in metrics("p3o", "eval.jsonl"))
+
+
+def test_words_overlap_as_in_rouge_1():
+    """The first example by hand: 3 of 4 words are among the 6 of the label, so 2 (3/4) (3/6) / (3/4 + 3/6)."""
+    label = "The cat sat on the mat."
+    scores = word_overlap([""] * 5, ["the cat, the dog", label, "THE the the", "", "nothing alike"], [label] * 5)
+    precision, recall = 3 / 4, 3 / 6
+    assert scores == pytest.approx([2 * precision * recall / (precision + recall), 1.0, 2 * 2 / 9, 0.0, 0.0])
+    assert word_overlap([""], [""], [""]) == [0.0]
