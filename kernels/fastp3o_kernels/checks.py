@@ -102,9 +102,11 @@ def offsets_tensor(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
         raise ValueError(message) from None
 
 
-def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], tokens: int, *, responses_per_prompt: int = 1) -> Tensor:
-    """The offsets as a tensor. Sequences may be empty, and there may be none."""
-    cu_seqlens = offsets_tensor(cu_seqlens)
+def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, responses_per_prompt: int = 1) -> Tensor:
+    """The offsets as a tensor. Sequences may be empty, and there may be none. rows: one for each token."""
+    cu_seqlens, tokens = offsets_tensor(cu_seqlens), len(rows)
+    if cu_seqlens.is_meta and not rows.is_meta:
+        raise ValueError(f"cu_seqlens is on the device meta, which has no values, and the tokens are on {rows.device}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

@@ -134,7 +134,7 @@ def linear_logprobs(
     check_head(hidden, head, labels, ignore_index)
     check_outputs(outputs or ())
     if cu_seqlens is not None:
-        cu_seqlens = checked_cu_seqlens(cu_seqlens, len(hidden), responses_per_prompt=responses_per_prompt)
+        cu_seqlens = checked_cu_seqlens(cu_seqlens, hidden, responses_per_prompt=responses_per_prompt)
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:

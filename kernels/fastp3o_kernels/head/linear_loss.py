@@ -159,7 +159,7 @@ def linear_loss(
     check_head(hidden, head, labels, ignore_index=None)
     check_outputs(outputs)
     K, N = responses_per_group, len(hidden)
-    cu_seqlens = checked_cu_seqlens(cu_seqlens, N, responses_per_prompt=K)
+    cu_seqlens = checked_cu_seqlens(cu_seqlens, hidden, responses_per_prompt=K)
     bounds = bounds_of_prompts(cu_seqlens, N, K)
     P = len(bounds) - 1
     given = token_tensors or {}, response_tensors or {}, group_tensors or {}

@@ -67,7 +67,7 @@ class PairInputs:
                 f"{list(rewards.shape)}"
             )
         K = rewards.shape[1]
-        cu_seqlens = checked_cu_seqlens(cu_seqlens, tokens, responses_per_prompt=K)
+        cu_seqlens = checked_cu_seqlens(cu_seqlens, policy, responses_per_prompt=K)
         P = (len(cu_seqlens) - 1) // K
         known = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "rewards": rewards}
         known["sampler_logprobs"] = sampler_logprobs

@@ -50,7 +50,7 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int]
             with FASTP3O_DEBUG=1).
     """
     check_floating("token_logprobs", token_logprobs)
-    cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, len(token_logprobs)), token_logprobs.device)
+    cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, token_logprobs), token_logprobs.device)
     if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
         return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
     return oracle.sequence_logprobs(token_logprobs, cu_seqlens)
