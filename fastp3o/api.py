@@ -170,7 +170,7 @@ def resolved(config: StageConfig, objects: Objects, until_the_end: ExitStack) ->
     names: dict[str, Any] = {}
     data: dict[str, Records] = {}
     rewards: dict[str, Reward] = {}
-    timeout = getattr(config, "reward_timeout", None)
+    timeout = getattr(config, "call_seconds", None)
     for option, value in objects.items():
         if option in DATA and not isinstance(value, str):
             data[option] = records(option, value)

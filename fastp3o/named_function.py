@@ -27,6 +27,7 @@ class FunctionError(UserError):
 
 
 GRACE = 2.0  # seconds
+LONG = 60.0  # seconds, after which a call is said to take long
 
 # One for all calls: a client that a module keeps belongs to the loop in which it was first used.
 EVENT_LOOP = asyncio.Runner()
@@ -77,8 +78,8 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     """
     expected = len(arguments[-1])
     try:
-        with restored(), ends_forks(name), stays_in_process():
-            with said_if_late(name, timeout), limited(timeout):
+        with restored(), ends_forks(name), stays_in_process(), said_if_late(name, timeout):
+            with limited(timeout):
                 result = function(*arguments)
             if inspect.iscoroutine(result):
                 result = awaited(within(result, name, timeout))
@@ -171,17 +172,21 @@ def limited(seconds: float | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def said_if_late(name: str, seconds: float | None) -> Iterator[None]:
-    """Says on standard error that a call is late, soon after its time limit: not everything can be interrupted."""
-    if seconds is None:
-        yield
-        return
-    clock = threading.Timer(seconds + GRACE, print, [late(name, seconds)], {"file": sys.stderr})
-    clock.daemon = True
-    clock.start()
+    """Says on standard error that a call takes long, and soon after its time limit that it is late: not everything can
+    be interrupted.
+    """
+    said = {} if seconds is None else {seconds + GRACE: late(name, seconds)}
+    if seconds is not None and seconds > LONG:
+        said[LONG] = f"{name} has not returned after {LONG:g} s; it has {seconds:g} (--reward_timeout)"
+    clocks = [threading.Timer(after, print, [line], {"file": sys.stderr}) for after, line in said.items()]
+    for clock in clocks:
+        clock.daemon = True
+        clock.start()
     try:
         yield
     finally:
-        clock.cancel()
+        for clock in clocks:
+            clock.cancel()
 
 
 def late(name: str, seconds: float | None) -> str:

@@ -11,6 +11,8 @@ from fastp3o.errors import UserError
 
 # Fields of the request to an endpoint that are not columns.
 TEXTS = ("prompts", "responses")
+# The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.
+REQUEST_SECONDS, CALL_SECONDS = 60.0, 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +31,10 @@ class RemoteConfig(Flags):
     reward_batch_size: int = option(
         16, "Responses in one request to an endpoint.", at_least=1, needs="reward", changeable=True
     )
-    reward_timeout: float = option(
-        60.0,
-        "Seconds that an endpoint has for one request, and a function for one call.",
+    reward_timeout: float | None = option(
+        None,
+        f"Seconds that an endpoint has for one request, by default {REQUEST_SECONDS:g}, and a function for one call, by "
+        f"default {CALL_SECONDS:g}.",
         above=0,
         needs="reward",
         changeable=True,
@@ -68,6 +71,14 @@ class RemoteConfig(Flags):
                 if not holds and getattr(self, flag.name) != flag.default:
                     either = " or a function" if flag.name == "reward_timeout" else ""
                     raise UserError(f"--{flag.name} does nothing without a URL{either} as a reward")
+
+    @property
+    def request_seconds(self) -> float:
+        return self.reward_timeout or REQUEST_SECONDS
+
+    @property
+    def call_seconds(self) -> float:
+        return self.reward_timeout or CALL_SECONDS
 
     @property
     def scorers(self) -> list[str]:

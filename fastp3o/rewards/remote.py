@@ -31,7 +31,7 @@ class RemoteReward:
     """
 
     def __init__(self, url: str, config: RemoteConfig):
-        self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=config.reward_timeout, retries=config.reward_retries)
+        self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=config.request_seconds, retries=config.reward_retries)
         self.fields = (*TEXTS, *config.columns)
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
         self.known: dict[bytes, float] = {}

@@ -39,7 +39,7 @@ def load_reward(
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
-        return FunctionReward(name, (remote or RemoteConfig()).reward_timeout)
+        return FunctionReward(name, (remote or RemoteConfig()).call_seconds)
     return load_model_reward(name, policy_tokenizer, **loading)
 
 

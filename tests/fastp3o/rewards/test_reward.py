@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastp3o import named_function
 from fastp3o.models.loading import load_reward_model
 from fastp3o.named_function import FunctionError
 from fastp3o.packing.pack import Packing
@@ -277,6 +278,23 @@ def test_a_plain_function_has_a_time_limit(rollouts, free_alarm, function):
         reward(rollouts)
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_call_that_takes_long_is_said_to(rollouts, free_alarm, monkeypatch, capsys, is_async):
+    async def patient(prompts, responses):
+        await asyncio.sleep(0.3)
+        return [1.0] * len(responses)
+
+    def slow(prompts, responses):
+        time.sleep(0.3)
+        return [1.0] * len(responses)
+
+    monkeypatch.setattr(named_function, "LONG", 0.05)
+    reward = returning(None)
+    reward.function, reward.timeout = patient if is_async else slow, 20.0
+    assert reward(rollouts).tolist() == [[1, 1], [1, 1]]
+    assert capsys.readouterr().err == "operator:eq has not returned after 0.05 s; it has 20 (--reward_timeout)\n"
 
 
 def test_a_functions_own_alarms_ring_for_it(rollouts, free_alarm):
