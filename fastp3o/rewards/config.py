@@ -33,8 +33,8 @@ class RemoteConfig(Flags):
     )
     reward_timeout: float | None = option(
         None,
-        f"Seconds that an endpoint has for one request (by default {REQUEST_SECONDS:g}), and a function for one call (by "
-        f"default {CALL_SECONDS:g}).",
+        f"Seconds that an endpoint has for one request (by default {REQUEST_SECONDS:g}), "
+        f"and a function for one call (by default {CALL_SECONDS:g}).",
         above=0,
         needs="reward",
         changeable=True,
