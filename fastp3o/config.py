@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from math import inf, isfinite
+from numbers import Integral, Real
+from os import PathLike, fspath
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, TypedDict, TypeVar, Unpack, get_args, get_type_hints
@@ -33,6 +35,13 @@ LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to toke
 LARGEST_INT = 2**32
 SAMPLERS = ("engine", "transformers", "vllm")
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
+# What the fields' types take, and in words.
+KINDS: dict[type, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    str: ((str, PathLike), "text"),
+}
 
 
 class Rules(TypedDict, total=False):
@@ -76,15 +85,18 @@ def objective_name(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Values that are checked when they are set. Errors name the flag.
+    """Values that are checked when they are set. Errors name the flag. Numpy's numbers and paths become Python's own
+    numbers and texts, which a YAML file can hold.
 
     A flag's own rules stand in its field. Classes add rules between several flags in `__post_init__`, after their
     parents' checks; those on flags that may be given as objects in `check_complete`.
     """
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for flag in fields(self):
-            value = getattr(self, flag.name)
+            value = plain_value(flag.name, getattr(self, flag.name), hints[flag.name])
+            object.__setattr__(self, flag.name, value)
             if expected := broken_rule(value, flag.metadata):
                 raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
         may_come = {flag.name for flag in fields(self) if flag.metadata.get("given")}
@@ -117,6 +129,24 @@ class Flags:
         for name in names:
             if getattr(self, name) != flags[name].default:
                 raise UserError(f"--{name} does nothing without {' or '.join(f'--{other}' for other in needed)}")
+
+
+def plain_value(name: str, value: Any, hint: Any) -> Any:
+    """The value of a field as the type of its hint. Raises UserError for a value of another type."""
+    kind = field_type(hint)
+    if value is None and hint is not kind:
+        return None
+    taken, words = KINDS[kind]
+    if not isinstance(value, taken) or isinstance(value, bool) != (kind is bool):
+        raise UserError(f"--{name} must be {words}, got {value!r:.80}")
+    if type(value) in KINDS:
+        return value
+    return str.__str__(fspath(value)) if kind is str else kind(value)  # str() of an enum would be its name
+
+
+def field_type(hint: Any) -> Any:
+    """The type of a field that may be None, too."""
+    return next((part for part in get_args(hint) if part is not NoneType), hint)
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
@@ -481,7 +511,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_flag(self, flag: Field, kind: Any) -> None:
         """kind: the field's type, or a union of it with None."""
-        kind = next((part for part in get_args(kind) if part is not NoneType), kind)
+        kind = field_type(kind)
         options: dict[str, Any] = {"help": described(flag.metadata), "type": kind}
         if "choices" in flag.metadata:
             options["choices"] = flag.metadata["choices"]

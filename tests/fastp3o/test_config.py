@@ -1,13 +1,16 @@
+import re
 import runpy
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 
+import numpy as np
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chosen
 from fastp3o.config import __file__ as config_file
+from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GSPOConfig, REINFORCEConfig, RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
@@ -95,6 +98,34 @@ def test_a_flag_that_is_declared_again_stays_changeable_and_needs_flags_that_exi
         needs = flag.metadata.get("needs", ())
         needs = (needs,) if isinstance(needs, str) else needs
         assert not needs or {name.name for name in fields(chosen)} & set(needs), flag.name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("updates", "3", "an integer"),
+        ("updates", 2.5, "an integer"),
+        ("updates", None, "an integer"),
+        ("seed", True, "an integer"),
+        ("learning_rate", "1e-5", "a number"),
+        ("resume", "no", "True or False"),
+        ("precision", None, "text"),
+        ("reward_weights", [1.0], "text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_python(name, value, expected):
+    with pytest.raises(UserError, match=re.escape(f"--{name} must be {expected}, got {value!r}")):
+        P3OConfig(**{"model": "m", "output_dir": "o", name: value})
+
+
+def test_numbers_of_numpy_paths_and_enums_become_what_yaml_holds(tmp_path):
+    odd = {"updates": np.int64(3), "learning_rate": np.float32(0.25), "lr_schedule": SchedulerType.COSINE}
+    config = P3OConfig(model="m", output_dir=tmp_path, temperature=np.float64(0.5), **odd)
+    got = [config.updates, config.learning_rate, config.lr_schedule, config.temperature, config.output_dir]
+    assert got == [3, 0.25, "cosine", 0.5, str(tmp_path)]
+    assert [type(value) for value in got] == [int, float, str, float, str]
+    with pytest.raises(UserError, match="--temperature must be a finite number"):
+        P3OConfig(model="m", output_dir="o", temperature=np.float32("nan"))
 
 
 def test_help_says_the_bounds(capsys):
