@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from accelerate.state import AcceleratorState
 from transformers import (
@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from fastp3o.config import StageConfig
+from fastp3o.config import StageConfig, TrainableConfig
 from fastp3o.data.sources import Records
 from fastp3o.errors import UserError
 from fastp3o.given import Callback, Given
@@ -60,9 +60,10 @@ RewardSource = str | Callable[..., Any]
 class Objects(TypedDict, total=False):
     """Objects in the place of options; each is also taken as what the command takes.
 
-    model: a loaded transformers model, which stays as it is. tokenizer: its tokenizer, by default that of the place
-    that the model was loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files. reward: a
-    function, or several, whose weights are in the configuration's `reward_weights`.
+    None stands for none, and a Path for its text. model: a loaded transformers model, which stays as it is. tokenizer:
+    its tokenizer, by default that of the place that the model was loaded from. Data: a Dataset, or a list of records
+    (dicts), in the layouts of files. reward: a function, or several, whose weights are in the configuration's
+    `reward_weights`.
     """
 
     model: str | PreTrainedModel
@@ -164,6 +165,12 @@ def resolved(config: StageConfig, objects: Objects, until_the_end: ExitStack) ->
     unknown = objects.keys() - Objects.__annotations__.keys()
     if unknown:
         raise TypeError(f"train() has no argument {', '.join(sorted(unknown))}")
+    stage_of(config)
+    as_texts = ((name, str(value) if isinstance(value, Path) else value) for name, value in objects.items())
+    objects = cast(Objects, {name: value for name, value in as_texts if value is not None})
+    model, tokenizer = objects.get("model"), objects.get("tokenizer")
+    if tokenizer is not None and (model is None or isinstance(model, str)):
+        raise UserError("tokenizer= goes with a loaded model, and a model's name has the tokenizer of its folder")
     options = {flag.name for flag in fields(config)}
     if others := sorted((objects.keys() & {*DATA, *REWARDS, "model"}) - options):
         raise UserError(f"{type(config).__name__} has no {', '.join(others)}")
@@ -178,15 +185,18 @@ def resolved(config: StageConfig, objects: Objects, until_the_end: ExitStack) ->
         elif option in REWARDS and not isinstance(value, str):
             names[option] = ",".join(named_rewards(option, value, timeout, rewards))
         elif option == "model" and not isinstance(value, str):
-            names[option] = saved_model(value, objects.get("tokenizer"), until_the_end)
+            names[option] = saved_model(value, tokenizer, config, until_the_end)
         elif option in (*DATA, *REWARDS, "model"):
             names[option] = value
-    given = Given(data, rewards, objects.get("on_update"), objects.get("on_evaluation"), program_goes_on=True)
-    return replace(config, **names), given
+    callbacks = objects.get("on_update"), objects.get("on_evaluation")
+    base = getattr(model, "name_or_path", None)
+    return replace(config, **names), Given(data, rewards, *callbacks, program_goes_on=True, base=base)
 
 
 def records(option: str, content: Any) -> Records:
     """Raises UserError for what is no list of records."""
+    if type(content).__name__ == "DataFrame":  # iterating over it gives the names of its columns
+        raise UserError(f"{option} must be a Dataset or a list of records, such as a DataFrame's to_dict('records')")
     if isinstance(content, Mapping):
         splits = f"; it has {', '.join(map(str, content))}" if content else ""
         raise UserError(f"{option} must be a Dataset or a list of records, got a {type(content).__name__}{splits}")
@@ -220,10 +230,14 @@ def function_name(function: Callable) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def saved_model(model: Any, tokenizer: PreTrainedTokenizerBase | None, until_the_end: ExitStack) -> str:
+def saved_model(
+    model: Any, tokenizer: PreTrainedTokenizerBase | None, config: StageConfig, until_the_end: ExitStack
+) -> str:
     """Writes a loaded model to a temporary folder, from which the run loads its policy and its reference."""
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"model must be a transformers model or what --model takes, got a {type(model).__name__}")
+    if isinstance(config, TrainableConfig) and config.lora_rank and config.lora_save == "adapter":
+        raise UserError("lora_save='adapter' needs the name of a model: no folder keeps a loaded one, the base")
     if tokenizer is None:
         if not model.name_or_path:
             raise UserError("a model that was not loaded from anywhere needs its tokenizer=")

@@ -13,7 +13,8 @@ Callback = Callable[[dict[str, Any]], bool | None]
 class Given(NamedTuple):
     """data: by option. rewards: by the name that the configuration has for them. on_update: called after each step of
     the loop. on_evaluation: after each evaluation. program_goes_on: whether another run may follow in these processes:
-    a process group that was destroyed cannot be joined again safely.
+    a process group that was destroyed cannot be joined again safely. base: what a loaded model came from, "" if nobody
+    knows; None if the configuration names the model.
     """
 
     data: Mapping[str, Records] = {}
@@ -21,6 +22,7 @@ class Given(NamedTuple):
     on_update: Callback | None = None
     on_evaluation: Callback | None = None
     program_goes_on: bool = False
+    base: str | None = None
 
 
 NOTHING = Given()

@@ -49,7 +49,8 @@ def save_trained(
     card = partial(training.card, classifies=scores_responses(model))
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER
-    write = None if parts == "merged" or base_name(model.model) is None else adapter_writer(optimizer, tokenizer, card)
+    nowhere = parts == "merged" or base_name(model.model, training.loaded_from) is None
+    write = None if nowhere else adapter_writer(optimizer, tokenizer, training)
     if write is not None and (beside or parts == "adapter"):
         # With the folder around it, if that is new, it is complete or absent.
         place, inside = (adapter, ".") if beside else (folder, ADAPTER)
@@ -73,16 +74,16 @@ def save_trained(
 
 
 def adapter_writer(
-    optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, card: Callable[..., str]
+    optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, training: Training
 ) -> Callable[[Path], None]:
     """Gathers an adapter, on all processes, and returns what writes it to a folder, with the tokenizer and its card."""
     model = optimizer.model.model
     weights = adapter_weights(optimizer.parameters, model.active_adapters()[0])
 
     def write(folder: Path) -> None:
-        write_adapter(folder, adapter_config(model), weights)
+        write_adapter(folder, adapter_config(model, training.loaded_from), weights)
         tokenizer.save_pretrained(folder)
-        (folder / CARD).write_text(card(adapter=True))
+        (folder / CARD).write_text(training.card(classifies=scores_responses(optimizer.model), adapter=True))
 
     return write
 

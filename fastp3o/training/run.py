@@ -451,7 +451,9 @@ class Run:
         """files: texts that go with it, by name."""
         precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
         step = self.progress.step
-        training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
+        training = Training(
+            self.config, self.steps.stage, step, self.steps.last, precision, evaluations, self.given.base
+        )
         save_trained(self.optimizer, self.tokenizer, folder, training, files)
 
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -141,6 +142,31 @@ def test_the_model_of_a_lora_run_is_loaded_whatever_was_saved(tiny_model, workpl
         assert result.model(tokens).logits.abs().max() > 0.001
     assert result.best_model.num_parameters() > 0
     assert result.tokenizer.eos_token_id is not None
+
+
+def test_an_adapter_names_the_place_that_a_loaded_model_came_from(tiny_model, workplace):
+    pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    settings = SFTConfig(model="", output_dir="run", lora_rank=2, batch_size=4, report_to="none")
+    train(settings, model=model, train_data="sft.jsonl")
+    named = json.loads(Path("run/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == os.path.abspath(tiny_model)
+    # Nobody knows what the adapter of such a model would belong to.
+    nameless, tokenizer = type(model)(model.config), AutoTokenizer.from_pretrained(tiny_model)
+    nameless.name_or_path = ""
+    train(replace(settings, output_dir="nameless"), model=nameless, tokenizer=tokenizer, train_data="sft.jsonl")
+    assert Path("nameless/model").exists()
+    assert not Path("nameless/adapter").exists()
+    with pytest.raises(UserError, match="lora_save='adapter' needs the name of a model"):
+        train(replace(settings, output_dir="alone", lora_save="adapter"), model=model, train_data="sft.jsonl")
+
+
+def test_paths_are_names_and_none_is_nothing(tiny_model, workplace):
+    settings = without_data("", Path("run"))
+    prompts = Path("prompts.jsonl").absolute()
+    train(settings, model=Path(tiny_model), prompts=prompts, reward=vowels, eval_prompts=None, on_update=None)
+    online.train(config(tiny_model, "command", updates=2))
+    assert_equal(weights("command"), weights("run"))
 
 
 # --- callbacks, stopping, going on ----------------------------------------------------------------------------------
@@ -288,7 +314,9 @@ def make_copy(workplace: Path) -> Path:
         ({}, {"prompts": ["a"], "reward": vowels}, "<prompts> record 1: expected an object"),
         ({}, {"prompts": iter([]), "reward": vowels}, "prompts must be a Dataset or a list of records"),
         ({}, {"prompts": DatasetDict(train=Dataset.from_list([{"prompt": "a"}]))}, "got a DatasetDict; it has train"),
+        ({}, {"prompts": pd.DataFrame({"prompt": ["a"]})}, "such as a DataFrame's to_dict"),
         ({}, {"train_data": []}, "P3OConfig has no train_data"),
+        ({}, {"prompts": "prompts.jsonl", "reward": vowels, "tokenizer": 3}, "tokenizer= goes with a loaded model"),
         ({}, {"prompts": "prompts.jsonl", "reward": 3}, "reward must be a function or what --reward takes, got a int"),
         ({}, {"prompts": "prompts.jsonl", "reward": lambda texts: []}, "must take prompts and responses first"),
         ({}, {"model": 3}, "model must be a transformers model"),
@@ -313,6 +341,8 @@ def test_other_mistakes(tiny_model, workplace):
     generate = GenerateConfig(model=tiny_model, output_dir="run", prompts="prompts.jsonl", reward="a:b")
     with pytest.raises(UserError, match="of a stage that trains, got a GenerateConfig"):
         train(generate)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="of a stage that trains, got a type"):
+        train(P3OConfig, **given)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="a callback must return True, to end the run, False or None, got 'stop'"):
         train(settings, **given, on_update=lambda metrics: "stop")
     with pytest.raises(UserError, match="has no best"):
