@@ -13,15 +13,17 @@ result.model, result.tokenizer, result.history
 import json
 import os
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
+import torch
 from accelerate.state import AcceleratorState
 from transformers import (
     AutoModelForCausalLM,
@@ -32,7 +34,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from fastp3o.config import StageConfig, TrainableConfig
+from fastp3o.config import StageConfig, TrainableConfig, require_names
 from fastp3o.data.sources import Records
 from fastp3o.errors import UserError
 from fastp3o.given import Callback, Given
@@ -48,6 +50,8 @@ from fastp3o.training.stopping import StoppedError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+RUNNING = threading.Lock()
 
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
@@ -131,6 +135,8 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     saved its state, from which `resume=True` goes on; StoppedError after other signals.
     """
     with ExitStack() as until_the_end:
+        until_the_end.enter_context(only_run())
+        until_the_end.enter_context(torch_defaults())
         config, given = resolved(config, objects, until_the_end)
         try:
             stage_of(config)(config, given)
@@ -144,6 +150,38 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             # The next run of this process may have another precision.
             AcceleratorState._reset_state()
     return Result(Path(config.output_dir))
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Raises UserError within another one, also in another thread: runs of a process share its generators of random
+    numbers, its signals and accelerate's state.
+    """
+    if not RUNNING.acquire(blocking=False):
+        raise UserError("a run trains in this process already: wait for it, or start another process")
+    try:
+        yield
+    finally:
+        RUNNING.release()
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Computes as the command does, whatever the caller has set for torch, and puts that back at the end."""
+    dtype = torch.get_default_dtype()
+    with ExitStack() as inside:
+        inside.enter_context(torch.inference_mode(False))
+        inside.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                inside.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            inside.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def stage_of(config: StageConfig) -> Callable[[Any, Given], None]:
@@ -190,7 +228,10 @@ def resolved(config: StageConfig, objects: Objects, until_the_end: ExitStack) ->
             names[option] = value
     callbacks = objects.get("on_update"), objects.get("on_evaluation")
     base = getattr(model, "name_or_path", None)
-    return replace(config, **names), Given(data, rewards, *callbacks, program_goes_on=True, base=base)
+    config = replace(config, **names)
+    config.check_complete()
+    require_names(config)
+    return config, Given(data, rewards, *callbacks, program_goes_on=True, base=base)
 
 
 def records(option: str, content: Any) -> Records:
@@ -235,7 +276,13 @@ def saved_model(
 ) -> str:
     """Writes a loaded model to a temporary folder, from which the run loads its policy and its reference."""
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"model must be a transformers model or what --model takes, got a {type(model).__name__}")
+        merged = ", whose merge_and_unload() gives one" if hasattr(model, "merge_and_unload") else ""
+        kind = type(model).__name__
+        raise UserError(f"model must be a transformers model or what --model takes, got a {kind}{merged}")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise UserError("model has no weights: they are on the meta device")
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"tokenizer must be a transformers tokenizer, got a {type(tokenizer).__name__}")
     if isinstance(config, TrainableConfig) and config.lora_rank and config.lora_save == "adapter":
         raise UserError("lora_save='adapter' needs the name of a model: no folder keeps a loaded one, the base")
     if tokenizer is None:
@@ -248,7 +295,10 @@ def saved_model(
     folder = str(place / (Path(model.name_or_path or "").name or type(model).__name__))
     # The other processes take the weights from the main one.
     if os.environ.get("RANK", "0") == "0":
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except ValueError as error:  # such as a generation configuration that contradicts itself
+            raise UserError(f"model cannot be saved for the run: {' '.join(str(error).split())}") from error
     else:
         model.config.save_pretrained(folder)
         if model.can_generate():

@@ -77,12 +77,15 @@ def further_parameters(function: Callable, name: str) -> list[Parameter]:
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     names = [p.name for p in positional]
-    misplaced = "prompts" in names[1:] or not {"responses", "completions"}.isdisjoint([*names[:1], *names[2:]])
+    nameless = any(p.kind == Parameter.POSITIONAL_ONLY and p.default is Parameter.empty for p in positional[2:])
+    misplaced = (
+        nameless or "prompts" in names[1:] or not {"responses", "completions"}.isdisjoint([*names[:1], *names[2:]])
+    )
     taken = len(positional) >= 2 or any(p.kind == Parameter.VAR_POSITIONAL for p in parameters)
     if misplaced or not taken:
         raise UserError(
             f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
-            f"after them; it takes {signature}"
+            f"after them, by name; it takes {signature}"
         )
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
     return [p for p in parameters if p not in positional[:2] and p.kind in by_name]

@@ -18,7 +18,7 @@ from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.given import Callback
-from fastp3o.named_function import FunctionError
+from fastp3o.named_function import FunctionError, ends_forks, restored
 from fastp3o.training.best import Best, read_best
 from fastp3o.training.checkpoints import save_trained
 from fastp3o.training.hub import upload
@@ -371,13 +371,12 @@ class Run:
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """Saves the state if the callback raises, so that the run can go on."""
-        try:
-            ends = on_main_process(self.accelerator, lambda: asks_to_end(callback, metrics))
-        except Exception:
+        ends, error = on_main_process(self.accelerator, lambda: asks_to_end(callback, metrics))
+        if error is not None:
             self.read_late_step()
             self.save_state()
             self.reporter.close()
-            raise
+            raise error
         if ends:
             self.reporter.print(f"the callback has ended the run after {self.steps.name} {step}")
             self.last = step
@@ -457,9 +456,18 @@ class Run:
         save_trained(self.optimizer, self.tokenizer, folder, training, files)
 
 
-def asks_to_end(callback: Callback, metrics: dict[str, Any]) -> bool:
-    """Raises UserError for an answer that is neither True, False nor None."""
-    answer = callback(metrics)
+def asks_to_end(callback: Callback, metrics: dict[str, Any]) -> tuple[bool, BaseException | None]:
+    """Whether the callback asks for the run's end, and the error that it has raised: any at all, such as sys.exit's, or
+    a UserError for an answer that is neither True, False nor None.
+
+    Torch's defaults and the working directory are as before it. A process that it forks ends where it leaves it.
+    """
+    try:
+        with restored(), ends_forks("the callback"):
+            answer = callback(metrics)
+    except BaseException as error:
+        return False, error
     if answer not in (True, False, None):
-        raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
-    return bool(answer)
+        message = f"a callback must return True, to end the run, False or None, got {answer!r:.80}"
+        return False, UserError(message)
+    return bool(answer), None

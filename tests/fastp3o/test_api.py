@@ -1,11 +1,13 @@
 """Training from Python: the command's runs with objects in the place of names, and its files and errors."""
 
 import ast
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,10 @@ CALLS = 0
 
 def vowels(prompts, responses):
     return [sum(c in "aeiou" for c in response) / 4 for response in responses]
+
+
+def third_without_a_name(prompts, responses, answer, /):
+    return vowels(prompts, responses)
 
 
 def interrupted_on_third_call(prompts, responses):
@@ -217,6 +223,74 @@ def test_the_state_is_saved_if_a_callback_raises(tiny_model, workplace):
     assert_equal(weights("run"), weights("whole"))
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_the_state_is_saved_if_a_callback_ends_the_program(tiny_model, workplace, error):
+    def ends(metrics: dict) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        train(without_data(tiny_model, "run"), prompts=records("prompts"), reward=vowels, on_update=ends)
+    assert [path.name for path in Path("run/state").iterdir()] == ["step-000001"]
+
+
+def test_a_callback_changes_nothing_of_the_run(tiny_model, workplace):
+    def careless(metrics: dict) -> None:
+        metrics.clear()
+        os.chdir("/")
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        if child := os.fork():
+            os.waitpid(child, 0)
+
+    data = {"prompts": records("prompts"), "eval_prompts": records("prompts"), "reward": vowels}
+    train(without_data(tiny_model, "plain"), **data)
+    train(without_data(tiny_model, "run"), **data, on_update=careless, on_evaluation=careless)
+    assert_equal(weights("run"), weights("plain"))
+    assert metrics("run") == metrics("plain")
+
+
+@pytest.mark.parametrize("place", ["callback", "reward", "thread"])
+def test_a_process_trains_one_run_at_a_time(tiny_model, workplace, place):
+    refused = []
+
+    def train_another() -> None:
+        with pytest.raises(UserError, match="a run trains in this process already"):
+            train(without_data(tiny_model, "inner"), prompts="prompts.jsonl", reward=vowels)
+        refused.append(place)
+
+    def reward(prompts, responses):
+        if place == "reward":
+            train_another()
+        return vowels(prompts, responses)
+
+    def on_update(metrics: dict) -> None:
+        if place == "callback":
+            train_another()
+        if place == "thread":
+            (thread := threading.Thread(target=train_another)).start()
+            thread.join()
+
+    train(without_data(tiny_model, "run"), prompts="prompts.jsonl", reward=reward, on_update=on_update)
+    assert refused == [place] * 2
+    assert len(metrics("run")) == 2
+
+
+def test_torch_defaults_of_the_caller_change_nothing(tiny_model, workplace):
+    given = {"prompts": "prompts.jsonl", "reward": vowels}
+    train(without_data(tiny_model, "plain"), **given)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+            train(without_data(tiny_model, "run"), **given)
+            assert torch.is_inference_mode_enabled()
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_default_device().type == "meta"
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(weights("run"), weights("plain"))
+
+
 def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace):
     global CALLS
     CALLS = 0
@@ -318,8 +392,11 @@ def make_copy(workplace: Path) -> Path:
         ({}, {"train_data": []}, "P3OConfig has no train_data"),
         ({}, {"prompts": "prompts.jsonl", "reward": vowels, "tokenizer": 3}, "tokenizer= goes with a loaded model"),
         ({}, {"prompts": "prompts.jsonl", "reward": 3}, "reward must be a function or what --reward takes, got a int"),
+        ({}, {"prompts": "prompts.jsonl", "reward": third_without_a_name}, "columns of the data after them, by name"),
         ({}, {"prompts": "prompts.jsonl", "reward": lambda texts: []}, "must take prompts and responses first"),
         ({}, {"model": 3}, "model must be a transformers model"),
+        ({"objective": "ppo"}, {"prompts": "prompts.jsonl", "reward": vowels}, "--objective is p3o in these options"),
+        ({"report_to": " "}, {"prompts": "prompts.jsonl", "reward": vowels}, "--report_to must not be empty"),
         (
             {"reward_weights": "1,2"},
             {"prompts": "prompts.jsonl", "reward": vowels},
@@ -331,6 +408,27 @@ def make_copy(workplace: Path) -> Path:
 def test_mistakes_are_the_commands_errors(tiny_model, workplace, changes, given, message):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         train(without_data(tiny_model, "run", **changes), **given)
+    assert not Path("run").exists()
+
+
+def test_models_that_cannot_train_are_refused(tiny_model, workplace):
+    settings, given = without_data("", "run"), {"prompts": "prompts.jsonl", "reward": vowels}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    with pytest.raises(UserError, match="tokenizer must be a transformers tokenizer, got a str"):
+        train(settings, **given, model=model, tokenizer=tiny_model)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with pytest.raises(UserError, match="model has no weights: they are on the meta device"):
+        train(settings, **given, model=empty, tokenizer=tokenizer)
+    model.generation_config.update(do_sample=False, temperature=0.1)
+    with pytest.raises(
+        UserError, match=r"model cannot be saved for the run: GenerationConfig is invalid: .*temperature"
+    ):
+        train(settings, **given, model=model)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(UserError, match="got a PeftModel, whose merge_and_unload"):
+        train(settings, **given, model=adapted)
     assert not Path("run").exists()
 
 
