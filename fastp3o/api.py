@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
-from fastp3o.config import StageConfig, TrainableConfig, require_names
+from fastp3o.config import EVALUATION_DATA, StageConfig, TrainableConfig, require_names
 from fastp3o.data.sources import Records
 from fastp3o.errors import UserError
 from fastp3o.given import Callback, Given
@@ -137,6 +137,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     with ExitStack() as until_the_end:
         until_the_end.enter_context(only_run())
         until_the_end.enter_context(torch_defaults())
+        until_the_end.enter_context(accelerate_state())
         config, given = resolved(config, objects, until_the_end)
         try:
             stage_of(config)(config, given)
@@ -146,9 +147,6 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             if stopped.number != signal.SIGINT:
                 raise
             raise KeyboardInterrupt(f"{stopped.place}; resume=True goes on from there") from None
-        finally:
-            # The next run of this process may have another precision.
-            AcceleratorState._reset_state()
     return Result(Path(config.output_dir))
 
 
@@ -182,6 +180,23 @@ def torch_defaults() -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def accelerate_state() -> Iterator[None]:
+    """Begins with accelerate's state of a new process, for the next run may have another precision, and puts back the
+    caller's, which may belong to a trainer that goes on.
+    """
+    states = [kind._shared_state for kind in (AcceleratorState, GradientState)]
+    before = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(states, before, strict=True):
+            state.clear()
+            state.update(content)
 
 
 def stage_of(config: StageConfig) -> Callable[[Any, Given], None]:
@@ -229,7 +244,12 @@ def resolved(config: StageConfig, objects: Objects, until_the_end: ExitStack) ->
     callbacks = objects.get("on_update"), objects.get("on_evaluation")
     base = getattr(model, "name_or_path", None)
     config = replace(config, **names)
+    for name in ("on_update", "on_evaluation"):
+        if name in objects and not callable(objects[name]):
+            raise UserError(f"{name} must be a function, got a {type(objects[name]).__name__}")
     config.check_complete()
+    if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
+        raise UserError("on_evaluation does nothing without eval_data or eval_prompts")
     require_names(config)
     return config, Given(data, rewards, *callbacks, program_goes_on=True, base=base)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -465,9 +466,8 @@ def asks_to_end(callback: Callback, metrics: dict[str, Any]) -> tuple[bool, Base
     try:
         with restored(), ends_forks("the callback"):
             answer = callback(metrics)
+        if not isinstance(answer, bool | np.bool_ | None):
+            raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
+        return bool(answer), None
     except BaseException as error:
         return False, error
-    if answer not in (True, False, None):
-        message = f"a callback must return True, to end the run, False or None, got {answer!r:.80}"
-        return False, UserError(message)
-    return bool(answer), None

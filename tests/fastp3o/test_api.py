@@ -14,6 +14,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -275,6 +277,16 @@ def test_a_process_trains_one_run_at_a_time(tiny_model, workplace, place):
     assert len(metrics("run")) == 2
 
 
+def test_a_trainer_of_the_callers_goes_on_after_a_run(tiny_model, workplace):
+    AcceleratorState._reset_state()
+    own = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+    train(without_data(tiny_model, "run"), prompts="prompts.jsonl", reward=vowels)
+    assert (own.mixed_precision, own.num_processes, own.gradient_accumulation_steps) == ("bf16", 1, 4)
+    assert AcceleratorState().mixed_precision == "bf16"
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
 def test_torch_defaults_of_the_caller_change_nothing(tiny_model, workplace):
     given = {"prompts": "prompts.jsonl", "reward": vowels}
     train(without_data(tiny_model, "plain"), **given)
@@ -443,6 +455,12 @@ def test_other_mistakes(tiny_model, workplace):
         train(P3OConfig, **given)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="a callback must return True, to end the run, False or None, got 'stop'"):
         train(settings, **given, on_update=lambda metrics: "stop")
+    with pytest.raises(UserError, match="False or None, got tensor"):
+        train(replace(settings, output_dir="other"), **given, on_update=lambda metrics: torch.ones(2))
+    with pytest.raises(UserError, match="on_update must be a function, got a list"):
+        train(settings, **given, on_update=[print])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="on_evaluation does nothing without eval_data or eval_prompts"):
+        train(settings, **given, on_evaluation=print)
     with pytest.raises(UserError, match="has no best"):
         _ = fastp3o.Result(Path("run")).best_model
 
