@@ -5,6 +5,7 @@ python -m benchmarks.frontier.gradients.measure       writes benchmarks/results/
 
 import json
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ CHUNK = 2**13  # responses at a time
 
 
 class Task:
-    """A sampler, rewards of standard deviation 1, and a direction in which the policy has moved since it sampled: half
-    the gradient of the expected reward, half noise.
+    """A sampler, rewards of standard deviation 1, and the directions in which a policy may have moved since it sampled:
+    half the gradient of the expected reward and half noise, as in training; or noise alone.
     """
 
     def __init__(self, seed: int):
@@ -47,10 +48,10 @@ class Task:
         rewards -= (probability * rewards).sum()
         self.rewards = rewards / (probability * rewards.square()).sum().sqrt()
         gradient, noise = exact_gradient(self.responses, self.sampler, self.rewards), normal(*self.sampler.shape)
-        self.direction = gradient / gradient.norm() + noise / noise.norm()
+        self.directions = {"trained": gradient / gradient.norm() + noise / noise.norm(), "random": noise}
 
-    def policy(self, nats: float) -> Tensor:
-        return moved(self.responses, self.sampler, self.direction, nats)
+    def policy(self, nats: float, direction: str = "trained") -> Tensor:
+        return moved(self.responses, self.sampler, self.directions[direction], nats)
 
 
 def gradients(responses: Responses, probability: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -75,11 +76,11 @@ def samples(task: Task, K: int, seed: int) -> Iterator[Tensor]:
         yield drawn.view(-1, K)
 
 
-def measured(task: Task, nats: float, K: int, seed: int) -> dict[str, dict[str, float]]:
+def measured(task: Task, head: Tensor, K: int, seed: int) -> dict[str, dict[str, float]]:
     """Of each loss: the cosine of its mean gradient with the exact one, and its noise over its signal, the deviation of
     one group's gradient over the length of the mean's part along the exact one.
     """
-    responses, head = task.responses, task.policy(nats)
+    responses = task.responses
     exact = exact_gradient(responses, head, task.rewards)
     direction, probability = exact / exact.norm(), (responses.features @ head).softmax(-1)
     ours, old = responses.token_logprobs(head), responses.token_logprobs(task.sampler)
@@ -113,10 +114,11 @@ def measured(task: Task, nats: float, K: int, seed: int) -> dict[str, dict[str, 
 def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    settings = [(seed, K, nats) for seed in range(TASKS) for K in RESPONSES_PER_PROMPT for nats in KLS]
-    for seed, K, nats in tqdm(settings):
-        for name, numbers in measured(Task(seed), nats, K, seed=1000 + seed).items():
-            rows.append({"task": seed, "K": K, "kl": nats, "loss": name, **numbers})
+    settings = product(range(TASKS), ("trained", "random"), RESPONSES_PER_PROMPT, KLS)
+    for seed, direction, K, nats in tqdm([each for each in settings if each[1] == "trained" or each[3]]):
+        task = Task(seed)
+        for name, numbers in measured(task, task.policy(nats, direction), K, seed=1000 + seed).items():
+            rows.append({"task": seed, "moved": direction, "K": K, "kl": nats, "loss": name, **numbers})
     RECORD.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
 
 
