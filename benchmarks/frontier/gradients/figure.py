@@ -24,11 +24,13 @@ BATCH = 512  # responses
 STYLES = {name: {key: look[key] for key in ("color", "marker")} for name, look in LOOKS.items()} | {
     "rloo_ratios": {"color": "#CC79A7", "marker": "P", "linestyle": "--"},
     "gspo_wide": {"color": "#B2182B", "marker": "h", "linestyle": "--"},
+    "exact_baseline": {"color": "black", "marker": ".", "linestyle": ":"},
 }
 TITLES = NAMES | {
     "rloo": "RLOO, no ratios",
     "rloo_ratios": "RLOO, whole ratios",
     "gspo_wide": "GSPO, ε 0.03",
+    "exact_baseline": "whole ratios, exact baseline",
     "ppo": "PPO, exact values",
 }
 MOVES = {"trained": "moved by training", "random": "moved at random"}
@@ -58,7 +60,7 @@ def draw(rows: DataFrame) -> None:
             part = chosen[chosen["loss"] == loss]
             panel.plot(part["kl"], part["alignment"], label=TITLES[loss], markersize=4, linewidth=1.4, **STYLES[loss])
         panel.axhline(0, color="#BBBBBB", linewidth=0.8, zorder=0)
-        panel.set_title(f"{MOVES[direction]}, {K} responses per prompt", fontsize=10)
+        panel.set_title(f"{MOVES[direction]}, {K} responses", fontsize=10)
     figure.supxlabel("KL of the policy to the one that sampled, nats per response")
     figure.supylabel(f"squared cosine with the exact gradient, {BATCH} responses")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False)
@@ -83,7 +85,7 @@ def table(rows: DataFrame) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def write_figure_and_table() -> None:
     rows = alignments(DataFrame(json.loads(RECORD.read_text())))
     draw(rows)
     page = PAGE.read_text()
@@ -92,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_figure_and_table()

@@ -18,7 +18,7 @@ RATIO_CAP = 10.0
 @dataclass(frozen=True)
 class Batch:
     """token_logprobs, old: [P, K, L], 0 after a response's end. counted: [P, K, L] bool. rewards: [P, K]. values:
-    [P, K, L], of the sampler before each token.
+    [P, K, L], of the sampler before each token. expected: the policy's expected reward.
     """
 
     token_logprobs: Tensor
@@ -26,6 +26,7 @@ class Batch:
     counted: Tensor
     rewards: Tensor
     values: Tensor
+    expected: float
 
     @property
     def logprobs(self) -> Tensor:
@@ -59,6 +60,12 @@ def rloo(batch: Batch, *, weighted: bool) -> Tensor:
     if weighted:
         advantages = advantages * losses.truncated_ratios(batch.logprobs - batch.old_logprobs, RATIO_CAP)
     return losses.reinforce(batch.logprobs, advantages).mean(1).sum()
+
+
+def exact_baseline(batch: Batch) -> Tensor:
+    """RLOO with whole ratios, and the policy's own expected reward as the baseline, which nobody knows."""
+    ratios = losses.truncated_ratios(batch.logprobs - batch.old_logprobs, RATIO_CAP)
+    return losses.reinforce(batch.logprobs, (batch.rewards - batch.expected) * ratios).mean(1).sum()
 
 
 def clipped(batch: Batch, advantages: Tensor, *, clip_high: float = 0.2, mean: str) -> Tensor:
@@ -101,6 +108,7 @@ LOSSES: dict[str, Loss] = {
     "joint": partial(p3o, clipping="joint"),
     "separate": partial(p3o, clipping="separate"),
     "rloo_ratios": partial(rloo, weighted=True),
+    "exact_baseline": exact_baseline,
     "rloo": partial(rloo, weighted=False),
     "ppo": ppo,
     "grpo": grpo,

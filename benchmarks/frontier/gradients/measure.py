@@ -85,6 +85,7 @@ def measured(task: Task, head: Tensor, K: int, seed: int) -> dict[str, dict[str,
     direction, probability = exact / exact.norm(), (responses.features @ head).softmax(-1)
     ours, old = responses.token_logprobs(head), responses.token_logprobs(task.sampler)
     baseline = values(responses, task.sampler, task.rewards)[responses.prefixes]
+    expected = (responses.probabilities(head) * task.rewards).sum().item()
     sums = {name: torch.zeros_like(exact) for name in LOSSES}
     squares = dict.fromkeys(LOSSES, 0.0)
     groups = 0
@@ -93,7 +94,7 @@ def measured(task: Task, head: Tensor, K: int, seed: int) -> dict[str, dict[str,
         for name, loss in LOSSES.items():
             token_logprobs = ours[chosen].requires_grad_()
             counted = responses.counted[chosen]
-            batch = Batch(token_logprobs, old[chosen], counted, task.rewards[chosen], baseline[chosen])
+            batch = Batch(token_logprobs, old[chosen], counted, task.rewards[chosen], baseline[chosen], expected)
             (weights,) = torch.autograd.grad(loss(batch), token_logprobs)
             weights = -weights.where(counted, 0.0)  # losses fall where rewards rise
             found = gradients(responses, probability, chosen, weights)

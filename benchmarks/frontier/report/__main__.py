@@ -6,6 +6,7 @@ python -m benchmarks.frontier.report
 import json
 from pathlib import Path
 
+from benchmarks.frontier.gradients import figure as gradients
 from benchmarks.frontier.report import figures, tables, tuned_figures
 from benchmarks.frontier.report.study import load_study
 from benchmarks.frontier.runs.records import RESULTS, read
@@ -33,6 +34,7 @@ def write_report() -> None:
     }
     for path, draw in drawn.items():
         print(f"{path.name}: {'written' if draw(path) else 'skipped, its runs have not been made'}")
+    gradients.write_figure_and_table()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def batch(task: Task, head: Tensor, chosen: Tensor) -> Batch:
     baseline = values(responses, task.sampler, task.rewards)[responses.prefixes]
     token_logprobs = responses.token_logprobs(head)[chosen]
     old = responses.token_logprobs(task.sampler)[chosen]
-    return Batch(token_logprobs, old, responses.counted[chosen], task.rewards[chosen], baseline[chosen])
+    expected = (responses.probabilities(head) * task.rewards).sum().item()
+    return Batch(token_logprobs, old, responses.counted[chosen], task.rewards[chosen], baseline[chosen], expected)
 
 
 def test_every_response_is_there_once(task):
@@ -75,7 +76,7 @@ def test_the_gradients_of_groups_are_those_of_autograd(task, name):
         torch.testing.assert_close(found[group], expected)
 
 
-@pytest.mark.parametrize("name", ["none", "rloo_ratios"])
+@pytest.mark.parametrize("name", ["none", "rloo_ratios", "exact_baseline"])
 @pytest.mark.parametrize("nats", [0.0, 0.5])
 def test_unclipped_ratios_make_the_mean_the_exact_gradient(task, monkeypatch, name, nats):
     """Over all pairs of responses, each with the probability of what sampled."""
