@@ -303,7 +303,15 @@ def test_torch_defaults_of_the_caller_change_nothing(tiny_model, workplace):
     assert_equal(weights("run"), weights("plain"))
 
 
-def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace):
+@pytest.fixture
+def interrupts():
+    """As in a terminal: what a shell starts in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_goes_on_in_the_same_process(tiny_model, workplace, interrupts):
     global CALLS
     CALLS = 0
     settings, given = without_data(tiny_model, "run", updates=4), {"prompts": records("prompts")}

@@ -315,6 +315,7 @@ def test_tensorboard_hides_the_steps_that_are_done_again(workplace, tiny_model, 
 
     steps(start(tiny_model, tokenizer, save_every=2, report_to="tensorboard"))
     AcceleratorState._reset_state(reset_partial_state=True)
+    time.sleep(1)  # TensorBoard reads files in the order of their names, which have seconds
     finish(start(tiny_model, tokenizer, save_every=2, resume=True, report_to="tensorboard"))
     events = EventAccumulator("run/trackers").Reload()
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [1, 2, 3, 4]
