@@ -100,7 +100,7 @@ class Rounds:
 
     def require_policys_own(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
         """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
-        policy's. Of stale or truncated rollouts `sampler_gap` cannot tell; then the publisher has compared the two.
+        policy's. `sampler_gap` cannot tell with stale or truncated rollouts; then the publisher has compared the two.
         """
         if not isinstance(self.sampler, VLLMSampler) or self.staleness(update) or self.config.truncates:
             return
