@@ -1,6 +1,6 @@
 """fastp3o: a trainer for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
-`train` does from Python what the scripts do (api.py). Names are imported when they are first used: torch alone takes
+`train` does from Python what the scripts do (api/). Names are imported when they are first used: torch alone takes
 seconds. __init__.pyi has their types.
 """
 
