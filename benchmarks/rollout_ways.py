@@ -116,7 +116,8 @@ def pages(prompts: list[Ids], case: Rollouts) -> object:
 
     if CUDA:
         return ContinuousBatchingConfig()
-    page = ContinuousBatchingConfig.page_size
+    defaults = ContinuousBatchingConfig()
+    page = defaults.page_size if hasattr(defaults, "page_size") else defaults.block_size  # 5.17's name
     sequence_pages = -(-(max(map(len, prompts)) + case.response) // page)
     return ContinuousBatchingConfig(num_blocks=len(prompts) * case.K * sequence_pages, max_batch_tokens=2048)
 

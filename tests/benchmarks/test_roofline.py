@@ -25,8 +25,11 @@ TINY = Model("tiny", llama(64, 128, 2, tied=True), devices=1)
 
 def test_a_body_s_products_are_those_of_its_weights():
     forward, backward = body_counts(TINY, 16)
-    assert forward.operations == 2 * 16 * TINY.layer_weights
-    assert backward.operations == 2 * forward.operations
+    products = 2 * 16 * TINY.layer_weights
+    # In transformers 5.17 the angles of positions are a product, too, without a gradient.
+    angles = 2 * 16 * TINY.config.head_dim // 2
+    assert forward.operations - products in (0, angles)
+    assert backward.operations == 2 * products
     # Each layer launches its seven products.
     assert forward.launches > 2 * 7
     assert forward.other_bytes > 0

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 WRITES = ("os.mkdir", "os.rename", "os.truncate")
 CALLS = ("open", *WRITES, "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
 KILLED = 9
@@ -31,6 +33,8 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        # A forked process makes torch's threads anew at their first use, and two threads that do so at once end it.
+        torch.set_num_threads(torch.get_num_threads())
         prepare()
         work()
         status = 0
