@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -64,7 +64,8 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
 Line = tuple[np.ndarray, np.ndarray]  # steps and values
 
 
-def read_lines(path: Path) -> list[dict[str, float | None]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log of numbers, without those that are damaged, such as one that is being written."""
     lines = []
     for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
