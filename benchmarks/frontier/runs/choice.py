@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from itertools import product, starmap
 
-from benchmarks.frontier.runs import tuning
+from benchmarks.frontier.runs import stale, tuning
 from benchmarks.frontier.runs.plan import ALGORITHMS, EVERYONE, KL_COEFS, SETTINGS, Run, chosen_rates, rates
 from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
@@ -90,6 +90,43 @@ def best(records: Records, trials: Mapping[tuning.Setting, list[Run]], kl: float
         if len(gains) and gains.notna().all():
             means[setting] = gains.mean()
     return max(means, key=means.__getitem__, default=None)
+
+
+def choose_corrections(group: str, records: Records) -> None:
+    """Writes each algorithm's correction with the highest reward − BETA KL at its better rate."""
+    write_stale(
+        corrections={
+            stale.label(algorithm, own): max(
+                stale.corrections_of(algorithm),
+                key=lambda correction: max(
+                    at_the_end(records, stale.selection_runs(of, rate))
+                    for of in [stale.arm(algorithm, own, stale.LAG_OF_CORRECTIONS, 4, correction)]
+                    for rate in stale.RATES[:2]
+                ),
+            )
+            for algorithm, own in stale.COMPARED
+        }
+    )
+
+
+def choose_stale_rates(group: str, records: Records, lag: int) -> None:
+    """Writes the rate with the highest reward − BETA KL of each arm of a lag."""
+    rates = {
+        arm.name: max(stale.RATES, key=lambda rate: at_the_end(records, stale.selection_runs(arm, rate)))
+        for arm in stale.arms(lag)
+    }
+    write_stale(rates=stale.chosen().get("rates", {}) | rates)
+
+
+def at_the_end(records: Records, runs: list[Run]) -> float:
+    """Mean reward − BETA KL of some runs' last evaluations. KeyError if one is not recorded."""
+    ends = records.runs.set_index("name").loc[[run.name for run in runs]]
+    return float((ends["final_reward"] - stale.BETA * ends["final_kl"]).mean())
+
+
+def write_stale(**parts: dict) -> None:
+    stale.CHOSEN.write_text(json.dumps(stale.chosen() | parts, indent=2) + "\n")
+    print(f"stale: {parts}")
 
 
 def write_tuned(group: str, **parts: dict) -> None:

@@ -92,7 +92,11 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
         settings |= {"updates": updates, "eval_at": ",".join(reached)}
     # The number of optimizer steps does not depend on that of prompts.
     settings["prompts_per_minibatch"] = run.prompts_per_update // MINIBATCHES
+    settings["rounds_ahead"] = run.rounds_ahead
     objective, own_settings = OWN_SETTINGS.get(run.algorithm, (run.algorithm, {}))
+    own_settings = own_settings | correction(run.correction, objective)
+    if run.inner_epochs:
+        own_settings = own_settings | {"inner_epochs": run.inner_epochs}
     if run.own_parameter:
         own_settings = own_settings | dict.fromkeys(OWN_PARAMETERS[objective], run.own_parameter)
     return OBJECTIVES[objective](**(settings | own_settings))
@@ -124,6 +128,25 @@ OWN_PARAMETERS = {
     **dict.fromkeys(("grpo", "gspo"), ("clip_low", "clip_high")),
     "rebel": ("eta",),
 }
+
+
+# Ways to correct for rollouts of an older policy. none: ratios compare with the policy before the update, as if it had
+# sampled. ratios: they compare with the policy that sampled. weights: as none, and losses are weighed by the ratio of
+# the two, capped.
+CORRECTIONS = ("none", "ratios", "weights")
+# Losses of tokens are weighed by the ratios of tokens, whose usual cap is 2 (Yao et al. 2025); others by those of
+# whole responses or pairs, whose cap is that of P3O's ratios.
+WEIGHTS_OF_TOKENS = ("ppo", "grpo", "dr_grpo", "dapo")
+TOKEN_CAP, RESPONSE_CAP = 2.0, 10.0
+
+
+def correction(name: str, objective: str) -> dict[str, Any]:
+    """Settings of a correction."""
+    return {
+        "none": {},
+        "ratios": {"old_logprobs": "sampler"},
+        "weights": {"sampler_ratio_cap": TOKEN_CAP if objective in WEIGHTS_OF_TOKENS else RESPONSE_CAP},
+    }[name]
 
 
 def rounded_evaluations(folder: Path) -> list[dict[str, float]]:

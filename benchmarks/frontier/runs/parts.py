@@ -1,34 +1,55 @@
 """The questions of each group of tasks, in the order in which they run."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from benchmarks.frontier.runs import plan, questions, tuning
+from benchmarks.frontier.runs import plan, questions, stale, tuning
 from benchmarks.frontier.runs.plan import Run
-from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES, LONG_PROMPTS, RETUNED, SIZES, WRONG_LABELS
+from benchmarks.frontier.tasks.groups import (
+    DOCSTRINGS,
+    LANGUAGES,
+    LONG_PROMPTS,
+    MANY_LANGUAGES,
+    RETUNED,
+    SIZES,
+    WRONG_LABELS,
+)
 
 Part = Callable[[str], Iterator[Run]]
 
+
+
+def named(*parts: Part) -> dict[str, Part]:
+    return {part.__name__: part for part in parts}
+
+
 # Each later part needs the rates that the first one chooses.
-FIRST: tuple[Part, ...] = (
+FIRST = named(
     *(plan.rates, plan.algorithms, plan.offsets, plan.clipping, plan.responses, plan.scaling, plan.kl_coefs),
     plan.other_rates,
 )
 # The first three choose the settings of the later ones.
-TUNED: tuple[Part, ...] = (
+TUNED = named(
     *(tuning.own_parameters, tuning.trial_rates, tuning.trial_kl_coefs),
     *(tuning.envelope, tuning.groups_of_four),
+    *(questions.reward_factor, questions.clip_range),
 )
-PLAN: dict[str, tuple[Part, ...]] = {
+STALE: dict[str, Part] = {"corrections": stale.corrections}
+for lag in stale.LAGS:
+    STALE |= {f"rates_at_lag_{lag}": partial(stale.rates, lag=lag), f"lag_{lag}": partial(stale.results, lag=lag)}
+
+PLAN: dict[str, dict[str, Part]] = {
     LANGUAGES: FIRST,
     DOCSTRINGS: FIRST,
-    RETUNED: (*TUNED, questions.reward_factor, questions.clip_range),
-    LONG_PROMPTS: (questions.equal_cost,),
-    **dict.fromkeys(WRONG_LABELS, (questions.wrong_labels,)),
-    **dict.fromkeys(SIZES, (questions.sizes,)),
+    RETUNED: TUNED,
+    LONG_PROMPTS: named(questions.equal_cost),
+    **dict.fromkeys(WRONG_LABELS, named(questions.wrong_labels)),
+    **dict.fromkeys(SIZES, named(questions.sizes)),
+    MANY_LANGUAGES: STALE,
 }
-PARTS = tuple(dict.fromkeys(part.__name__ for parts in PLAN.values() for part in parts))
+PARTS = tuple(dict.fromkeys(name for parts in PLAN.values() for name in parts))
 
 
 def parts_of(group: str) -> dict[str, Part]:
     """The parts of a group, by name."""
-    return {part.__name__: part for part in PLAN[group]}
+    return PLAN[group]

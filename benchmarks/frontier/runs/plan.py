@@ -37,7 +37,7 @@ PROMPTS_PER_UPDATE = {LANGUAGES: 64, RETUNED: 64, DOCSTRINGS: 32}
 SETTINGS = Path(__file__).parent / "settings.json"
 
 # Fields that the first recorded runs lack.
-LATER = ("own_parameter", "reward_factor")
+LATER = ("own_parameter", "reward_factor", "rounds_ahead", "correction", "inner_epochs")
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,23 @@ class Run:
     prompts_per_update: int = 64
     own_parameter: float = 0.0  # the algorithm's entry in one_run.OWN_PARAMETERS; 0: its default
     reward_factor: float = 1.0  # rewards are multiplied by it
+    rounds_ahead: int = 0  # updates between the policy that sampled and the one that trains
+    correction: str = "none"  # of stale rollouts, one of one_run.CORRECTIONS
+    inner_epochs: int = 0  # passes over a round; 0: the algorithm's default
 
     @property
     def name(self) -> str:
         """All fields in their order; LATER ones only if they are not the default."""
         values = asdict(self)
         later = {field: values.pop(field) for field in LATER}
-        named = [f"{value:g}" if isinstance(value, float) else str(value) for value in values.values()]
+        named = [written(value) for value in values.values()]
         return "-".join(
-            named + [f"{field}={value:g}" for field, value in later.items() if value != getattr(Run, field)]
+            named + [f"{field}={written(value)}" for field, value in later.items() if value != getattr(Run, field)]
         )
+
+
+def written(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def task_of(group: str, seed: int) -> str:

@@ -18,6 +18,7 @@ from benchmarks.frontier.tasks.groups import (
     DOCSTRINGS,
     LANGUAGES,
     LONG_PROMPTS,
+    MANY_LANGUAGES,
     RETUNED,
     SIZES,
     TASKS,
@@ -68,6 +69,7 @@ TASK_SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Enough to pass the KLs for which the optimum is known.
 TASK_SETTINGS[RETUNED] = TASK_SETTINGS[LANGUAGES] | {"updates": 20, "eval_at": "1,2,3,5,7,10,14", "sampler": "engine"}
+TASK_SETTINGS[MANY_LANGUAGES] = TASK_SETTINGS[RETUNED] | {"eval_at": "2,4,7,10,14"}
 TASK_SETTINGS |= dict.fromkeys([*WRONG_LABELS, *SIZES], TASK_SETTINGS[RETUNED])
 # Larger policies move faster.
 TASK_SETTINGS["size_6m"] = TASK_SETTINGS[RETUNED] | {"updates": 14, "eval_at": "1,2,3,5,7,10"}
@@ -98,12 +100,17 @@ def make(name: str, folder: Path) -> Task:
     made = folder / name / "task.json"
     if not made.exists():
         given = what_is_given(name, folder)
-        deviation, mean = torch.std_mean(sampled_rewards(given))
-        made.write_text(json.dumps(given | {"reward_mean": mean.item(), "reward_std": deviation.item()}, indent=2))
+        made.write_text(json.dumps(given | statistics_of(name, given), indent=2))
     group = group_of(name)
     kind = LongPrompts if group == LONG_PROMPTS else Language
     gold = None if group == DOCSTRINGS else kind(number_of(name)).utility
     return Task(name=name, gold=gold, **json.loads(made.read_text()))
+
+
+def statistics_of(name: str, given: dict[str, str]) -> dict[str, float]:
+    if group_of(name) == MANY_LANGUAGES:
+        return json.loads((start_of(number_of(name)) / "rewards.json").read_text())
+    return reward_statistics(given)
 
 
 def number_of(name: str) -> int:
@@ -117,6 +124,9 @@ def what_is_given(name: str, folder: Path) -> dict[str, str]:
         return make_docstrings(own)
     if group in (LANGUAGES, RETUNED):
         return make_language(own, seed)
+    if group == MANY_LANGUAGES:
+        synthetic.make_data(own, seed)
+        return given_start(own, seed)
     if group == LONG_PROMPTS:
         return make_language(own, seed, LongPrompts, synthetic.LONG_LIMITS)
     base = make(base_of(name), folder)
@@ -132,12 +142,23 @@ def make_language(
 ) -> dict[str, str]:
     synthetic.make_data(folder, seed, kind)
     policy = fine_tune(folder, folder, seed, **limits)
-    return {
-        "policy": policy,
-        "reward_model": learn_preferences(folder, folder, policy, seed, **limits),
-        "prompts": str(folder / "prompts.train.jsonl"),
-        "eval_prompts": str(folder / "prompts.eval.jsonl"),
-    }
+    return {"policy": policy, "reward_model": learn_preferences(folder, folder, policy, seed, **limits)} | prompts_in(
+        folder
+    )
+
+
+def given_start(folder: Path, number: int) -> dict[str, str]:
+    """The committed models of a language, with the prompts of `synthetic.make_data`."""
+    return {part: str(start_of(number) / part) for part in ("policy", "reward_model")} | prompts_in(folder)
+
+
+def start_of(number: int) -> Path:
+    """The folder of a language's committed models."""
+    return REPOSITORY / "benchmarks" / "results" / "frontier" / "starts" / str(number)
+
+
+def prompts_in(folder: Path) -> dict[str, str]:
+    return {"prompts": str(folder / "prompts.train.jsonl"), "eval_prompts": str(folder / "prompts.eval.jsonl")}
 
 
 def learn_wrong_labels(folder: Path, data: Path, policy: str, share: float, seed: int) -> str:
@@ -223,6 +244,11 @@ def make_docstrings(folder: Path) -> dict[str, str]:
         "prompts": str(folder / "data" / "prompts.train.jsonl"),
         "eval_prompts": str(folder / "data" / "prompts.eval.jsonl"),
     }
+
+
+def reward_statistics(given: dict[str, str]) -> dict[str, float]:
+    deviation, mean = torch.std_mean(sampled_rewards(given))
+    return {"reward_mean": mean.item(), "reward_std": deviation.item()}
 
 
 def sampled_rewards(given: dict[str, str], prompts: int = 256) -> Tensor:
