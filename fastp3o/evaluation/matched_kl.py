@@ -21,12 +21,16 @@ RESAMPLES = 20_000
 
 
 class Estimate(NamedTuple):
-    """The mean of `count` values and its interval, which is infinite with too few values to resample."""
+    """The mean of `count` values and its interval, which is infinite with too few values to resample.
+
+    p_value: of the two-sided t test that the mean is 0; NaN with too few values.
+    """
 
     mean: float
     low: float
     high: float
     count: int  # type: ignore[assignment]  # of values; it hides the count of equal fields that every tuple has
+    p_value: float = math.nan
 
 
 class Line(NamedTuple):
@@ -76,7 +80,17 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
     count = sum(map(len, samples))
     resampled = sum(_resampling(len(sample), number) @ sample for number, sample in enumerate(samples)) / count
     mean = float(np.concatenate(samples).mean())
-    return Estimate(mean, *_limits(mean, resampled, [len(sample) for sample in samples], comparisons), count)
+    limits = _limits(mean, resampled, [len(sample) for sample in samples], comparisons)
+    return Estimate(mean, *limits, count, _p_value(mean, samples))
+
+
+def discoveries(p_values: Sequence[float], rate: float = 1 - LEVEL) -> list[bool]:
+    """The tests that are called true when at most `rate` of such calls are expected to be false (Benjamini and Hochberg
+    1995). A NaN is never one.
+    """
+    known = sorted(p for p in p_values if not math.isnan(p))
+    passed = [p for rank, p in enumerate(known, 1) if p <= rate * rank / len(known)]
+    return [bool(passed) and p <= passed[-1] for p in p_values]
 
 
 def paired_difference(
@@ -112,23 +126,28 @@ def line(runs: Sequence[Evaluations]) -> Line | None:
 
 @lru_cache
 def t_quantile(tail: float, degrees: int) -> float:
-    """The t that a variable of Student's distribution with `degrees` of freedom exceeds with probability `tail` < 1/2.
-
-    With t = √degrees · tan θ the density is that of cos θ to the power of degrees − 1, which is smooth and bounded.
-    """
-
-    def area_beyond(angle: float) -> float:
-        half = (math.pi / 2 - angle) / 2
-        return half * float(WEIGHTS @ np.cos(angle + half * (NODES + 1)) ** (degrees - 1))
-
+    """The t that a variable of Student's distribution with `degrees` of freedom exceeds with probability `tail` < 1/2."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        if area_beyond(middle) > 2 * tail * area_beyond(0.0):
+        if _share_beyond(middle, degrees) > tail:
             low = middle
         else:
             high = middle
     return math.sqrt(degrees) * math.tan(low)
+
+
+def _share_beyond(angle: float, degrees: int) -> float:
+    """The probability that Student's t exceeds √degrees · tan `angle`, an angle of 0 or more.
+
+    In terms of the angle the density is that of cos θ to the power of degrees − 1, which is smooth and bounded.
+    """
+
+    def area(angle: float) -> float:
+        half = (math.pi / 2 - angle) / 2
+        return half * float(WEIGHTS @ np.cos(angle + half * (NODES + 1)) ** (degrees - 1))
+
+    return area(angle) / area(0.0) / 2
 
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
@@ -138,6 +157,17 @@ def _start(evaluations: Evaluations) -> dict[str, float]:
     if not evaluations or evaluations[0]["step"] != 0:
         raise UserError("gains need the evaluation at step 0 first")
     return evaluations[0]
+
+
+def _p_value(mean: float, samples: Sequence[np.ndarray]) -> float:
+    """Of the t test that `mean` of all values is 0, with the deviations within samples pooled."""
+    count, degrees = sum(map(len, samples)), sum(len(sample) - 1 for sample in samples)
+    if not degrees:
+        return math.nan
+    variance = sum(float(np.square(sample - sample.mean()).sum()) for sample in samples) / degrees
+    if not variance:
+        return float(mean == 0)
+    return 2 * _share_beyond(math.atan(abs(mean) / math.sqrt(degrees * variance / count)), degrees)
 
 
 @lru_cache

@@ -1,13 +1,13 @@
 """How numbers and tables of differences are written."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from pandas import DataFrame, Series
 
 from benchmarks.frontier.runs.records import by_task
 from benchmarks.goals import NOT_MEASURED
-from fastp3o.evaluation.matched_kl import Estimate, interval
+from fastp3o.evaluation.matched_kl import Estimate, discoveries, interval
 
 NOT_REACHED = "not reached"
 
@@ -58,18 +58,27 @@ def rate(value: float | None) -> str:
     return f"{float(digits):g}e{int(exponent)}"
 
 
-def difference_table(
-    header: list[str], differences: Callable[[int], Differences], *, alone: bool = False
-) -> tuple[list[list[str]], int]:
+def difference_table(header: list[str], differences: Callable[[int], Differences]) -> tuple[list[list[str]], int]:
     """The table, header first, and how many intervals it has.
 
-    All intervals of the table hold together: `differences` takes their number and widens each one for it. `alone` adds
-    a column with the 95% interval that the first difference of each row has on its own.
+    Each interval is shown alone, and widened so that all of the table hold together: `differences` takes their number.
+    A star marks what is found at a false discovery rate of 5% over the table.
     """
     single = differences(1)
-    count = sum(one is not None for row in single.values() for one in row)
-    rows = [[*label, *(estimate(one, signed=True) for one in row)] for label, row in differences(count).items()]
-    if alone:
-        header = [*header, "the first, alone"]
-        rows = [[*row, estimate(one[0], signed=True)] for row, one in zip(rows, single.values(), strict=True)]
-    return [header, *rows], count
+    shown = [one for row in single.values() for one in row if one is not None]
+    found = iter(discoveries([one.p_value for one in shown]))
+    rows = [
+        [*label, *(judged(*pair, found) for pair in zip(row, wide, strict=True))]
+        for (label, row), wide in zip(single.items(), differences(len(shown)).values(), strict=True)
+    ]
+    return [header, *rows], len(shown)
+
+
+def judged(single: Estimate | None, together: Estimate | None, found: Iterator[bool]) -> str:
+    """`mean [low, high], together [low, high]* (seeds)`."""
+    if single is None or together is None:
+        return NOT_MEASURED
+    star = "*" if next(found) else ""
+    alone, all_hold = (within(one.low, one.high, signed=True) for one in (single, together))
+    limits = f"{alone}, together{all_hold}" if alone and all_hold else alone
+    return f"{number(single.mean, signed=True)}{limits}{star} ({single.count})"

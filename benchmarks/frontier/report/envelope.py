@@ -85,7 +85,7 @@ def differences(study: Study) -> tuple[list[list[str]], int]:
         }
 
     header = ["KL", "difference", *(f"gain, {name}" for name in OUTCOMES[RETUNED].values())]
-    return cells.difference_table(header, found, alone=True)
+    return cells.difference_table(header, found)
 
 
 def in_fours(study: Study) -> list[list[str]]:

@@ -68,4 +68,4 @@ def differences(study: Study) -> tuple[list[list[str]], int]:
         return {label: [paired_difference(*pair, count)] for label, pair in pairs.items()}
 
     header = ["group", "K", "difference", f"reward − {BETA:g} KL"]
-    return cells.difference_table(header, found, alone=True)
+    return cells.difference_table(header, found)

@@ -33,6 +33,11 @@ WORDS = (
     "are gains over the start, in standard deviations of the reward. KL: to the start, in nats per response. K: "
     "responses per prompt. Joint, separate, none: P3O's clippings."
 )
+DIFFERENCES = (
+    "Differences are paired: mean [its 95% interval], together [the interval that holds at once with all others of its "
+    "table] (seeds). A star marks those that are found at a false discovery rate of 5% over their table, after Benjamini "
+    "and Hochberg."
+)
 RLOO = (
     "RLOO's rows, and comparisons with them at equal KL, do not rank it: its rate was chosen without a fair trial of "
     "3e-4 (README.md)."
@@ -54,7 +59,7 @@ COLUMNS = {
 
 def tables_page(study: Study, optimum: Optimum) -> str:
     made = "Made from the recorded runs by `python -m benchmarks.frontier.report`; README.md says what they mean."
-    parts = ["# Tables", made, WORDS]
+    parts = ["# Tables", made, WORDS, DIFFERENCES]
     parts += ["## Acceptance", markdown([["rule", "measured", ""], *map(list, checked_rules(study, optimum))])]
     for group in STUDIED:
         parts += group_sections(study, group)
@@ -76,7 +81,7 @@ def group_sections(study: Study, group: str) -> list[str]:
         "and largest KL at the first evaluation.",
         shown(comparisons.levels(study, group)),
         f"## {title}: paired differences",
-        f"Over the seeds that both arms share [95% intervals that hold together for all {count} in the table] (seeds):",
+        f"Over the seeds that both arms share; {count} intervals:",
         shown(compared),
         f"## {title}: learning rates",
         "Proxy; chosen rates in bold. Mean [95% interval] (seeds that reach the KL):",
@@ -102,8 +107,7 @@ def objective_sections(study: Study) -> list[str]:
         f"This is what training maximises. All runs that trained with β = {objective.BETA:g} are here, except those of "
         "online DPO, whose β is not a price in rewards. Mean over seeds [95% interval] (seeds):",
         shown(objective.table(study)),
-        f"Paired differences over shared seeds [95% intervals that hold together for all {count} in the table; in the "
-        "last column each on its own] (seeds):",
+        f"Paired differences over shared seeds; {count} intervals:",
         shown(compared),
     ]
 
@@ -117,8 +121,7 @@ def envelope_sections(study: Study, optimum: Optimum) -> list[str]:
         "Mean over seeds [95% interval] (seeds that reach the KL):",
         RLOO,
         shown(envelope.table(study, optimum)),
-        "Paired differences over shared seeds [95% intervals that hold together for all "
-        f"{count} in the table; in the last column the proxy's on its own] (seeds):",
+        f"Paired differences over shared seeds; {count} intervals:",
         shown(compared),
         "The trials on the selection seeds:",
         shown(envelope.trials(study)),
@@ -136,7 +139,7 @@ def question_sections(study: Study, question: questions.Question) -> list[str]:
         f"## Retuned: {question.title}",
         "Mean over seeds [95% interval] (seeds that reach the KL):",
         shown(questions.table(study, question)),
-        f"Paired differences [95% intervals that hold together for all {count} in the table] (seeds):",
+        f"Paired differences; {count} intervals:",
         shown(compared),
     ]
 
@@ -152,10 +155,9 @@ def equal_cost_sections(study: Study) -> list[str]:
         "the total cost of the cheaper one. Mean over seeds [95% interval] (seeds):",
         RLOO,
         shown(equal_cost.table(study)),
-        f"More responses, paired differences [95% intervals that hold together for all {many} in the table] (seeds):",
+        f"More responses, paired differences; {many} intervals:",
         shown(of_responses),
-        f"Algorithms with as many responses, paired differences [95% intervals that hold together for all {fewer} in "
-        "the table] (seeds):",
+        f"Algorithms with as many responses, paired differences; {fewer} intervals:",
         shown(of_rivals),
     ]
 

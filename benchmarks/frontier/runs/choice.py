@@ -1,10 +1,10 @@
 """The choice of learning rates and other settings from the runs on the selection seeds."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product, starmap
 
-from benchmarks.frontier.runs import stale, tuning
+from benchmarks.frontier.runs import stale, tuned_arms, tuning
 from benchmarks.frontier.runs.plan import ALGORITHMS, EVERYONE, KL_COEFS, SETTINGS, Run, chosen_rates, rates
 from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LANGUAGES
@@ -94,39 +94,30 @@ def best(records: Records, trials: Mapping[tuning.Setting, list[Run]], kl: float
 
 def choose_corrections(group: str, records: Records) -> None:
     """Writes each algorithm's correction with the highest reward − BETA KL at its better rate."""
-    write_stale(
-        corrections={
-            stale.label(algorithm, own): max(
-                stale.corrections_of(algorithm),
-                key=lambda correction: max(
-                    at_the_end(records, stale.selection_runs(of, rate))
-                    for of in [stale.arm(algorithm, own, stale.LAG_OF_CORRECTIONS, 4, correction)]
-                    for rate in stale.RATES[:2]
-                ),
-            )
-            for algorithm, own in stale.COMPARED
+    found = {}
+    for algorithm, own in stale.COMPARED:
+        ends = {
+            (arm.correction, rate): at_the_end(records, tuned_arms.selection_runs(arm, rate))
+            for arm in stale.corrected(algorithm, own)
+            for rate in tuned_arms.RATES[:2]
         }
-    )
+        found[stale.label(algorithm, own)] = max(ends, key=ends.__getitem__)[0]
+    tuned_arms.write(corrections=found)
 
 
-def choose_stale_rates(group: str, records: Records, lag: int) -> None:
-    """Writes the rate with the highest reward − BETA KL of each arm of a lag."""
-    rates = {
-        arm.name: max(stale.RATES, key=lambda rate: at_the_end(records, stale.selection_runs(arm, rate)))
-        for arm in stale.arms(lag)
-    }
-    write_stale(rates=stale.chosen().get("rates", {}) | rates)
+def choose_rates_of(arms: Callable[[], Iterable[Run]], group: str, records: Records) -> None:
+    """Writes the rate of each arm with the highest reward − BETA KL."""
+    found = {}
+    for arm in arms():
+        ends = {rate: at_the_end(records, tuned_arms.selection_runs(arm, rate)) for rate in tuned_arms.rates_of(arm)}
+        found[arm.name] = max(ends, key=ends.__getitem__)
+    tuned_arms.write(rates=found)
 
 
 def at_the_end(records: Records, runs: list[Run]) -> float:
     """Mean reward − BETA KL of some runs' last evaluations. KeyError if one is not recorded."""
     ends = records.runs.set_index("name").loc[[run.name for run in runs]]
-    return float((ends["final_reward"] - stale.BETA * ends["final_kl"]).mean())
-
-
-def write_stale(**parts: dict) -> None:
-    stale.CHOSEN.write_text(json.dumps(stale.chosen() | parts, indent=2) + "\n")
-    print(f"stale: {parts}")
+    return float((ends["final_reward"] - tuned_arms.BETA * ends["final_kl"]).mean())
 
 
 def write_tuned(group: str, **parts: dict) -> None:

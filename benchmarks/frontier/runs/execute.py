@@ -17,14 +17,13 @@ from benchmarks.frontier.runs.choice import (
     choose_corrections,
     choose_own_parameters,
     choose_rates,
+    choose_rates_of,
     choose_settings,
-    choose_stale_rates,
 )
 from benchmarks.frontier.runs.duels import EQUAL_KL, as_they_ended, at_equal_kl, model_folder, win_rates
 from benchmarks.frontier.runs.one_run import train_and_record
-from benchmarks.frontier.runs.parts import parts_of
+from benchmarks.frontier.runs.parts import ARMS, parts_of
 from benchmarks.frontier.runs.plan import Run, algorithms
-from benchmarks.frontier.runs.stale import LAGS
 from benchmarks.frontier.runs.worker import begin_worker
 from benchmarks.frontier.tasks.groups import SIZES, WRONG_LABELS, base_of, group_of
 from benchmarks.frontier.tasks.optimum import optimum
@@ -37,7 +36,7 @@ CHOICES = {
     "trial_rates": choose_settings,
     "trial_kl_coefs": choose_settings,
     "corrections": choose_corrections,
-    **{f"rates_at_lag_{lag}": partial(choose_stale_rates, lag=lag) for lag in LAGS},
+    **{f"{question}_rates": partial(choose_rates_of, arms) for question, arms in ARMS.items()},
 }
 
 

@@ -17,6 +17,7 @@ from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.tasks.groups import group_of
 from benchmarks.frontier.tasks.offset_reward import OffsetReward
 from benchmarks.frontier.tasks.offsets import OFFSETS
+from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task, load_scores
 from fastp3o.given import Given
 from fastp3o.objectives.config import OnlineConfig
@@ -65,8 +66,23 @@ def rewards(run: Run, task: Task) -> dict[str, Reward]:
 
 def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_scores(task.reward_model, task.policy)
-    offset = OFFSETS[run.offset]
-    return OffsetReward(reward, task.reward_mean, task.reward_std, offset, run.offset_sd, run.reward_factor)
+    centred = run.algorithm == CENTRED
+    plain = read_prompts(task.eval_prompts) if centred or run.reward_spread else ()
+    return OffsetReward(
+        reward,
+        task.reward_mean,
+        task.reward_std,
+        offset=OFFSETS[run.offset],
+        sd=run.offset_sd,
+        factor=run.reward_factor,
+        spread=run.reward_spread,
+        centred=centred,
+        plain=frozenset(plain),
+    )
+
+
+def read_prompts(path: str) -> list[str]:
+    return [record["prompt"] for record in read_jsonl(Path(path))]
 
 
 def configuration(run: Run, task: Task, output: Path, updates: int | None = None) -> OnlineConfig:
@@ -106,17 +122,21 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
 # to reach an offset of tens.
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
+# PPO with rewards less the mean of their prompt's.
+CENTRED = "ppo_centred"
+
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
     **{
         f"joint-{scaling}": ("p3o", {"clipping": "joint", "reward_scaling": scaling})
-        for scaling in ("absolute", "difference")
+        for scaling in ("absolute", "difference", "group")
     },
     "joint_once": ("p3o", {"clipping": "joint", "reward_scaling": "none", "inner_epochs": 1}),
     "ppo": ("ppo", PPO_SETTINGS),
     "ppo_narrow": ("ppo", PPO_SETTINGS | {"clip_range": 0.1}),
+    CENTRED: ("ppo", PPO_SETTINGS),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
     "gspo": ("gspo", {"kl_estimator": "k1"}),

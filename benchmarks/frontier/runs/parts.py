@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from benchmarks.frontier.runs import plan, questions, stale, tuning
+from benchmarks.frontier.runs import plan, questions, rewards, stale, tuning
 from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.tuned_arms import results, trials
 from benchmarks.frontier.tasks.groups import (
     DOCSTRINGS,
     LANGUAGES,
@@ -18,9 +19,12 @@ from benchmarks.frontier.tasks.groups import (
 Part = Callable[[str], Iterator[Run]]
 
 
-
 def named(*parts: Part) -> dict[str, Part]:
     return {part.__name__: part for part in parts}
+
+
+def tuned(runs: Callable[[Iterator[Run]], Iterator[Run]], arms: Callable[[], Iterator[Run]]) -> Part:
+    return lambda group: runs(arms())
 
 
 # Each later part needs the rates that the first one chooses.
@@ -34,9 +38,17 @@ TUNED = named(
     *(tuning.envelope, tuning.groups_of_four),
     *(questions.reward_factor, questions.clip_range),
 )
-STALE: dict[str, Part] = {"corrections": stale.corrections}
-for lag in stale.LAGS:
-    STALE |= {f"rates_at_lag_{lag}": partial(stale.rates, lag=lag), f"lag_{lag}": partial(stale.results, lag=lag)}
+# Question -> its arms, each of which is tuned by the first of two parts and run by the second.
+ARMS: dict[str, Callable[[], Iterator[Run]]] = {
+    **{f"lag_{lag}": partial(stale.at_lag, lag) for lag in stale.LAGS},
+    "offset_doses": rewards.without_offset,
+    "scales": rewards.scales,
+    **{f"passes_{passes}": partial(stale.with_passes, passes) for passes in stale.PASSES},
+}
+MANY = named(stale.corrections)
+for question, arms in ARMS.items():
+    MANY |= {f"{question}_rates": tuned(trials, arms), question: tuned(results, arms)}
+MANY |= named(rewards.offset_doses)
 
 PLAN: dict[str, dict[str, Part]] = {
     LANGUAGES: FIRST,
@@ -45,7 +57,7 @@ PLAN: dict[str, dict[str, Part]] = {
     LONG_PROMPTS: named(questions.equal_cost),
     **dict.fromkeys(WRONG_LABELS, named(questions.wrong_labels)),
     **dict.fromkeys(SIZES, named(questions.sizes)),
-    MANY_LANGUAGES: STALE,
+    MANY_LANGUAGES: MANY,
 }
 PARTS = tuple(dict.fromkeys(name for parts in PLAN.values() for name in parts))
 

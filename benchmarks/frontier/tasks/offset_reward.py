@@ -1,20 +1,24 @@
-"""A reward in its standard deviations, with an offset per prompt and a factor."""
+"""A reward in its standard deviations, with an offset and a factor per prompt, or less the prompt's mean."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.frontier.tasks.offsets import Offset, on_grid
+from benchmarks.frontier.tasks.offsets import Offset, on_grid, unlearnable
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.groups import Group
 
 
 @dataclass(frozen=True)
 class OffsetReward:
-    """A reward in its standard deviations, plus `sd` times an offset, both on the grid; all times `factor`.
+    """A reward in its standard deviations, times a factor of the prompt, plus `sd` times an offset, both on the grid;
+    all times `factor`.
 
-    mean, std: those of the scores by which the reward is standardised.
+    mean, std: those of the scores by which the reward is standardised. spread: standard deviation of the log of the
+    prompt's factor, a log-normal number of mean 1. centred: less the mean of the prompt's responses. plain: prompts,
+    those of evaluations, with neither.
     """
 
     reward: Reward
@@ -23,15 +27,25 @@ class OffsetReward:
     offset: Offset | None = None
     sd: float = 0.0
     factor: float = 1.0
+    spread: float = 0.0
+    centred: bool = False
+    plain: frozenset[str] = frozenset()
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """[P, K] fp32."""
-        scores = self.reward(groups).tolist()
-        offsets = [on_grid(self.sd * self.offset(group.prompt.text)) if self.offset else 0.0 for group in groups]
-        return torch.tensor(
-            [
-                [self.factor * (on_grid((score - self.mean) / self.std) + offset) for score in group]
-                for group, offset in zip(scores, offsets, strict=True)
-            ],
-            dtype=torch.float32,
-        )
+        scores = zip(groups, self.reward(groups).tolist(), strict=True)
+        return torch.tensor([self.rewards(group.prompt.text, own) for group, own in scores], dtype=torch.float32)
+
+    def rewards(self, prompt: str, scores: list[float]) -> list[float]:
+        """Of the responses to a prompt."""
+        plain = prompt in self.plain
+        scale = 1.0 if plain else prompts_factor(prompt, self.spread)
+        offset = on_grid(self.sd * self.offset(prompt)) if self.offset else 0.0
+        rewards = [self.factor * (on_grid(scale * (score - self.mean) / self.std) + offset) for score in scores]
+        centre = sum(rewards) / len(rewards) if self.centred and not plain else 0.0
+        return [reward - centre for reward in rewards]
+
+
+def prompts_factor(prompt: str, spread: float) -> float:
+    """A log-normal number of mean 1 that nothing but the prompt's text determines."""
+    return math.exp(spread * unlearnable(f"factor of {prompt}") - spread**2 / 2)

@@ -1,0 +1,37 @@
+"""What rewards may add: offsets of any size, and a scale that differs between prompts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, results
+
+DEVIATIONS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)  # of the offset, in those of the reward
+PPO_RATES = (1.5e-4, 3e-4, 6e-4)
+# These see only differences within a prompt: one language shows that their weights stay the same bits.
+INVARIANT = ("joint", "rloo", "grpo", "ppo_centred")
+SPREAD = 1.0  # standard deviation of the log of a prompt's factor
+
+
+def without_offset() -> Iterator[Run]:
+    return (arm(algorithm) for algorithm in INVARIANT)
+
+
+def offset_doses(group: str) -> Iterator[Run]:
+    """PPO at three rates, and the others at theirs, under offsets that nothing predicts."""
+    for seed, task in RESULTS:
+        for deviation in reversed(DEVIATIONS):
+            fields = {"offset": "unlearnable", "offset_sd": deviation} if deviation else {}
+            for rate in PPO_RATES:
+                yield replace(arm("ppo"), task=task, seed=seed, learning_rate=rate, **fields)
+    for run in results(without_offset()):
+        for deviation in DEVIATIONS if run.seed == 0 else (0.0,):
+            yield replace(run, offset="unlearnable", offset_sd=deviation) if deviation else run
+
+
+def scales() -> Iterator[Run]:
+    """With a factor per prompt and without; joint-group divides by the deviation of a prompt's own rewards."""
+    for responses in (4, 16):
+        for spread in (SPREAD, 0.0):
+            for algorithm in ("joint", "joint-difference", "joint-group", "grpo", "dr_grpo", "rloo", "ppo"):
+                yield arm(algorithm, responses, reward_spread=spread)

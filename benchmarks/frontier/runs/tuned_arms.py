@@ -1,0 +1,84 @@
+"""Arms on the ten languages: every arm of a question runs at the rate that is best for it.
+
+An arm is a run without task, seed and learning rate. Its rate is the one with the highest reward − BETA KL at the end,
+which is what all train for, on two languages and seeds that no result uses. The results have one seed on each of the
+other eight, so they are independent.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.tasks.groups import MANY_LANGUAGES, TASKS
+
+BETA = 0.1  # the KL coefficient, in standard deviations of the reward per nat
+PROMPTS = {4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
+RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
+USUAL_PASSES = 4
+
+RESULTS = tuple(enumerate(TASKS[MANY_LANGUAGES][:8]))  # seed, task
+SELECTION = tuple(zip((100, 101), TASKS[MANY_LANGUAGES][8:], strict=True))
+
+# Choices of the selection runs: "rates" -> the name of an arm -> its rate; "corrections", see stale.py.
+CHOSEN = Path(__file__).parent / "tuned_arms.json"
+
+
+def arm(algorithm: str, responses: int = 4, own: float = 0.0, **fields: float | str) -> Run:
+    return Run(
+        "",
+        algorithm,
+        0.0,
+        BETA,
+        0,
+        responses_per_prompt=responses,
+        prompts_per_update=PROMPTS[responses],
+        own_parameter=own,
+        **fields,
+    )
+
+
+def rates_of(arm: Run) -> tuple[float, ...]:
+    """The rates that an arm tries: four, higher ones with fewer passes over a round."""
+    passes = arm.inner_epochs or USUAL_PASSES
+    return tuple(rate * (2.0 if passes < 2 else 0.5 if passes > USUAL_PASSES else 1.0) for rate in RATES)
+
+
+def selection_runs(arm: Run, rate: float) -> list[Run]:
+    return [replace(arm, task=task, seed=seed, learning_rate=rate) for seed, task in SELECTION]
+
+
+def trials(arms: Iterable[Run]) -> Iterator[Run]:
+    """Every arm at every rate."""
+    arms = list(arms)
+    for number in range(len(RATES)):
+        for one in arms:
+            yield from selection_runs(one, rates_of(one)[number])
+
+
+def results(arms: Iterable[Run]) -> Iterator[Run]:
+    """Every arm at its rate, all of one language before the next. ValueError if an arm's rate was not chosen."""
+    arms = list(arms)
+    for seed, task in RESULTS:
+        for one in arms:
+            yield replace(one, task=task, seed=seed, learning_rate=chosen_rate(one))
+
+
+def chosen() -> dict[str, dict]:
+    return json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
+
+
+def chosen_rate(arm: Run) -> float:
+    rate = chosen().get("rates", {}).get(arm.name)
+    if rate is None:
+        raise ValueError(f"{CHOSEN} has no rate of {arm.name}: run the part with `_rates` first")
+    return rate
+
+
+def write(**parts: dict) -> None:
+    """Adds to CHOSEN."""
+    known = chosen()
+    merged = {name: known.get(name, {}) | values for name, values in parts.items()}
+    CHOSEN.write_text(json.dumps(known | merged, indent=2) + "\n")
+    print(f"chosen: {parts}")
