@@ -126,7 +126,7 @@ def line(runs: Sequence[Evaluations]) -> Line | None:
 
 @lru_cache
 def t_quantile(tail: float, degrees: int) -> float:
-    """The t that a variable of Student's distribution with `degrees` of freedom exceeds with probability `tail` < 1/2."""
+    """The t that a variable of Student's distribution with `degrees` of freedom exceeds with probability `tail`."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2

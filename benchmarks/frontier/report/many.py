@@ -18,8 +18,9 @@ from benchmarks.frontier.report.drawing import NAMES
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import Records
-from benchmarks.frontier.runs.tuned_arms import BETA, RESULTS, SELECTION, rates_of
-from fastp3o.evaluation.matched_kl import Estimate, Seed, interval, paired_difference
+from benchmarks.frontier.runs.tuned_arms import BETA, RESULTS, rates_of, selection_runs
+from fastp3o.evaluation.frontier import Evaluations
+from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, interval, paired_difference
 
 EQUAL_KL = 1.0
 MEASURES = {
@@ -106,11 +107,10 @@ def trials(
     study: Study, arms: Iterable[Run], label: Mapping[str, tuple[str, ...]], header: list[str]
 ) -> list[list[str]]:
     """Mean reward − BETA KL on the selection languages, at every rate. Header first."""
-    lines = [[*header, "rates", "reward − BETA KL of each"]]
-    for arm in arms:
-        tried = {
-            rate: [replace(arm, task=t, seed=s, learning_rate=rate) for s, t in SELECTION] for rate in rates_of(arm)
+    lines = [[*header, "learning rates", f"reward − {BETA:g} KL of each"]]
+    for label, arm in arms.items():
+        ends = {
+            rate: measures(study.records, selection_runs(arm, rate))["end"].mean() for rate in sorted(rates_of(arm))
         }
-        ends = {rate: measures(study.records, runs)["end"].mean() for rate, runs in sorted(tried.items())}
-        lines.append([*label[arm.name], ", ".join(map(cells.rate, ends)), ", ".join(map(cells.number, ends.values()))])
+        lines.append([*label, ", ".join(map(cells.rate, ends)), ", ".join(map(cells.number, ends.values()))])
     return lines

@@ -35,8 +35,7 @@ WORDS = (
 )
 DIFFERENCES = (
     "Differences are paired: mean [its 95% interval], together [the interval that holds at once with all others of its "
-    "table] (seeds). A star marks those that are found at a false discovery rate of 5% over their table, after Benjamini "
-    "and Hochberg."
+    "table] (seeds). A star marks those that are found at a false discovery rate of 5% over their table."
 )
 RLOO = (
     "RLOO's rows, and comparisons with them at equal KL, do not rank it: its rate was chosen without a fair trial of "

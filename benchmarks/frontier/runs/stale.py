@@ -15,8 +15,13 @@ COMPARED = (
     *(("gspo", 0.003), ("gspo", 0.03), ("rloo", 0.0), ("rebel", 3.0)),
 )
 CORRECTIONS = ("none", "ratios", "weights")
-# The correction that is P3O's own, and RLOO with whole ratios and without: they run whether chosen or not.
-ALWAYS = {**dict.fromkeys(CLIPPINGS, ("ratios",)), "rloo": ("none", "weights")}
+# Corrections that run at the largest lag whether chosen or not: ratios to the policy that sampled, RLOO without weights
+# and with them. At other lags it is P3O's without clipping alone.
+ALWAYS = {
+    **{(name, own): ("ratios",) for name, own in COMPARED if name not in ("dapo", "rloo") and own != 0.003},
+    ("rloo", 0.0): ("none", "weights"),
+}
+UNCLIPPED = {("none", 0.0): ("ratios",)}
 
 
 def corrected(algorithm: str, own: float) -> list[Run]:
@@ -51,10 +56,11 @@ def chosen_correction(algorithm: str, own: float) -> str:
 
 def at_lag(lag: int) -> Iterator[Run]:
     """What is compared at a lag: with fresh rollouts nothing needs a correction."""
+    further = ALWAYS if lag == max(LAGS) else UNCLIPPED if lag else {}
     for responses in PROMPTS:
         for algorithm, own in COMPARED:
             best = chosen_correction(algorithm, own) if lag else "none"
-            for correction in dict.fromkeys([best, *(ALWAYS.get(algorithm, ()) if lag else ())]):
+            for correction in dict.fromkeys([best, *further.get((algorithm, own), ())]):
                 yield arm(algorithm, responses, own, rounds_ahead=lag, correction=correction)
 
 
