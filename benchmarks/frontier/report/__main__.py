@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks.frontier.gradients import figure as gradients
-from benchmarks.frontier.report import figures, tables, tuned_figures
+from benchmarks.frontier.report import figures, stale, tables, tuned_figures
 from benchmarks.frontier.report.study import load_study
 from benchmarks.frontier.runs.records import RESULTS, read
 
@@ -30,6 +30,7 @@ def write_report() -> None:
         RESULTS / "win_rates.png": lambda path: figures.win_rates(win_rates, path),
         RESULTS / "envelope.png": lambda path: tuned_figures.envelope(study, optimum, path),
         RESULTS / "questions.png": lambda path: tuned_figures.one_setting_at_a_time(study, path),
+        RESULTS / "stale.png": lambda path: stale.figure(study, path),
         RESULTS / "equal_cost.png": lambda path: tuned_figures.by_responses(study, path),
     }
     for path, draw in drawn.items():

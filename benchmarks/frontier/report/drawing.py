@@ -28,6 +28,8 @@ LOOKS = {
     "rebel": {"color": "#1B7837", "marker": "*", "zorder": 3},
     "joint_once": {"color": "#08306B", "marker": "d", "zorder": 3},
     "ppo_narrow": {"color": "#7F2704", "marker": "p", "zorder": 3},
+    "ppo_centred": {"color": "#F4A582", "marker": "D", "zorder": 3},
+    "joint-group": {"color": "#003C30", "marker": "x", "zorder": 3},
     "joint-difference": {"color": "#5E4FA2", "marker": "x", "zorder": 3},
 }
 NAMES = {
@@ -44,6 +46,8 @@ NAMES = {
     "rebel": "REBEL",
     "joint_once": "P3O, joint, one pass",
     "ppo_narrow": "PPO, ε 0.1",
+    "ppo_centred": "PPO less the prompt's mean",
+    "joint-group": "P3O, groups scaled",
     "joint-difference": "P3O, rewards scaled",
     "sft": "the start",
 }

@@ -103,9 +103,7 @@ def differences(study: Study, pairs: Pairs, header: list[str]) -> tuple[list[lis
     return cells.difference_table([*header, *(MEASURES[measure] for measure in judged)], found)
 
 
-def trials(
-    study: Study, arms: Iterable[Run], label: Mapping[str, tuple[str, ...]], header: list[str]
-) -> list[list[str]]:
+def trials(study: Study, arms: Mapping[tuple[str, ...], Run], header: list[str]) -> list[list[str]]:
     """Mean reward − BETA KL on the selection languages, at every rate. Header first."""
     lines = [[*header, "learning rates", f"reward − {BETA:g} KL of each"]]
     for label, arm in arms.items():

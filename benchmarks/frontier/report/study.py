@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pandas import DataFrame, Series
 
+from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import KL_COEFS, OFFSET_SD, SEEDS, chosen_rates
 from benchmarks.frontier.runs.records import RESULTS, SEED, Records, load
 from benchmarks.frontier.runs.tuning import tuned
@@ -29,11 +30,14 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Study:
-    """All runs, the chosen learning rates (group -> algorithm -> rate) and the other choices of `tuning.tuned`."""
+    """All runs, the chosen learning rates (group -> algorithm -> rate), and the choices of `tuning.tuned` and of
+    `tuned_arms.chosen`.
+    """
 
     records: Records
     rates: dict[str, dict[str, float]]
     tuned: dict[str, dict[str, dict]] = field(default_factory=dict)
+    tuned_arms: dict[str, dict] = field(default_factory=dict)
 
     def chosen_rate(self, group: str, algorithm: str) -> float | None:
         """The rate chosen for the algorithm; variants of joint clipping have joint's. None if none was chosen."""
@@ -67,7 +71,7 @@ class Study:
 
 def load_study() -> Study:
     """The committed records and choices."""
-    return Study(load(RESULTS / "runs.jsonl"), chosen_rates(), tuned())
+    return Study(load(RESULTS / "runs.jsonl"), chosen_rates(), tuned(), tuned_arms.chosen())
 
 
 def enough(count: int) -> bool:

@@ -9,8 +9,10 @@ from benchmarks.frontier.report import (
     envelope,
     equal_cost,
     learning_rates,
+    many,
     objective,
     questions,
+    stale,
 )
 from benchmarks.frontier.report.acceptance import checked_rules
 from benchmarks.frontier.report.sanity import Optimum
@@ -67,6 +69,7 @@ def tables_page(study: Study, optimum: Optimum) -> str:
     for question in questions.questions(study):
         parts += question_sections(study, question)
     parts += equal_cost_sections(study)
+    parts += stale_sections(study)
     return "\n\n".join(parts) + "\n"
 
 
@@ -159,6 +162,28 @@ def equal_cost_sections(study: Study) -> list[str]:
         f"Algorithms with as many responses, paired differences; {fewer} intervals:",
         shown(of_rivals),
     ]
+
+
+def stale_sections(study: Study) -> list[str]:
+    arms = stale.arms(study)
+    if not arms:
+        return []
+    parts = [
+        "## Ten languages: stale rollouts",
+        "Lag: updates between the policy that sampled and the one that trains. Corrections: none, ratios to the policy "
+        "before the update, as if it had sampled; ratios, to the policy that sampled; weights, as none with losses "
+        "weighed by the capped ratio of the two. Mean over eight languages [95% interval] (languages that have it):",
+        shown(many.levels(study, arms, stale.HEADER)),
+    ]
+    for title, pairs, header in (
+        ("The best P3O of the selection languages against every other algorithm", stale.rivals(study), ["lag", "K"]),
+        (f"Ratios to the policy that sampled, at lag {stale.OLDEST}", stale.with_ratios(study), ["K"]),
+        ("What stale rollouts cost", stale.lost(study), ["lag", "K"]),
+    ):
+        compared, count = many.differences(study, pairs, [*header, "first", "minus"])
+        parts += [f"{title}; {count} intervals:", shown(compared)]
+    tried = many.trials(study, stale.corrections(), stale.HEADER[2:]), many.trials(study, arms, stale.HEADER)
+    return [*parts, "The trials of corrections, and then of rates, on the two selection languages:", *map(shown, tried)]
 
 
 def shown(lines: list[list[str]]) -> str:

@@ -1,6 +1,6 @@
 """Rollouts of an older policy, and many passes over fresh ones."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
@@ -46,20 +46,24 @@ def label(algorithm: str, own: float) -> str:
     return f"{algorithm} {own:g}" if own else algorithm
 
 
-def chosen_correction(algorithm: str, own: float) -> str:
-    found = tuned_arms.chosen().get("corrections", {}).get(label(algorithm, own))
+def chosen_corrections() -> dict[str, str]:
+    found = tuned_arms.chosen().get("corrections")
     if found is None:
-        path = tuned_arms.CHOSEN
-        raise ValueError(f"{path} has no correction of {label(algorithm, own)}: run the part `corrections` first")
+        raise ValueError(f"{tuned_arms.CHOSEN} has no corrections: run the part `corrections` first")
     return found
 
 
-def at_lag(lag: int) -> Iterator[Run]:
-    """What is compared at a lag: with fresh rollouts nothing needs a correction."""
+def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
+    """What is compared at a lag: with fresh rollouts nothing needs a correction.
+
+    chosen: the correction of each `label`; by default those of `tuned_arms.CHOSEN`.
+    """
     further = ALWAYS if lag == max(LAGS) else UNCLIPPED if lag else {}
+    if chosen is None:
+        chosen = chosen_corrections() if lag else {}
     for responses in PROMPTS:
         for algorithm, own in COMPARED:
-            best = chosen_correction(algorithm, own) if lag else "none"
+            best = chosen[label(algorithm, own)] if lag else "none"
             for correction in dict.fromkeys([best, *further.get((algorithm, own), ())]):
                 yield arm(algorithm, responses, own, rounds_ahead=lag, correction=correction)
 
