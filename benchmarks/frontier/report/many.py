@@ -107,8 +107,8 @@ def trials(study: Study, arms: Mapping[tuple[str, ...], Run], header: list[str])
     """Mean reward − BETA KL on the selection languages, at every rate. Header first."""
     lines = [[*header, "learning rates", f"reward − {BETA:g} KL of each"]]
     for label, arm in arms.items():
-        ends = {
-            rate: measures(study.records, selection_runs(arm, rate))["end"].mean() for rate in sorted(rates_of(arm))
-        }
-        lines.append([*label, ", ".join(map(cells.rate, ends)), ", ".join(map(cells.number, ends.values()))])
+        found = {rate: measures(study.records, selection_runs(arm, rate))["end"] for rate in sorted(rates_of(arm))}
+        ends = {rate: values.mean() for rate, values in found.items() if len(values)}
+        if ends:
+            lines.append([*label, ", ".join(map(cells.rate, ends)), ", ".join(map(cells.number, ends.values()))])
     return lines

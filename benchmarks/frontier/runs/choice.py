@@ -99,7 +99,7 @@ def choose_corrections(group: str, records: Records) -> None:
         ends = {
             (arm.correction, rate): at_the_end(records, tuned_arms.selection_runs(arm, rate))
             for arm in stale.corrected(algorithm, own)
-            for rate in tuned_arms.RATES[:2]
+            for rate in tuned_arms.rates_of(arm)[:2]
         }
         found[stale.label(algorithm, own)] = max(ends, key=ends.__getitem__)[0]
     tuned_arms.write(corrections=found)

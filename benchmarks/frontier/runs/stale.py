@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.runs.tuned_arms import PROMPTS, RATES, USUAL_PASSES, arm, selection_runs
+from benchmarks.frontier.runs.tuned_arms import PASSES as DEFAULT_PASSES
+from benchmarks.frontier.runs.tuned_arms import PROMPTS, USUAL_PASSES, arm, rates_of, selection_runs
 
 LAGS = (6, 0, 2)  # the one that says most first
 PASSES = (1, 16, 2, 8)  # besides the usual four
@@ -35,10 +36,10 @@ def corrected(algorithm: str, own: float) -> list[Run]:
 
 def corrections(group: str) -> Iterator[Run]:
     """Every algorithm with every correction."""
-    for rate in RATES[:2]:
+    for number in range(2):
         for algorithm, own in COMPARED:
             for one in corrected(algorithm, own):
-                yield from selection_runs(one, rate)
+                yield from selection_runs(one, rates_of(one)[number])
 
 
 def label(algorithm: str, own: float) -> str:
@@ -71,5 +72,5 @@ def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
 def with_passes(passes: int) -> Iterator[Run]:
     """Algorithms with this many passes over fresh rollouts."""
     for algorithm, own in (("joint", 0), ("none", 0), ("ppo", 0), ("grpo", 0), ("gspo", 0.03), ("rloo", 0)):
-        usual = 1 if algorithm == "rloo" else USUAL_PASSES
-        yield arm(algorithm, own=own, inner_epochs=0 if passes == usual else passes)
+        usual = passes == DEFAULT_PASSES.get(algorithm, USUAL_PASSES)
+        yield arm(algorithm, own=own, inner_epochs=0 if usual else passes)

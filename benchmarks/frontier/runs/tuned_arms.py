@@ -17,6 +17,7 @@ BETA = 0.1  # the KL coefficient, in standard deviations of the reward per nat
 PROMPTS = {4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
 USUAL_PASSES = 4
+PASSES = {"rloo": 1}  # by default, where that is not the usual
 
 RESULTS = tuple(enumerate(TASKS[MANY_LANGUAGES][:8]))  # seed, task
 SELECTION = tuple(zip((100, 101), TASKS[MANY_LANGUAGES][8:], strict=True))
@@ -41,7 +42,7 @@ def arm(algorithm: str, responses: int = 4, own: float = 0.0, **fields: float | 
 
 def rates_of(arm: Run) -> tuple[float, ...]:
     """The rates that an arm tries: four, higher ones with fewer passes over a round."""
-    passes = arm.inner_epochs or USUAL_PASSES
+    passes = arm.inner_epochs or PASSES.get(arm.algorithm, USUAL_PASSES)
     return tuple(rate * (2.0 if passes < 2 else 0.5 if passes > USUAL_PASSES else 1.0) for rate in RATES)
 
 
