@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.frontier.runs import choice, duels, execute, plan, tuning
+from benchmarks.frontier.runs import choice, duels, execute, plan, stale, tuned_arms, tuning
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.parts import PARTS, PLAN, parts_of
 from benchmarks.frontier.runs.plan import Run
@@ -172,13 +172,16 @@ def test_every_part_names_each_run_once(monkeypatch):
     monkeypatch.setattr(plan, "chosen_rates", lambda: chosen)
     monkeypatch.setattr(tuning, "tuned", lambda: TUNED)
     assert {name for group in PLAN for name in parts_of(group)} == set(PARTS)
+    monkeypatch.setattr(tuned_arms, "chosen", lambda: CHOSEN)
+    monkeypatch.setattr(tuned_arms, "chosen_rate", lambda arm: 3e-4)
     for group, parts in PLAN.items():
-        for part in parts:
+        for part in parts.values():
             names = [one.name for one in part(group)]
             assert names
             assert len(names) == len(set(names))
 
 
+CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED}}
 SETTING = {"learning_rate": 6e-4, "kl_coef": 0.3, "own_parameter": 0.0}
 TUNED = {
     RETUNED: {
@@ -226,6 +229,61 @@ def test_runs_name_objectives_and_their_own_parameters(task, tmp_path, monkeypat
     config = configuration(run, task, tmp_path)
     assert {name: getattr(config, name) for name in set_to} == set_to
     assert (config.learning_rate, config.kl_coef, config.responses_per_prompt) == (1e-3, 0.03, 4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "correction", "set_to"),
+    [
+        ("joint", "none", {"old_logprobs": "policy", "sampler_ratio_cap": 0.0, "rounds_ahead": 6}),
+        ("joint", "ratios", {"old_logprobs": "sampler", "sampler_ratio_cap": 0.0}),
+        ("joint", "weights", {"old_logprobs": "policy", "sampler_ratio_cap": 10.0}),
+        ("ppo", "weights", {"sampler_ratio_cap": 2.0}),
+        ("gspo", "weights", {"sampler_ratio_cap": 10.0}),
+        ("rloo", "weights", {"sampler_ratio_cap": 10.0, "inner_epochs": 1}),
+    ],
+)
+def test_stale_rollouts_are_corrected_as_their_runs_say(task, tmp_path, monkeypatch, algorithm, correction, set_to):
+    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", tasks.TASK_SETTINGS["languages"] | {"sampler": "engine"})
+    run = replace(START, algorithm=algorithm, correction=correction, rounds_ahead=6)
+    config = configuration(run, task, tmp_path)
+    assert {name: getattr(config, name) for name in set_to} == set_to
+    assert run.name == START.name.replace("joint", algorithm) + "-rounds_ahead=6" + (
+        "" if correction == "none" else f"-correction={correction}"
+    )
+
+
+def test_passes_over_a_round_are_the_runs_or_the_algorithms(task, tmp_path):
+    of_rloo = replace(START, algorithm="rloo")
+    assert configuration(of_rloo, task, tmp_path).inner_epochs == 1
+    assert configuration(replace(of_rloo, inner_epochs=16), task, tmp_path).inner_epochs == 16
+    assert tuned_arms.rates_of(of_rloo) == tuple(2 * rate for rate in tuned_arms.RATES)
+    assert tuned_arms.rates_of(replace(START, inner_epochs=16)) == tuple(rate / 2 for rate in tuned_arms.RATES)
+
+
+def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximises(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned_arms, "CHOSEN", tmp_path / "tuned_arms.json")
+    with pytest.raises(ValueError, match="has no corrections: run the part `corrections` first"):
+        list(stale.at_lag(2))
+    liked = {"none": 2.0, "ratios": 1.0, "weights": 1.5}
+
+    def recorded(run: Run) -> dict:
+        gain = (
+            liked[run.correction] + (run.learning_rate == 6e-4) - (run.algorithm == "none") * (run.correction == "none")
+        )
+        ends = [{"step": step, "kl": 3.0 * step, "reward": step * (gain + 0.3), "missing_eos": 0.0} for step in (0, 1)]
+        return vars(run) | {"evaluations": ends}
+
+    choice.choose_corrections("many_languages", to_frames(map(recorded, stale.corrections("many_languages"))))
+    found = json.loads((tmp_path / "tuned_arms.json").read_text())["corrections"]
+    assert found.pop("none") == "weights"
+    assert set(found.values()) == {"none"}
+    arm = tuned_arms.arm("ppo", rounds_ahead=2)
+    with pytest.raises(ValueError, match=f"has no rate of {arm.name}"):
+        list(tuned_arms.results([arm]))
+    choice.choose_rates_of(lambda: [arm], "many_languages", to_frames(map(recorded, tuned_arms.trials([arm]))))
+    runs = list(tuned_arms.results([arm]))
+    assert [(run.seed, run.task[-1], run.learning_rate) for run in runs] == [(n, str(n), 6e-4) for n in range(8)]
+    assert "corrections" in json.loads((tmp_path / "tuned_arms.json").read_text())
 
 
 def test_gains_are_those_of_rewards_before_they_are_multiplied(task, tmp_path):

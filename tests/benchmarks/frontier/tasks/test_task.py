@@ -1,16 +1,19 @@
 """What runs start from, made of a few examples: what each group has of its own, and what it shares."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from benchmarks.frontier.runs.one_run import train_and_record
 from benchmarks.frontier.runs.plan import Run
-from benchmarks.frontier.tasks import synthetic
+from benchmarks.frontier.tasks import starts, synthetic
 from benchmarks.frontier.tasks import task as tasks
 from benchmarks.frontier.tasks.groups import TASKS, base_of, group_of
-from benchmarks.frontier.tasks.task import Task, make
+from benchmarks.frontier.tasks.task import Task, make, start_of
 from fastp3o.models.loading import load_policy
 
 SIZES = {"DEMONSTRATIONS": 64, "TRAIN_PAIRS": 64, "EVAL_PAIRS": 16, "TRAIN_PROMPTS": 16, "EVAL_PROMPTS": 8}
@@ -71,3 +74,27 @@ def test_many_responses_share_a_long_prompt(folder, monkeypatch):
     record = train_and_record(run, long, folder / "trained")
     assert record["costs"]["response_tokens"][-1] >= 8 * 16
     assert {"reward", "gold", "kl"} <= record["evaluations"][-1].keys()
+
+
+def test_many_languages_start_from_committed_models(folder, monkeypatch):
+    """On any machine: models, the statistics of rewards, and the prompts of the language."""
+    task = make("many_languages-9", folder)
+    assert Path(task.policy) == start_of(9) / "policy"
+    assert load_policy(task.policy).model.num_parameters() == 100_160
+    assert task.reward_std == json.loads((start_of(9) / "rewards.json").read_text())["reward_std"]
+    assert len(TASKS["many_languages"]) == len(list(start_of(9).parent.iterdir())) == 10
+    small("many_languages-9", monkeypatch)
+    run = replace(RUN, task="many_languages-9", rounds_ahead=1, correction="ratios")
+    assert len(train_and_record(run, task, folder / "trained")["evaluations"]) == 2
+
+
+def test_a_start_is_trained_and_kept_in_bf16(folder, monkeypatch):
+    monkeypatch.setattr(starts, "start_of", lambda number: folder / "starts" / str(number))
+    monkeypatch.setattr(tasks, "start_of", starts.start_of)
+    starts.make_start(3, folder / "many_languages-3")
+    kept = starts.start_of(3)
+    assert {path.name for path in kept.iterdir()} == {"policy", "reward_model", "rewards.json"}
+    made = make("many_languages-3", folder)
+    assert made.reward_mean == json.loads((kept / "rewards.json").read_text())["reward_mean"]
+    with safe_open(kept / "policy" / "model.safetensors", "pt") as weights:
+        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118

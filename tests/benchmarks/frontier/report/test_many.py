@@ -1,0 +1,94 @@
+"""Tables and figures of the ten languages, from made-up runs."""
+
+from dataclasses import asdict, replace
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from benchmarks.frontier.report import many, stale, tables
+from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs import stale as planned
+from benchmarks.frontier.runs import tuned_arms
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.records import to_frames
+from benchmarks.frontier.runs.tuned_arms import arm, selection_runs
+
+CORRECTIONS = {planned.label(*pair): "none" for pair in planned.COMPARED}
+# What an algorithm loses to the best one, whose reward is √(2 KL).
+BEHIND = {"ppo": 0.3, "rebel": 0.02, "separate": 0.1}
+RATIOS_COST = 0.5
+
+
+def record(run: Run) -> dict:
+    noise = np.random.default_rng([run.seed, len(run.algorithm)]).normal(0, 0.01)
+    behind = BEHIND.get(run.algorithm, 0.0) + RATIOS_COST * (run.correction == "ratios") + noise
+    behind += abs(np.log(run.learning_rate / 6e-4)) / 10
+    evaluations = []
+    for step in (0, 2, 4, 7, 10, 14, 20):
+        kl = 0.2 * step
+        gain = ((2 * kl) ** 0.5 - behind) if step else 0.0
+        evaluations.append({"step": step, "kl": kl, "reward": 5 + gain, "gold": 1 + gain / 2, "missing_eos": 0.0})
+    return asdict(run) | {"sha256": "0", "seconds": 20.0, "evaluations": evaluations}
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    arms = [one for lag in planned.LAGS for one in planned.at_lag(lag, CORRECTIONS)]
+    rates = {one.name: 6e-4 for one in arms}
+    runs = [run for one in arms for rate in (3e-4, 6e-4) for run in selection_runs(one, rate)]
+    runs += [
+        replace(one, task=task, seed=seed, learning_rate=6e-4) for one in arms for seed, task in tuned_arms.RESULTS
+    ]
+    chosen = {"rates": rates, "corrections": CORRECTIONS}
+    return Study(to_frames(map(record, dict.fromkeys(runs))), {}, tuned_arms=chosen)
+
+
+EMPTY = Study(to_frames([]), {})
+
+
+def test_an_arm_is_measured_on_the_languages_of_the_results(study):
+    found = many.measured(study, arm("ppo"))
+    assert found.index.tolist() == list(range(8))
+    last = record(replace(arm("ppo"), seed=3, learning_rate=6e-4))["evaluations"][-1]
+    assert found.loc[3, "end"] == pytest.approx(last["reward"] - 5 - 0.1 * last["kl"])
+    assert found.loc[3, "best"] >= found.loc[3, "end"]
+    assert found["update"].tolist() == pytest.approx([5.0] * 8), "it reaches KL 1 between updates 4 and 7"
+    assert many.measured(EMPTY, arm("ppo")).empty
+
+
+def test_differences_are_over_languages(study):
+    pair = arm("joint"), arm("ppo")
+    estimate = many.difference(study, pair, "end")
+    assert estimate.mean == pytest.approx(0.3, abs=0.02)
+    assert estimate.low < estimate.mean < estimate.high
+    table, count = many.differences(study, {("joint", "PPO"): pair}, ["first", "minus"])
+    assert count == 3
+    assert table[0][-3:] == ["reward − 0.1 KL", "at its best", "gain at KL 1"]
+    assert table[1][2].startswith("+0.3") or table[1][2].startswith("+0.29")
+    assert "*" in table[1][2]
+
+
+def test_the_best_p3o_is_that_of_the_selection_languages(study):
+    """Joint clipping and none are equally good as they were made, so either may be it."""
+    assert {stale.best_p3o(study, lag, K).algorithm for lag in planned.LAGS for K in (4, 16)} <= {"joint", "none"}
+    rivals = stale.rivals(study)
+    assert {first.correction for first, _ in rivals.values()} == {"none"}
+    assert len(rivals) == 3 * 2 * 7
+    assert stale.best_p3o(EMPTY, 6, 4) is None
+
+
+def test_pages_say_what_ratios_cost(study):
+    pairs = stale.with_ratios(study)
+    one, plain = pairs["4", "PPO, ratios", "PPO, none"]
+    assert many.difference(study, (one, plain), "end").mean == pytest.approx(-RATIOS_COST, abs=0.02)
+    text = "\n".join(tables.stale_sections(study))
+    assert "nan" not in text
+    assert "| 6 | 16 | GSPO 0.03 | ratios |" in text
+    assert tables.stale_sections(EMPTY) == []
+
+
+def test_the_figure_is_drawn(study, tmp_path):
+    assert stale.figure(study, tmp_path / "stale.png")
+    assert matplotlib.image.imread(tmp_path / "stale.png").std() > 0
+    assert not stale.figure(EMPTY, tmp_path / "none.png")
