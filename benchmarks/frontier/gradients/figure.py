@@ -17,6 +17,7 @@ from pandas import DataFrame, concat
 from benchmarks.frontier.gradients.losses import LOSSES
 from benchmarks.frontier.gradients.measure import RECORD
 from benchmarks.frontier.report.drawing import LOOKS, NAMES
+from benchmarks.report import write_between
 
 FIGURE = RECORD.with_suffix(".png")
 PAGE = Path(__file__).parent / "README.md"
@@ -34,7 +35,6 @@ TITLES = NAMES | {
     "ppo": "PPO, exact values",
 }
 MOVES = {"trained": "moved by training", "random": "moved at random"}
-BEGIN, END = "<!-- gradients -->", "<!-- /gradients -->"
 
 
 def alignments(rows: DataFrame) -> DataFrame:
@@ -88,9 +88,7 @@ def table(rows: DataFrame) -> str:
 def write_figure_and_table() -> None:
     rows = alignments(DataFrame(json.loads(RECORD.read_text())))
     draw(rows)
-    page = PAGE.read_text()
-    before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
-    PAGE.write_text(f"{before}\n{table(rows)}\n{after}")
+    write_between(PAGE, "gradients", table(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The committed records -> tables.md, all_runs.md, the figures, and the plot in the repository's README.
+"""The committed records -> the verdicts of README.md, tables.md, all_runs.md, the figures, and the plot of the
+repository's README.
 
 python -m benchmarks.frontier.report
 """
@@ -7,7 +8,7 @@ import json
 from pathlib import Path
 
 from benchmarks.frontier.gradients import figure as gradients
-from benchmarks.frontier.report import figures, stale, tables, tuned_figures
+from benchmarks.frontier.report import figures, stale, tables, tuned_figures, verdicts
 from benchmarks.frontier.report.study import load_study
 from benchmarks.frontier.runs.records import RESULTS, read
 
@@ -19,6 +20,7 @@ def write_report() -> None:
     optimum = json.loads(read(RESULTS / "optimum.json") or "{}")
     win_rates = json.loads(read(RESULTS / "win_rates.json") or "[]")
     tables.TABLES.write_text(tables.tables_page(study, optimum))
+    verdicts.write(study)
     tables.ALL_RUNS.write_text(tables.all_runs_page(study))
     drawn = {
         README_PLOT: lambda path: figures.offset_for_readme(study, path),

@@ -1,6 +1,5 @@
 """Stale rollouts: every algorithm at each lag, and what corrections do."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -12,7 +11,7 @@ from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import stale
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.runs.tuned_arms import BETA, PROMPTS, arm
-from fastp3o.evaluation.matched_kl import Estimate, interval
+from fastp3o.evaluation.matched_kl import Estimate
 
 OLDEST = max(stale.LAGS)
 HEADER = ["lag", "K", "algorithm", "correction"]
@@ -102,52 +101,60 @@ def described(one: Run) -> str:
     return f"{many.name_of(one)}, {one.correction}" if one.rounds_ahead else many.name_of(one)
 
 
-def drawn(study: Study, responses: int) -> Iterator[tuple[Run, dict[str, Estimate]]]:
-    """For each algorithm its estimates of reward − BETA KL: `fresh`, `stale` and `ratios`, where they have run."""
+def drawn(study: Study, responses: int) -> list[tuple[Run, dict[str, Estimate]]]:
+    """For each algorithm `fresh`, `stale` and `ratios`, where they have run: paired differences of reward − BETA KL to
+    joint P3O with fresh rollouts.
+    """
+    start, rows = tuned(study, "joint", 0.0, 0, responses), []
     for algorithm, own in stale.COMPARED:
         asked = {
             "fresh": tuned(study, algorithm, own, 0, responses),
             "stale": tuned(study, algorithm, own, OLDEST, responses),
             "ratios": ratios(algorithm, own, responses),
         }
-        ends = {name: list(many.measured(study, one)["end"]) for name, one in asked.items()}
-        found = {name: interval([values]) for name, values in ends.items() if values}
+        estimates = {name: many.difference(study, (one, start), "end") for name, one in asked.items()}
+        found = {name: estimate for name, estimate in estimates.items() if estimate is not None}
         if found:
-            yield asked["fresh"], found
+            rows.append((asked["fresh"], found))
+    return rows
 
 
 MARKS = {
     "fresh": ("o", "fresh rollouts"),
-    "stale": ("D", f"{OLDEST} updates old, the best correction"),
+    "stale": ("D", f"{OLDEST} updates old, with the best correction"),
     "ratios": ("x", f"{OLDEST} updates old, ratios to the policy that sampled"),
 }
 
 
 def figure(study: Study, path: Path) -> bool:
-    """Reward − BETA KL of every algorithm with fresh and stale rollouts: a row an algorithm, a panel for each K."""
+    """What every algorithm reaches with fresh and stale rollouts: a row an algorithm, a panel for each K."""
     if not arms(study):
         return False
-    panels = {responses: list(drawn(study, responses)) for responses in PROMPTS}
+    panels = {responses: drawn(study, responses) for responses in PROMPTS}
     if not all(panels.values()):
         return False
     page = Figure(figsize=(10, 4.8), layout="constrained")
     every = page.subplots(1, len(panels), sharey=True, sharex=True)
     for axes, (responses, rows) in zip(every, panels.items(), strict=True):
         draw_rows(axes, rows)
-        axes.set(title=f"{responses} responses to a prompt", xlabel=f"reward − {BETA:g} KL after training")
-    finish(page, every, "Eight languages, every algorithm tuned at its lag: mean and 95% interval", path)
+        axes.set(title=f"{responses} responses to a prompt", xlabel="less than joint P3O with fresh rollouts")
+    every[0].set_yticks(range(len(rows)), [many.name_of(one) for one, _ in rows])
+    every[0].invert_yaxis()
+    title = f"Reward − {BETA:g} KL after training, every algorithm tuned: paired differences on eight languages"
+    finish(page, every, title, path)
     return True
 
 
 def draw_rows(axes: Axes, rows: list[tuple[Run, dict[str, Estimate]]]) -> None:
+    axes.axvline(0, color="#BBBBBB", linewidth=0.8, zorder=0)
     for place, (one, found) in enumerate(rows):
         color = LOOKS[one.algorithm]["color"]
-        means = [estimate.mean for estimate in found.values()]
-        axes.plot([min(means), max(means)], [place, place], color=color, linewidth=1, alpha=0.4)
-        for number, (name, estimate) in enumerate(found.items()):
+        for name, estimate in found.items():
             marker, words = MARKS[name]
-            look = {"marker": marker, "markersize": 6, "color": color, "linestyle": "", "elinewidth": 1}
-            axes.errorbar([estimate.mean], [place + 0.14 * (number - 1)], xerr=bars([estimate[:3]]), **look)
-            axes.plot([], [], marker, color="black", label=words)
-    axes.set_yticks(range(len(rows)), [many.name_of(one) for one, _ in rows])
-    axes.invert_yaxis()
+            height = place + 0.16 * (list(MARKS).index(name) - 1)
+            look = {"marker": marker, "markersize": 6, "color": color, "linestyle": "", "elinewidth": 1.2}
+            if name == "fresh":
+                look["markerfacecolor"] = "white"
+            axes.errorbar([estimate.mean], [height], xerr=bars([estimate[:3]]), **look)
+            shown = {"markerfacecolor": "white"} if name == "fresh" else {}
+            axes.plot([], [], marker, color="black", label=words, **shown)
