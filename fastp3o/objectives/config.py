@@ -7,7 +7,7 @@ from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, 
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
-from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, GroupScaler, Scaler
+from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,9 +242,8 @@ class RewardScalingConfig(OnlineConfig):
     reward_scaling: str = option(
         "difference",
         "Divide rewards by the running standard deviation of the reward differences of a pair; absolute: "
-        "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); group: by the "
-        "deviation of the prompt's own rewards, for rewards whose scale differs between prompts; none.",
-        choices=("difference", "absolute", "group", "none"),
+        "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); none.",
+        choices=("difference", "absolute", "none"),
     )
     reward_clip: float = option(
         10.0,
@@ -255,7 +254,7 @@ class RewardScalingConfig(OnlineConfig):
     )
 
     def scaler(self) -> Scaler:
-        scaler = {"absolute": AbsoluteScaler, "group": GroupScaler}.get(self.reward_scaling, DifferenceScaler)
+        scaler = AbsoluteScaler if self.reward_scaling == "absolute" else DifferenceScaler
         return scaler(self.reward_clip, scale=self.reward_scaling != "none")
 
 

@@ -5,8 +5,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.losses import group_advantages
-
 
 def pairs(values: Tensor) -> Tensor:
     """(v_i, v_j) of all i < j, [P, K] -> [P, K (K − 1) / 2, 2]."""
@@ -23,13 +21,6 @@ def differences(values: Tensor) -> Tensor:
 def tied(rewards: Tensor) -> Tensor:
     """[P] bool: whether all rewards [P, K] of a prompt are equal, so that their differences teach nothing."""
     return (rewards == rewards[:, :1]).all(dim=1)
-
-
-def centred(rewards: Tensor) -> Tensor:
-    """Rewards [P, K] less the mean of their prompt's; a shift per prompt gives the same bits where it is exact."""
-    # Differences come first: they are exact, a shift is not.
-    first_minus_rewards = rewards[:, :1] - rewards
-    return first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
 
 
 class Scaler(ABC):
@@ -80,20 +71,13 @@ class DifferenceScaler(Scaler):
 
     def __call__(self, rewards: Tensor) -> Tensor:
         self.update(differences(rewards))
-        return (centred(rewards) / self.std()).clamp(-self.clip / 2, self.clip / 2)
+        # Differences come first: they are exact, a shift is not.
+        first_minus_rewards = rewards[:, :1] - rewards
+        centred = first_minus_rewards.mean(dim=1, keepdim=True) - first_minus_rewards
+        return (centred / self.std()).clamp(-self.clip / 2, self.clip / 2)
 
     def std(self) -> float:
         return self.deviation_around(0.0)
-
-
-class GroupScaler(Scaler):
-    """Rewards become their distance from the prompt's mean, divided by the deviation of the prompt's own rewards and
-    kept within ±clip/2: GRPO's advantages (arXiv 2402.03300). A reward shifted or multiplied per prompt gives nearly
-    the same, but prompts that differ little in reward count as much as others. With two responses, signs are left.
-    """
-
-    def __call__(self, rewards: Tensor) -> Tensor:
-        return group_advantages(centred(rewards)).clamp(-self.clip / 2, self.clip / 2)
 
 
 class AbsoluteScaler(Scaler):

@@ -66,8 +66,8 @@ def rewards(run: Run, task: Task) -> dict[str, Reward]:
 
 def offset_reward(run: Run, task: Task) -> OffsetReward:
     reward = load_scores(task.reward_model, task.policy)
-    centred = run.algorithm == CENTRED
-    plain = read_prompts(task.eval_prompts) if centred or run.reward_spread else ()
+    centred, standardised = run.algorithm == CENTRED, run.algorithm == STANDARDISED
+    plain = read_prompts(task.eval_prompts) if centred or standardised or run.reward_spread else ()
     return OffsetReward(
         reward,
         task.reward_mean,
@@ -77,6 +77,7 @@ def offset_reward(run: Run, task: Task) -> OffsetReward:
         factor=run.reward_factor,
         spread=run.reward_spread,
         centred=centred,
+        standardised=standardised,
         plain=frozenset(plain),
     )
 
@@ -122,8 +123,8 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
 # to reach an offset of tens.
 PPO_SETTINGS = {"reward_scaling": "none", "reward_clip": 0.0, "value_clip_range": 10.0, "critic_learning_rate": 2e-3}
 
-# PPO with rewards less the mean of their prompt's.
-CENTRED = "ppo_centred"
+# PPO with rewards less the mean of their prompt's; joint clipping with them divided by their deviation, too.
+CENTRED, STANDARDISED = "ppo_centred", "joint-group"
 
 # Algorithm -> its objective's name, if that differs, and its own settings. RLOO's loss is on-policy only in the first
 # steps, so RLOO makes one pass, as by default.
@@ -131,12 +132,13 @@ OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
     **{
         f"joint-{scaling}": ("p3o", {"clipping": "joint", "reward_scaling": scaling})
-        for scaling in ("absolute", "difference", "group")
+        for scaling in ("absolute", "difference")
     },
     "joint_once": ("p3o", {"clipping": "joint", "reward_scaling": "none", "inner_epochs": 1}),
     "ppo": ("ppo", PPO_SETTINGS),
     "ppo_narrow": ("ppo", PPO_SETTINGS | {"clip_range": 0.1}),
     CENTRED: ("ppo", PPO_SETTINGS),
+    STANDARDISED: ("p3o", {"clipping": "joint", "reward_scaling": "none"}),
     "dpo": ("online_dpo", {}),
     "rloo": ("rloo", {"inner_epochs": 1}),
     "gspo": ("gspo", {"kl_estimator": "k1"}),

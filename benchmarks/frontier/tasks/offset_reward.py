@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from statistics import stdev
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from benchmarks.frontier.tasks.offsets import Offset, on_grid, unlearnable
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.groups import Group
+from fastp3o_kernels.losses import SMALL
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,8 @@ class OffsetReward:
     all times `factor`.
 
     mean, std: those of the scores by which the reward is standardised. spread: standard deviation of the log of the
-    prompt's factor, a log-normal number of mean 1. centred: less the mean of the prompt's responses. plain: prompts,
-    those of evaluations, with neither.
+    prompt's factor, a log-normal number of mean 1. centred: less the mean of the prompt's responses. standardised: and
+    divided by their deviation, as GRPO does. plain: prompts, those of evaluations, with none of the three.
     """
 
     reward: Reward
@@ -29,6 +31,7 @@ class OffsetReward:
     factor: float = 1.0
     spread: float = 0.0
     centred: bool = False
+    standardised: bool = False
     plain: frozenset[str] = frozenset()
 
     def __call__(self, groups: list[Group]) -> Tensor:
@@ -42,8 +45,11 @@ class OffsetReward:
         scale = 1.0 if plain else prompts_factor(prompt, self.spread)
         offset = on_grid(self.sd * self.offset(prompt)) if self.offset else 0.0
         rewards = [self.factor * (on_grid(scale * (score - self.mean) / self.std) + offset) for score in scores]
-        centre = sum(rewards) / len(rewards) if self.centred and not plain else 0.0
-        return [reward - centre for reward in rewards]
+        if plain or not (self.centred or self.standardised):
+            return rewards
+        centre = sum(rewards) / len(rewards)
+        deviation = stdev(rewards) + SMALL if self.standardised else 1.0
+        return [(reward - centre) / deviation for reward in rewards]
 
 
 def prompts_factor(prompt: str, spread: float) -> float:

@@ -297,6 +297,15 @@ def test_gains_are_those_of_rewards_before_they_are_multiplied(task, tmp_path):
     assert gains[0].tolist() == pytest.approx(gains[1].tolist(), abs=1e-4)
 
 
+def test_scales_and_means_of_prompts_are_those_of_training_alone(task, tmp_path):
+    """The first evaluation, of the same policy, shows plain rewards."""
+    plain = train_and_record(START, task, tmp_path)
+    for changed in ({"algorithm": "joint-group"}, {"algorithm": "ppo_centred"}, {"reward_spread": 1.0}):
+        record = train_and_record(replace(START, **changed), task, tmp_path)
+        assert record["evaluations"][0] == plain["evaluations"][0]
+        assert record["sha256"] != plain["sha256"]
+
+
 def trial_records(gains: dict[tuple, float], seeds=(100, 101)) -> list[dict]:
     """Of an algorithm, learning rate, KL coefficient and own parameter the proxy gain a nat."""
     return [

@@ -113,5 +113,9 @@ def test_less_their_mean_rewards_lose_the_offset():
     groups, scores = two_groups()
     reward = OffsetReward(lambda groups: scores, mean=2.0, std=4.0, offset=unlearnable, sd=10.0, centred=True)
     assert reward(groups).tolist() == [[0.25, -0.25], [-0.125, 0.125]]
+    deviation = 0.5 / 2**0.5 + 1e-4
+    assert replace(reward, standardised=True)(groups)[0].tolist() == pytest.approx(
+        [0.25 / deviation, -0.25 / deviation]
+    )
     shown = replace(reward, offset=None, plain=frozenset([PROMPT, "another"]))
     assert shown(groups).tolist() == [[0.5, 0.0], [-0.5, -0.25]]
