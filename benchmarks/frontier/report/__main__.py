@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from benchmarks.frontier.gradients import figure as gradients
-from benchmarks.frontier.report import figures, stale, tables, tuned_figures, verdicts
+from benchmarks.frontier.report import figures, passes, rewards, stale, tables, tuned_figures, verdicts
 from benchmarks.frontier.report.study import load_study
 from benchmarks.frontier.runs.records import RESULTS, read
 
@@ -33,6 +33,8 @@ def write_report() -> None:
         RESULTS / "envelope.png": lambda path: tuned_figures.envelope(study, optimum, path),
         RESULTS / "questions.png": lambda path: tuned_figures.one_setting_at_a_time(study, path),
         RESULTS / "stale.png": lambda path: stale.figure(study, path),
+        RESULTS / "passes.png": lambda path: passes.figure(study, path),
+        RESULTS / "offset_doses.png": lambda path: rewards.figure(study, path),
         RESULTS / "equal_cost.png": lambda path: tuned_figures.by_responses(study, path),
     }
     for path, draw in drawn.items():

@@ -36,10 +36,15 @@ Pairs = Mapping[tuple[str, ...], tuple[Run, Run]]
 
 
 def measured(study: Study, arm: Run) -> DataFrame:
-    """MEASURES of an arm's runs on the languages of the results, by seed, at the rate that was chosen for it."""
-    rate = study.tuned_arms.get("rates", {}).get(arm.name)
+    """MEASURES of an arm's runs on the languages of the results, by seed."""
+    rate = rate_of(study, arm)
     planned = [] if rate is None else [replace(arm, task=task, seed=seed, learning_rate=rate) for seed, task in RESULTS]
     return measures(study.records, planned)
+
+
+def rate_of(study: Study, arm: Run) -> float | None:
+    """The arm's own learning rate if it has one, otherwise the one that was chosen for it."""
+    return arm.learning_rate or study.tuned_arms.get("rates", {}).get(arm.name)
 
 
 def measures(records: Records, runs: Iterable[Run]) -> DataFrame:
@@ -71,8 +76,7 @@ def levels(study: Study, arms: Mapping[tuple[str, ...], Run], header: list[str])
     lines = [[*header, "learning rate", *MEASURES.values()]]
     for label, arm in arms.items():
         found = measured(study, arm)
-        rate = study.tuned_arms.get("rates", {}).get(arm.name)
-        lines.append([*label, cells.rate(rate), *(mean(found, name) for name in MEASURES)])
+        lines.append([*label, cells.rate(rate_of(study, arm)), *(mean(found, name) for name in MEASURES)])
     return lines
 
 

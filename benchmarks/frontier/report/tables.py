@@ -11,7 +11,9 @@ from benchmarks.frontier.report import (
     learning_rates,
     many,
     objective,
+    passes,
     questions,
+    rewards,
     stale,
 )
 from benchmarks.frontier.report.acceptance import checked_rules
@@ -70,6 +72,7 @@ def tables_page(study: Study, optimum: Optimum) -> str:
         parts += question_sections(study, question)
     parts += equal_cost_sections(study)
     parts += stale_sections(study)
+    parts += further_sections(study)
     return "\n\n".join(parts) + "\n"
 
 
@@ -184,6 +187,34 @@ def stale_sections(study: Study) -> list[str]:
         parts += [f"{title}; {count} intervals:", shown(compared)]
     tried = many.trials(study, stale.corrections(), stale.HEADER[2:]), many.trials(study, arms, stale.HEADER)
     return [*parts, "The trials of corrections, and then of rates, on the two selection languages:", *map(shown, tried)]
+
+
+def further_sections(study: Study) -> list[str]:
+    """Questions on the ten languages whose runs have been made."""
+    parts = []
+    for title, arms, pairs, header, own in (
+        ("passes over fresh rollouts", passes.arms(), passes.pairs(), passes.HEADER, []),
+        (
+            "offsets that nothing predicts",
+            rewards.doses(),
+            rewards.losses(),
+            rewards.HEADER,
+            [rewards.same_weights(study)],
+        ),
+        (
+            "a scale that differs between prompts",
+            rewards.scaled(),
+            rewards.scaled_pairs(),
+            ["spread", "K", "algorithm"],
+            [],
+        ),
+    ):
+        if all(many.measured(study, arm).empty for arm in arms.values()):
+            continue
+        compared, count = many.differences(study, pairs, [*header, "minus"])
+        parts += [f"## Ten languages: {title}", shown(many.levels(study, arms, header)), *map(markdown, own)]
+        parts += [f"Paired differences; {count} intervals:", shown(compared)]
+    return parts
 
 
 def shown(lines: list[list[str]]) -> str:

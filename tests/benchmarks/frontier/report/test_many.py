@@ -6,8 +6,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from benchmarks.frontier.report import many, stale, tables
+from benchmarks.frontier.report import many, passes, rewards, stale, tables
 from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs import rewards as rewards_of
 from benchmarks.frontier.runs import stale as planned
 from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import Run
@@ -42,6 +43,17 @@ def study() -> Study:
     ]
     chosen = {"rates": rates, "corrections": CORRECTIONS}
     return Study(to_frames(map(record, dict.fromkeys(runs))), {}, tuned_arms=chosen)
+
+
+@pytest.fixture(scope="module")
+def further() -> Study:
+    """Runs of the other questions."""
+    asked = [*passes.arms().values(), *rewards.scaled().values(), *rewards_of.without_offset()]
+    rates = {one.name: 6e-4 for one in asked}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuned_arms, "chosen", lambda: {"rates": rates})
+        runs = [*tuned_arms.results(asked), *rewards_of.offset_doses("many_languages")]
+    return Study(to_frames(map(record, dict.fromkeys(runs))), {}, tuned_arms={"rates": rates})
 
 
 EMPTY = Study(to_frames([]), {})
@@ -92,3 +104,18 @@ def test_the_figure_is_drawn(study, tmp_path):
     assert stale.figure(study, tmp_path / "stale.png")
     assert matplotlib.image.imread(tmp_path / "stale.png").std() > 0
     assert not stale.figure(EMPTY, tmp_path / "none.png")
+
+
+def test_further_questions_have_their_tables_and_figures(further, tmp_path):
+    text = "\n".join(tables.further_sections(further))
+    assert text.count("## Ten languages") == 3
+    assert "| 16 | RLOO |" in text
+    assert "| 10 | PPO, 3e-4 | itself without |" in text
+    assert "| 1 | 16 | P3O, groups scaled | GRPO |" in text
+    assert rewards.same_weights(further)[1:] == [
+        [many.name_of(arm(name)), "5", "5"] for name in ("joint", "rloo", "grpo", "ppo_centred")
+    ]
+    for number, draw in enumerate((passes.figure, rewards.figure)):
+        assert draw(further, tmp_path / f"{number}.png")
+        assert not draw(EMPTY, tmp_path / "none.png")
+    assert tables.further_sections(EMPTY) == []

@@ -1,0 +1,105 @@
+"""What rewards may add: offsets of several sizes, and a scale that differs between prompts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks.frontier.report import cells, many
+from benchmarks.frontier.report.drawing import LOOKS, bars, finish
+from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs import rewards
+from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.tuned_arms import BETA, arm
+from fastp3o.evaluation.matched_kl import Estimate
+
+HEADER = ["deviation", "algorithm"]
+
+
+def ppo(deviation: float, rate: float) -> Run:
+    """PPO under an offset of this standard deviation."""
+    fields = {"offset": "unlearnable", "offset_sd": deviation} if deviation else {}
+    return replace(arm("ppo"), learning_rate=rate, **fields)
+
+
+def doses() -> dict[tuple[str, ...], Run]:
+    """PPO at every rate under every offset, and what no offset moves."""
+    found = {
+        (f"{sd:g}", f"PPO, {cells.rate(rate)}"): ppo(sd, rate)
+        for sd in rewards.DEVIATIONS
+        for rate in rewards.PPO_RATES
+    }
+    return found | {("any", many.name_of(one)): one for one in rewards.without_offset()}
+
+
+def losses() -> many.Pairs:
+    """PPO under every offset against itself without, and joint P3O against PPO."""
+    joint, pairs = arm("joint"), {}
+    for deviation in rewards.DEVIATIONS:
+        for rate in rewards.PPO_RATES:
+            named, own = f"PPO, {cells.rate(rate)}", ppo(deviation, rate)
+            if deviation:
+                pairs[f"{deviation:g}", named, "itself without"] = own, ppo(0.0, rate)
+            pairs[f"{deviation:g}", many.name_of(joint), named] = joint, own
+    return pairs
+
+
+def same_weights(study: Study) -> list[list[str]]:
+    """Whether an offset left the weights of the invariant algorithms as they are, bit for bit. Header first."""
+    digits = study.records.runs.set_index("name")["sha256"]
+    lines = [["algorithm", "offsets that left every bit", "offsets"]]
+    for one in rewards.without_offset():
+        rate = many.rate_of(study, one)
+        seed, task = rewards.RESULTS[0]
+        plain = replace(one, task=task, seed=seed, learning_rate=rate or 0.0)
+        shifted = [replace(plain, offset="unlearnable", offset_sd=sd) for sd in rewards.DEVIATIONS if sd]
+        ran = [digits[run.name] for run in shifted if run.name in digits and plain.name in digits]
+        if ran:
+            lines.append([many.name_of(one), str(ran.count(digits[plain.name])), str(len(ran))])
+    return lines
+
+
+def scaled() -> dict[tuple[str, ...], Run]:
+    """Algorithms by spread of the factor and K."""
+    return {
+        (f"{one.reward_spread:g}", str(one.responses_per_prompt), many.name_of(one)): one for one in rewards.scales()
+    }
+
+
+def scaled_pairs() -> many.Pairs:
+    """Joint P3O as it is, and with standardised groups, against GRPO; and what the spread costs each."""
+    arms, pairs = scaled(), {}
+    for (spread, responses, name), one in arms.items():
+        if one.algorithm in ("joint", "joint-group", "joint-difference"):
+            rival = arm("grpo", one.responses_per_prompt, reward_spread=one.reward_spread)
+            pairs[spread, responses, name, many.name_of(rival)] = one, rival
+        if one.reward_spread:
+            pairs[spread, responses, name, "itself without"] = one, replace(one, reward_spread=0.0)
+    return pairs
+
+
+def figure(study: Study, path: Path) -> bool:
+    """Reward − BETA KL over the offset's deviation."""
+    points = {
+        rate: [(sd, many.difference(study, (ppo(sd, rate), arm("joint")), "end")) for sd in rewards.DEVIATIONS]
+        for rate in rewards.PPO_RATES
+    }
+    if any(estimate is None for line in points.values() for _, estimate in line):
+        return False
+    page = Figure(figsize=(7, 4.4), layout="constrained")
+    axes = page.subplots()
+    for number, (rate, line) in enumerate(points.items()):
+        look = {"color": LOOKS["ppo"]["color"], "linestyle": ("-", "--", ":")[number], "marker": "D", "markersize": 4}
+        found: list[Estimate] = [estimate for _, estimate in line if estimate is not None]
+        label = f"PPO, rate {cells.rate(rate)}"
+        means = [estimate.mean for estimate in found]
+        axes.errorbar([sd for sd, _ in line], means, yerr=bars([one[:3] for one in found]), label=label, **look)
+    for algorithm in rewards.INVARIANT:
+        estimate = many.difference(study, (arm(algorithm), arm("joint")), "end")
+        if estimate is not None:
+            name = many.name_of(arm(algorithm))
+            axes.axhline(estimate.mean, color=LOOKS[algorithm]["color"], label=f"{name}: the same bits")
+    axes.set(xlabel="standard deviation of the offset, in those of the reward")
+    axes.set_ylabel(f"reward − {BETA:g} KL, less joint P3O")
+    finish(page, [axes], "Offsets that nothing predicts: paired differences on eight languages", path)
+    return True
