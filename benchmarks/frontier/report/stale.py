@@ -37,7 +37,8 @@ def corrections() -> dict[tuple[str, ...], Run]:
 
 def tuned(study: Study, algorithm: str, own: float, lag: int, responses: int) -> Run:
     """An algorithm with the correction that was chosen for it."""
-    correction = study.tuned_arms["corrections"][stale.label(algorithm, own)] if lag else "none"
+    chosen = study.tuned_arms.get("corrections", {})
+    correction = chosen.get(stale.label(algorithm, own), "none") if lag else "none"
     return arm(algorithm, responses, own, rounds_ahead=lag, correction=correction)
 
 

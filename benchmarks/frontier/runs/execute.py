@@ -14,11 +14,13 @@ from tqdm import tqdm
 
 from benchmarks.frontier.runs import records as recorded
 from benchmarks.frontier.runs.choice import (
+    choose_at_equal_kl,
     choose_corrections,
     choose_own_parameters,
     choose_rates,
     choose_rates_of,
     choose_settings,
+    choose_slow_settings,
 )
 from benchmarks.frontier.runs.duels import EQUAL_KL, as_they_ended, at_equal_kl, model_folder, win_rates
 from benchmarks.frontier.runs.one_run import train_and_record
@@ -36,6 +38,8 @@ CHOICES = {
     "trial_rates": choose_settings,
     "trial_kl_coefs": choose_settings,
     "corrections": choose_corrections,
+    "equal_kl_trials": choose_slow_settings,
+    "equal_kl_longer": choose_at_equal_kl,
     **{f"{question}_rates": partial(choose_rates_of, arms) for question, arms in ARMS.items()},
 }
 

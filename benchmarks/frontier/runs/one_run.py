@@ -28,6 +28,8 @@ from scripts.online import OBJECTIVES
 
 # optimizer steps of an inner epoch
 MINIBATCHES = 4
+# of runs with more updates than the others
+LATE_EVALUATION = 28
 GOLD = "benchmarks.frontier.tasks.task:Task.gold"
 
 
@@ -104,6 +106,11 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
         "samples_every": 0,
         "log_rollouts": 0,
     }
+    if run.updates:
+        settings |= {
+            "updates": run.updates,
+            "eval_at": f"{settings['eval_at']},{settings['updates']},{LATE_EVALUATION}",
+        }
     if updates is not None:
         reached = [at for at in settings["eval_at"].split(",") if int(at) <= updates]
         settings |= {"updates": updates, "eval_at": ",".join(reached)}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from benchmarks.frontier.runs import plan, questions, rewards, stale, tuning
+from benchmarks.frontier.runs import equal_kl, plan, questions, rewards, stale, tuning
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.tuned_arms import results, trials
 from benchmarks.frontier.tasks.groups import (
@@ -48,7 +48,7 @@ ARMS: dict[str, Callable[[], Iterator[Run]]] = {
 MANY = named(stale.corrections)
 for question, arms in ARMS.items():
     MANY |= {f"{question}_rates": tuned(trials, arms), question: tuned(results, arms)}
-MANY |= named(rewards.offset_doses)
+MANY |= named(rewards.offset_doses, equal_kl.equal_kl_trials, equal_kl.equal_kl_longer, equal_kl.equal_kl)
 
 PLAN: dict[str, dict[str, Part]] = {
     LANGUAGES: FIRST,

@@ -37,7 +37,7 @@ PROMPTS_PER_UPDATE = {LANGUAGES: 64, RETUNED: 64, DOCSTRINGS: 32}
 SETTINGS = Path(__file__).parent / "settings.json"
 
 # Fields that the first recorded runs lack.
-LATER = ("own_parameter", "reward_factor", "rounds_ahead", "correction", "inner_epochs", "reward_spread")
+LATER = ("own_parameter", "reward_factor", "rounds_ahead", "correction", "inner_epochs", "reward_spread", "updates")
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Run:
     rounds_ahead: int = 0  # updates between the policy that sampled and the one that trains
     correction: str = "none"  # of stale rollouts, one of one_run.CORRECTIONS
     inner_epochs: int = 0  # passes over a round; 0: the algorithm's default
+    updates: int = 0  # 0: those of the task
     reward_spread: float = 0.0  # standard deviation of the log of a factor that each prompt's rewards have
 
     @property

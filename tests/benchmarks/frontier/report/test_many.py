@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from benchmarks.frontier.report import many, passes, rewards, stale, tables
+from benchmarks.frontier.report import many, passes, rewards, stale, tables, verdicts
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import rewards as rewards_of
 from benchmarks.frontier.runs import stale as planned
@@ -14,6 +14,7 @@ from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
 from benchmarks.frontier.runs.tuned_arms import arm, selection_runs
+from fastp3o.evaluation.matched_kl import Estimate
 
 CORRECTIONS = {planned.label(*pair): "none" for pair in planned.COMPARED}
 # What an algorithm loses to the best one, whose reward is √(2 KL).
@@ -119,3 +120,18 @@ def test_further_questions_have_their_tables_and_figures(further, tmp_path):
         assert draw(further, tmp_path / f"{number}.png")
         assert not draw(EMPTY, tmp_path / "none.png")
     assert tables.further_sections(EMPTY) == []
+
+
+def test_verdicts_are_what_intervals_say(study):
+    ahead, little, behind, open_ = (
+        Estimate(mean, low, high, 8)
+        for mean, low, high in ((0.3, 0.2, 0.4), (0.03, 0.01, 0.05), (-1, -2, -0.5), (0, -1, 1))
+    )
+    words = [verdicts.reading(one) for one in (ahead, little, behind, open_, None)]
+    assert words[:3] == ["P3O is ahead", "P3O is ahead, by little", "P3O is behind"]
+    assert words[3:] == ["no evidence of a difference", "not measured"]
+    table = verdicts.table(study)
+    assert len(table) <= 1 + 8
+    stale_one = next(line for line in table if line[0].startswith("rollouts 6 updates old, 16"))
+    assert "GSPO" in stale_one[2] or "GRPO" in stale_one[2] or "RLOO" in stale_one[2]
+    assert {line[1] for line in verdicts.table(EMPTY)[1:]} == {"not measured"}

@@ -24,6 +24,7 @@ from benchmarks.frontier.report import (
     sanity,
     tables,
     tuned_figures,
+    verdicts,
 )
 from benchmarks.frontier.report.__main__ import README_PLOT
 from benchmarks.frontier.report.study import Arm, Study, load_study
@@ -31,6 +32,7 @@ from benchmarks.frontier.runs import parts, plan, records, tuning
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
 from benchmarks.frontier.tasks.groups import DOCSTRINGS, LONG_PROMPTS, MANY_LANGUAGES, RETUNED, STUDIED
+from benchmarks.report import markdown
 
 RATES = {name: {"joint": 3e-4, "separate": 3e-4, "none": 3e-4, "ppo": 1.5e-4, "dpo": 6e-4} for name in STUDIED}
 TUNED = {
@@ -436,6 +438,7 @@ def test_the_committed_tables_are_those_of_the_committed_runs():
     assert tables.all_runs_page(study) == tables.ALL_RUNS.read_text()
     assert tables.ALL_RUNS.read_text().count("\n| ") == len(study.records.runs) + 2
     assert figures.summary(study) in README_PLOT.read_text()
+    assert markdown(verdicts.table(study)) in verdicts.README.read_text()
 
 
 def test_committed_runs_of_a_task_and_a_seed_began_alike():

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.frontier.runs import choice, duels, execute, plan, stale, tuned_arms, tuning
+from benchmarks.frontier.runs import choice, duels, equal_kl, execute, plan, stale, tuned_arms, tuning
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.parts import PARTS, PLAN, parts_of
 from benchmarks.frontier.runs.plan import Run
@@ -181,7 +181,12 @@ def test_every_part_names_each_run_once(monkeypatch):
             assert len(names) == len(set(names))
 
 
-CHOSEN = {"corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED}}
+SLOW = equal_kl.settings("joint", 0.0)[0]
+CHOSEN = {
+    "corrections": {stale.label(*pair): "weights" for pair in stale.COMPARED},
+    "slow_settings": {SLOW.name: 0.5},
+    "equal_kl": {stale.label(*pair): {"1": vars(equal_kl.settings(*pair)[0])} for pair in equal_kl.EVERYONE},
+}
 SETTING = {"learning_rate": 6e-4, "kl_coef": 0.3, "own_parameter": 0.0}
 TUNED = {
     RETUNED: {
@@ -284,6 +289,32 @@ def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximise
     runs = list(tuned_arms.results([arm]))
     assert [(run.seed, run.task[-1], run.learning_rate) for run in runs] == [(n, str(n), 6e-4) for n in range(8)]
     assert "corrections" in json.loads((tmp_path / "tuned_arms.json").read_text())
+
+
+def test_slow_settings_get_more_updates_instead_of_being_ruled_out(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned_arms, "CHOSEN", tmp_path / "tuned_arms.json")
+
+    def recorded(run: Run) -> dict:
+        """Half a nat an evaluation, or a quarter at the lowest rate, where a nat is worth more."""
+        slow = run.learning_rate == min(tuned_arms.rates_of(run))
+        ends = [
+            {"step": n, "kl": n * (0.25 if slow else 0.5), "missing_eos": 0.0} for n in range(9 + 4 * bool(run.updates))
+        ]
+        worth = 2.0 if slow else 1.0
+        return vars(run) | {"evaluations": [one | {"reward": one["kl"] * worth} for one in ends]}
+
+    trials = list(map(recorded, equal_kl.equal_kl_trials("many_languages")))
+    choice.choose_slow_settings("many_languages", to_frames(trials))
+    longer = list(equal_kl.equal_kl_longer("many_languages"))
+    assert len(longer) == 2 * 3 * len(equal_kl.EVERYONE)
+    assert {run.updates for run in longer} == {40}
+    choice.choose_at_equal_kl("many_languages", to_frames([*trials, *map(recorded, longer)]))
+    runs = list(equal_kl.equal_kl("many_languages"))
+    assert len(runs) == 8 * len(equal_kl.EVERYONE), "the same setting is best at both KLs"
+    assert all(run.learning_rate == min(tuned_arms.rates_of(run)) for run in runs)
+    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", tasks.TASK_SETTINGS["many_languages"])
+    config = configuration(replace(runs[0], task="language-0"), task, tmp_path)
+    assert (config.updates, config.eval_at) == (40, "2,4,7,10,14,20,28")
 
 
 def test_gains_are_those_of_rewards_before_they_are_multiplied(task, tmp_path):

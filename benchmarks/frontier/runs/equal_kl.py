@@ -1,0 +1,60 @@
+"""Every algorithm over all rates and KL coefficients, each with four responses to a prompt, compared at equal KL.
+
+A setting with a run that does not get beyond the highest KL in the usual updates runs again with more of them, so that
+no setting is ruled out for being slow.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from benchmarks.frontier.runs import tuned_arms
+from benchmarks.frontier.runs.plan import KL_COEFS, Run
+from benchmarks.frontier.runs.stale import COMPARED, label
+from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, rates_of, selection_runs
+
+EVERYONE = (*COMPARED, ("dr_grpo", 0.0), ("dpo", 0.0))
+KLS = (1.0, 2.0)  # nats per response
+MORE_UPDATES = 40
+
+
+def settings(algorithm: str, own: float) -> list[Run]:
+    """The combinations that are tried of an algorithm: arms with a learning rate."""
+    base = arm(algorithm, own=own)
+    return [
+        replace(base, kl_coef=coef, learning_rate=rate) for coef, rate in product(KL_COEFS[algorithm], rates_of(base))
+    ]
+
+
+def equal_kl_trials(group: str) -> Iterator[Run]:
+    """Every setting of every algorithm."""
+    for algorithm, own in EVERYONE:
+        for one in settings(algorithm, own):
+            yield from selection_runs(one, one.learning_rate)
+
+
+def equal_kl_longer(group: str) -> Iterator[Run]:
+    """The settings that were too slow, with more updates."""
+    slow = chosen("slow_settings")
+    for algorithm, own in EVERYONE:
+        for one in settings(algorithm, own):
+            if one.name in slow:
+                yield from selection_runs(replace(one, updates=MORE_UPDATES), one.learning_rate)
+
+
+def equal_kl(group: str) -> Iterator[Run]:
+    """Every algorithm with the setting that was chosen for each KL."""
+    found = chosen("equal_kl")
+    for seed, task in RESULTS:
+        for pair in EVERYONE:
+            ours = [Run(**found[label(*pair)][f"{kl:g}"]) for kl in KLS if f"{kl:g}" in found[label(*pair)]]
+            for one in dict.fromkeys(ours):
+                yield replace(one, task=task, seed=seed)
+
+
+def chosen(name: str) -> dict:
+    """`slow_settings`: names of settings. `equal_kl`: label -> KL -> the fields of a setting."""
+    found = tuned_arms.chosen().get(name)
+    if found is None:
+        raise ValueError(f"{tuned_arms.CHOSEN} has no {name}: run the part before this one first")
+    return found
