@@ -138,7 +138,7 @@ def figure(study: Study, path: Path) -> bool:
     every = page.subplots(1, len(panels), sharey=True, sharex=True)
     for axes, (responses, rows) in zip(every, panels.items(), strict=True):
         draw_rows(axes, rows)
-        axes.set(title=f"{responses} responses to a prompt", xlabel="less than joint P3O with fresh rollouts")
+        axes.set(title=f"{responses} responses to a prompt", xlabel="minus joint P3O with fresh rollouts")
     every[0].set_yticks(range(len(rows)), [many.name_of(one) for one, _ in rows])
     every[0].invert_yaxis()
     title = f"Reward − {BETA:g} KL after training, every algorithm tuned: paired differences on eight languages"
