@@ -98,8 +98,10 @@ def figure(study: Study, path: Path) -> bool:
         estimate = many.difference(study, (arm(algorithm), arm("joint")), "end")
         if estimate is not None:
             name = many.name_of(arm(algorithm))
-            axes.axhline(estimate.mean, color=LOOKS[algorithm]["color"], label=f"{name}: the same bits")
+            axes.axhline(estimate.mean, color=LOOKS[algorithm]["color"], label=f"{name}, no offset")
     axes.set(xlabel="standard deviation of the offset, in those of the reward")
     axes.set_ylabel(f"reward − {BETA:g} KL, less joint P3O")
-    finish(page, [axes], "Offsets that nothing predicts: paired differences on eight languages", path)
+    finish(
+        page, [axes], "Offsets that nothing predicts, 4 responses to a prompt: paired differences over languages", path
+    )
     return True

@@ -212,7 +212,11 @@ def further_sections(study: Study) -> list[str]:
         if all(many.measured(study, arm).empty for arm in arms.values()):
             continue
         compared, count = many.differences(study, pairs, [*header, "minus"])
-        parts += [f"## Ten languages: {title}", shown(many.levels(study, arms, header)), *(markdown(lines) for lines in own if len(lines) > 1)]
+        parts += [
+            f"## Ten languages: {title}",
+            shown(many.levels(study, arms, header)),
+            *(markdown(lines) for lines in own if len(lines) > 1),
+        ]
         parts += [f"Paired differences; {count} intervals:", shown(compared)]
     return parts
 
