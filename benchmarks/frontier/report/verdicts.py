@@ -6,6 +6,7 @@ from typing import NamedTuple
 from benchmarks.frontier.report import cells, many, objective, stale
 from benchmarks.frontier.report.study import Arm, Study
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
+from benchmarks.frontier.runs.rewards import PPO_RATES
 from benchmarks.frontier.runs.tuned_arms import BETA
 from benchmarks.frontier.tasks.groups import LANGUAGES, RETUNED
 from benchmarks.goals import NOT_MEASURED
@@ -13,7 +14,6 @@ from benchmarks.report import markdown, write_between
 from fastp3o.evaluation.matched_kl import Estimate, paired_difference
 
 README = Path(__file__).parents[1] / "README.md"
-PPO_RATES = (1.5e-4, 3e-4, 6e-4)
 END = f"reward − {BETA:g} KL"
 TEN = "ten languages"
 

@@ -134,7 +134,7 @@ def choose_at_equal_kl(group: str, records: Records) -> None:
     them. A setting that reaches a KL in no number of updates, or passes it before the first evaluation, has no gain
     there.
     """
-    slow, found = equal_kl.chosen("slow_settings"), {}
+    slow, found = equal_kl.slow_settings(), {}
     for algorithm, own in equal_kl.EVERYONE:
         tried = [
             replace(one, updates=equal_kl.MORE_UPDATES) if one.name in slow else one

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import KL_COEFS, Run
 from benchmarks.frontier.runs.stale import COMPARED, label
-from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, rates_of, selection_runs
+from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, rates_of, required, selection_runs
 
 EVERYONE = (*COMPARED, ("dr_grpo", 0.0), ("dpo", 0.0))
 KLS = (1.0, 2.0)  # nats per response
@@ -33,9 +32,14 @@ def equal_kl_trials(group: str) -> Iterator[Run]:
             yield from selection_runs(one, one.learning_rate)
 
 
+def slow_settings() -> dict[str, float]:
+    """The names of the settings that were too slow, with the KL that they got to."""
+    return required("slow_settings", "equal_kl_trials")
+
+
 def equal_kl_longer(group: str) -> Iterator[Run]:
     """The settings that were too slow, with more updates."""
-    slow = chosen("slow_settings")
+    slow = slow_settings()
     for algorithm, own in EVERYONE:
         for one in settings(algorithm, own):
             if one.name in slow:
@@ -44,17 +48,9 @@ def equal_kl_longer(group: str) -> Iterator[Run]:
 
 def equal_kl(group: str) -> Iterator[Run]:
     """Every algorithm with the setting that was chosen for each KL."""
-    found = chosen("equal_kl")
+    found = required("equal_kl", "equal_kl_longer")
     for seed, task in RESULTS:
         for pair in EVERYONE:
             ours = [Run(**found[label(*pair)][f"{kl:g}"]) for kl in KLS if f"{kl:g}" in found[label(*pair)]]
             for one in dict.fromkeys(ours):
                 yield replace(one, task=task, seed=seed)
-
-
-def chosen(name: str) -> dict:
-    """`slow_settings`: names of settings. `equal_kl`: label -> KL -> the fields of a setting."""
-    found = tuned_arms.chosen().get(name)
-    if found is None:
-        raise ValueError(f"{tuned_arms.CHOSEN} has no {name}: run the part before this one first")
-    return found

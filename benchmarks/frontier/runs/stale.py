@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from benchmarks.frontier.runs import tuned_arms
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.runs.tuned_arms import PASSES as DEFAULT_PASSES
-from benchmarks.frontier.runs.tuned_arms import PROMPTS, USUAL_PASSES, arm, rates_of, selection_runs
+from benchmarks.frontier.runs.tuned_arms import PROMPTS, USUAL_PASSES, arm, rates_of, required, selection_runs
 
 LAGS = (6, 0, 2)  # the one that says most first
 PASSES = (1, 16, 4, 2, 8)
@@ -47,13 +46,6 @@ def label(algorithm: str, own: float) -> str:
     return f"{algorithm} {own:g}" if own else algorithm
 
 
-def chosen_corrections() -> dict[str, str]:
-    found = tuned_arms.chosen().get("corrections")
-    if found is None:
-        raise ValueError(f"{tuned_arms.CHOSEN} has no corrections: run the part `corrections` first")
-    return found
-
-
 def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
     """What is compared at a lag: with fresh rollouts nothing needs a correction.
 
@@ -61,7 +53,7 @@ def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
     """
     further = ALWAYS if lag == max(LAGS) else UNCLIPPED if lag else {}
     if chosen is None:
-        chosen = chosen_corrections() if lag else {}
+        chosen = required("corrections", "corrections") if lag else {}
     for responses in PROMPTS:
         for algorithm, own in COMPARED:
             best = chosen[label(algorithm, own)] if lag else "none"

@@ -70,6 +70,14 @@ def chosen() -> dict[str, dict]:
     return json.loads(CHOSEN.read_text()) if CHOSEN.exists() else {}
 
 
+def required(name: str, part: str) -> dict:
+    """The choices of a name. ValueError if `part` has not made them."""
+    found = chosen().get(name)
+    if found is None:
+        raise ValueError(f"{CHOSEN} has no {name}: run the part `{part}` first")
+    return found
+
+
 def chosen_rate(arm: Run) -> float:
     rate = chosen().get("rates", {}).get(arm.name)
     if rate is None:
