@@ -8,7 +8,17 @@ import json
 from pathlib import Path
 
 from benchmarks.frontier.gradients import figure as gradients
-from benchmarks.frontier.report import figures, passes, rewards, stale, tables, tuned_figures, verdicts
+from benchmarks.frontier.report import (
+    equal_kl,
+    figures,
+    passes,
+    readme_plot,
+    rewards,
+    stale,
+    tables,
+    tuned_figures,
+    verdicts,
+)
 from benchmarks.frontier.report.study import load_study
 from benchmarks.frontier.runs.records import RESULTS, read
 
@@ -23,7 +33,7 @@ def write_report() -> None:
     verdicts.write(study)
     tables.ALL_RUNS.write_text(tables.all_runs_page(study))
     drawn = {
-        README_PLOT: lambda path: figures.offset_for_readme(study, path),
+        README_PLOT: lambda path: readme_plot.draw(study, path),
         RESULTS / "frontier.png": lambda path: figures.frontier(study, optimum, path),
         RESULTS / "offset.png": lambda path: figures.offset(study, path),
         RESULTS / "sweep.png": lambda path: figures.kl_coefs(study, path),
@@ -33,6 +43,7 @@ def write_report() -> None:
         RESULTS / "envelope.png": lambda path: tuned_figures.envelope(study, optimum, path),
         RESULTS / "questions.png": lambda path: tuned_figures.one_setting_at_a_time(study, path),
         RESULTS / "stale.png": lambda path: stale.figure(study, path),
+        RESULTS / "equal_kl.png": lambda path: equal_kl.figure(study, path),
         RESULTS / "passes.png": lambda path: passes.figure(study, path),
         RESULTS / "offset_doses.png": lambda path: rewards.figure(study, path),
         RESULTS / "equal_cost.png": lambda path: tuned_figures.by_responses(study, path),

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame
@@ -101,13 +100,13 @@ def has_offset_runs(study: Study) -> bool:
     return all(enough_runs(study, LANGUAGES, arm) is not None for arm in arms)
 
 
-def draw_offset(axes: Axes, study: Study, kind: str, *, band: bool = True) -> None:
+def draw_offset(axes: Axes, study: Study, kind: str) -> None:
     """P3O, PPO without the offset, and PPO with it at every rate that ran on most seeds."""
     joint = study.runs_of(LANGUAGES, Arm("joint", "unlearnable"))
     plain = study.runs_of(LANGUAGES, Arm("ppo", learning_rate=PPO_RATE))
-    look = color_of("joint") | {"label": "P3O, with or without offset", "band": band}
+    look = color_of("joint") | {"label": "P3O, with or without offset"}
     draw_at_kls(axes, study, joint, "reward", kls_up_to(4.2), **look)
-    look = {"color": "#8C8C8C", "label": f"PPO without offset, rate {cells.rate(PPO_RATE)}", "band": band}
+    look = {"color": "#8C8C8C", "label": f"PPO without offset, rate {cells.rate(PPO_RATE)}"}
     draw_at_kls(axes, study, plain, "reward", kls_up_to(4.2), **look)
     chosen = study.chosen_rate(LANGUAGES, "ppo")
     rates = [rate for rate in LEARNING_RATES[LANGUAGES] if rate != chosen] + [None]
@@ -116,47 +115,7 @@ def draw_offset(axes: Axes, study: Study, kind: str, *, band: bool = True) -> No
         if runs is not None:
             rate = rate or chosen
             look = {"linestyle": STYLES.get(rate, "-."), "label": f"PPO with offset, rate {cells.rate(rate)}"}
-            draw_at_kls(axes, study, runs, "reward", kls_up_to(4.2), band=band, **color_of("ppo"), **look)
-
-
-GREY = "#768390"  # readable on white and on black
-
-
-def offset_for_readme(study: Study, path: Path) -> bool:
-    """The left panel of `offset` as an SVG with labels at the lines, for a page that is white or dark."""
-    if not has_offset_runs(study):
-        return False
-    style = {"svg.hashsalt": "offset", "svg.fonttype": "none", "font.size": 14, "text.color": GREY}
-    style |= {"font.sans-serif": ["Segoe UI", "Helvetica", "Arial", "DejaVu Sans"], "axes.labelcolor": GREY}
-    style |= {"axes.edgecolor": GREY, "xtick.color": GREY, "ytick.color": GREY}
-    with rc_context(style):
-        figure = Figure(figsize=(6, 4.2), layout="constrained")
-        axes = figure.subplots()
-        draw_offset(axes, study, "unlearnable", band=False)
-        for x, y, text, color in (
-            (0.2, 1.47, "P3O, offset or not: the same weights", LOOKS["joint"]["color"]),
-            (2.6, 1.02, "PPO without offset", GREY),
-            (2.25, 0.83, "PPO with offset,", LOOKS["ppo"]["color"]),
-            (2.25, 0.72, "at three learning rates", LOOKS["ppo"]["color"]),
-        ):
-            axes.text(x, y, text, color=color, fontsize=13)
-        axes.set(xlim=(0, 4.2), ylim=(-0.05, 1.6), xlabel="KL to the start, nats per response")
-        axes.set_ylabel("gain in reward, standard deviations")
-        axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Description": summary(study)})
-    return True
-
-
-def summary(study: Study) -> str:
-    """The gains at KL 2 that `offset_for_readme` shows, for its metadata."""
-    arms = {
-        "P3O with offset": Arm("joint", "unlearnable"),
-        "P3O without": Arm("joint"),
-        "PPO without": Arm("ppo", learning_rate=PPO_RATE),
-        "PPO with offset at 1.5e-4": Arm("ppo", "unlearnable", 1.5e-4),
-    }
-    gains = {name: cells.number(study.gains(LANGUAGES, arm, 2.0, "reward").mean()) for name, arm in arms.items()}
-    return "Gain at KL 2: " + "; ".join(f"{name} {gain}" for name, gain in gains.items())
+            draw_at_kls(axes, study, runs, "reward", kls_up_to(4.2), **color_of("ppo"), **look)
 
 
 def kl_coefs(study: Study, path: Path) -> bool:

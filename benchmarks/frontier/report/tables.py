@@ -8,12 +8,14 @@ from benchmarks.frontier.report import (
     endpoints,
     envelope,
     equal_cost,
+    equal_kl,
     learning_rates,
     many,
     objective,
     passes,
     questions,
     rewards,
+    sixteen,
     stale,
 )
 from benchmarks.frontier.report.acceptance import checked_rules
@@ -73,6 +75,7 @@ def tables_page(study: Study, optimum: Optimum) -> str:
     parts += equal_cost_sections(study)
     parts += stale_sections(study)
     parts += further_sections(study)
+    parts += equal_kl_sections(study)
     return "\n\n".join(parts) + "\n"
 
 
@@ -199,7 +202,7 @@ def further_sections(study: Study) -> list[str]:
             rewards.doses(),
             rewards.losses(),
             rewards.HEADER,
-            [rewards.same_weights(study)],
+            [rewards.different_weights(study)],
         ),
         (
             "a scale that differs between prompts",
@@ -208,6 +211,7 @@ def further_sections(study: Study) -> list[str]:
             ["spread", "K", "algorithm"],
             [],
         ),
+        ("16 responses to a prompt", sixteen.arms(), sixteen.pairs(), sixteen.HEADER, []),
     ):
         if all(many.measured(study, arm).empty for arm in arms.values()):
             continue
@@ -219,6 +223,24 @@ def further_sections(study: Study) -> list[str]:
         ]
         parts += [f"Paired differences; {count} intervals:", shown(compared)]
     return parts
+
+
+def equal_kl_sections(study: Study) -> list[str]:
+    tried, compared = equal_kl.trials(study), equal_kl.levels(study)
+    if len(compared) == 1:
+        return []
+    judged, count = equal_kl.differences(study)
+    return [
+        "## Ten languages: equal KL, every algorithm over all rates and coefficients",
+        "4 responses to a prompt. Every algorithm tries four rates with three KL coefficients. A setting with a run "
+        "that does not get beyond the highest KL in 20 updates runs again with 40. At each KL an algorithm has the "
+        "setting with the highest gain there on the two selection languages. Update: where runs first cross the KL.",
+        shown(compared),
+        f"Paired differences; {count} intervals:",
+        shown(judged),
+        "The trials on the two selection languages:",
+        shown(tried),
+    ]
 
 
 def shown(lines: list[list[str]]) -> str:

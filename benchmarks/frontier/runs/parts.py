@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from benchmarks.frontier.runs import equal_kl, plan, questions, rewards, stale, tuning
+from benchmarks.frontier.runs import equal_kl, plan, questions, rewards, sixteen, stale, tuning
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.tuned_arms import results, trials
 from benchmarks.frontier.tasks.groups import (
@@ -43,6 +43,7 @@ ARMS: dict[str, Callable[[], Iterator[Run]]] = {
     **{f"lag_{lag}": partial(stale.at_lag, lag) for lag in stale.LAGS},
     "offset_doses": rewards.without_offset,
     "scales": rewards.scales,
+    "groups_of_sixteen": sixteen.groups_of_sixteen,
     **{f"passes_{passes}": partial(stale.with_passes, passes) for passes in stale.PASSES},
 }
 MANY = named(stale.corrections)

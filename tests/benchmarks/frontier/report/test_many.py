@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from benchmarks.frontier.report import many, passes, rewards, stale, tables, verdicts
+from benchmarks.frontier.report import equal_kl, many, passes, readme_plot, rewards, sixteen, stale, tables, verdicts
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import rewards as rewards_of
 from benchmarks.frontier.runs import stale as planned
@@ -50,6 +50,7 @@ def study() -> Study:
 def further() -> Study:
     """Runs of the other questions."""
     asked = [*passes.arms().values(), *rewards.scaled().values(), *rewards_of.without_offset()]
+    asked += sixteen.arms().values()
     rates = {one.name: 6e-4 for one in asked}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned_arms, "chosen", lambda: {"rates": rates})
@@ -109,17 +110,43 @@ def test_the_figure_is_drawn(study, tmp_path):
 
 def test_further_questions_have_their_tables_and_figures(further, tmp_path):
     text = "\n".join(tables.further_sections(further))
-    assert text.count("## Ten languages") == 3
+    assert text.count("## Ten languages") == 4
     assert "| 16 | RLOO |" in text
     assert "| 10 | PPO, 3e-4 | itself without |" in text
     assert "| 1 | 16 | P3O, groups scaled | GRPO |" in text
-    assert rewards.same_weights(further)[1:] == [
-        [many.name_of(arm(name)), "5", "5"] for name in ("joint", "rloo", "grpo", "ppo_centred")
+    assert "| P3O, joint | 0.3 | GRPO 0.1, 0.3 |" in text
+    assert rewards.different_weights(further)[1:] == [
+        [many.name_of(arm(name)), "5", "1"] for name in ("joint", "rloo", "grpo", "ppo_centred")
     ]
-    for number, draw in enumerate((passes.figure, rewards.figure)):
+    for number, draw in enumerate((passes.figure, rewards.figure, readme_plot.draw)):
         assert draw(further, tmp_path / f"{number}.png")
         assert not draw(EMPTY, tmp_path / "none.png")
     assert tables.further_sections(EMPTY) == []
+
+
+def test_equal_kl_compares_the_settings_that_were_chosen(tmp_path):
+    best = replace(arm("joint"), learning_rate=6e-4, kl_coef=0.3)
+    slow = replace(arm("ppo"), learning_rate=6e-4, updates=40)
+    settings = {"joint": {"1": asdict(best), "2": asdict(best)}, "ppo": {"1": asdict(slow)}}
+    runs = [replace(one, task=task, seed=seed) for one in (best, slow) for seed, task in tuned_arms.RESULTS]
+    runs += [run for one in (best, slow) for run in selection_runs(one, one.learning_rate)]
+    study = Study(to_frames(map(record, runs)), {}, tuned_arms={"equal_kl": settings})
+    rival, estimate = equal_kl.best_rival(study, 1.0)
+    assert rival == "PPO"
+    assert estimate.mean == pytest.approx(BEHIND["ppo"], abs=0.02)
+    assert equal_kl.best_rival(study, 2.0) == ("", None)
+    assert [line[:5] for line in equal_kl.levels(study)[1:]] == [
+        ["1", "P3O, joint", "6e-4", "0.3", "20"],
+        ["1", "PPO", "6e-4", "0.1", "40"],
+        ["2", "P3O, joint", "6e-4", "0.3", "20"],
+    ]
+    assert len(equal_kl.trials(study)) == 1 + 2
+    text = "\n".join(tables.equal_kl_sections(study))
+    assert "| 1 | PPO | +0." in text
+    assert "nan" not in text
+    assert equal_kl.figure(study, tmp_path / "equal_kl.png")
+    assert not equal_kl.figure(EMPTY, tmp_path / "none.png")
+    assert tables.equal_kl_sections(EMPTY) == []
 
 
 def test_verdicts_are_what_intervals_say(study):

@@ -21,6 +21,7 @@ from benchmarks.frontier.report import (
     learning_rates,
     objective,
     questions,
+    readme_plot,
     sanity,
     tables,
     tuned_figures,
@@ -424,7 +425,7 @@ def test_figures_are_drawn_from_what_there_is(lines, study, optimum, tmp_path):
     assert all(drawn)
     assert matplotlib.image.imread(path).std() > 0
     assert not figures.frontier(EMPTY, optimum, path)
-    drawings = (figures.offset, figures.offset_for_readme, figures.kl_coefs, figures.clipping, figures.learning_rates)
+    drawings = (figures.offset, figures.kl_coefs, figures.clipping, figures.learning_rates, readme_plot.draw)
     assert not any(draw(EMPTY, path) for draw in drawings)
     assert not figures.win_rates([], path)
     assert not tuned_figures.envelope(EMPTY, optimum, path)
@@ -437,7 +438,7 @@ def test_the_committed_tables_are_those_of_the_committed_runs():
     assert tables.tables_page(study, optimum) == tables.TABLES.read_text()
     assert tables.all_runs_page(study) == tables.ALL_RUNS.read_text()
     assert tables.ALL_RUNS.read_text().count("\n| ") == len(study.records.runs) + 2
-    assert figures.summary(study) in README_PLOT.read_text()
+    assert readme_plot.summary(study) in README_PLOT.read_text()
     assert markdown(verdicts.table(study)) in verdicts.README.read_text()
 
 
