@@ -20,6 +20,7 @@ PAGES = (
         ".github/CHANGELOG.md",
         "benchmarks/README.md",
         "benchmarks/frontier/README.md",
+        "benchmarks/frontier/two_languages.md",
     ),
 )
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import cells, many, objective, stale
-from benchmarks.frontier.report.study import Arm, Study
+from benchmarks.frontier.report import cells, many, objective, rewards, stale
+from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.runs.rewards import PPO_RATES
-from benchmarks.frontier.runs.tuned_arms import BETA
-from benchmarks.frontier.tasks.groups import LANGUAGES, RETUNED
+from benchmarks.frontier.runs.rewards import PPO_RATES, scales
+from benchmarks.frontier.runs.tuned_arms import BETA, arm
+from benchmarks.frontier.tasks.groups import RETUNED
 from benchmarks.goals import NOT_MEASURED
 from benchmarks.report import markdown, write_between
 from fastp3o.evaluation.matched_kl import Estimate, paired_difference
@@ -45,12 +45,13 @@ def verdicts(study: Study) -> list[Verdict]:
         for K in (4, 16)
     ]
     return [
-        Verdict("an offset of ten deviations per prompt", "gain at KL 2", *under_an_offset(study), "two languages"),
+        Verdict("an offset of one deviation per prompt", END, *under_an_offset(study, 1.0), TEN),
+        Verdict("a factor per prompt (log-normal, σ 1)", END, *under_scales(study), TEN),
         Verdict("fresh rollouts, 2 responses per prompt", END, *against_ppo(study), "two languages"),
         *fresh,
         *old,
         Verdict(
-            f"{stale.OLDEST} updates old, 4 responses, all ratios to the policy that sampled",
+            f"{stale.OLDEST} updates old, 4 responses, ratios to what sampled",
             END,
             *with_ratios(study),
             TEN,
@@ -110,9 +111,9 @@ def against_highest(study: Study, pairs: list[tuple[Run, Run]]) -> tuple[str, Es
 def against_ppo(study: Study) -> tuple[str, Estimate | None]:
     """With the settings that the second comparison chose."""
     arms = {
-        arm.algorithm: arm
-        for group, arm in objective.compared(study)
-        if group == RETUNED and arm.responses_per_prompt == 2
+        one.algorithm: one
+        for group, one in objective.compared(study)
+        if group == RETUNED and one.responses_per_prompt == 2
     }
     if not {"joint", "ppo"} <= arms.keys():
         return "", None
@@ -120,12 +121,13 @@ def against_ppo(study: Study) -> tuple[str, Estimate | None]:
     return "PPO", paired_difference(*ends)
 
 
-def under_an_offset(study: Study) -> tuple[str, Estimate | None]:
-    """Against PPO at the rate that is best for it there."""
-    joint = study.gains(LANGUAGES, Arm("joint", "unlearnable"), 2.0, "reward").dropna()
-    gains = [study.gains(LANGUAGES, Arm("ppo", "unlearnable", rate), 2.0, "reward").dropna() for rate in PPO_RATES]
-    gains = [found for found in gains if len(found) >= 6]
-    if not gains or joint.empty:
-        return "", None
-    best = max(gains, key=lambda found: found.mean())
-    return "PPO", paired_difference(joint.to_dict(), best.to_dict())
+def under_an_offset(study: Study, deviation: float) -> tuple[str, Estimate | None]:
+    """Joint P3O, which no offset moves, against PPO at the rate that is best for it there."""
+    return against_highest(study, [(arm("joint"), rewards.ppo(deviation, rate)) for rate in PPO_RATES])
+
+
+def under_scales(study: Study) -> tuple[str, Estimate | None]:
+    """Joint P3O as it is against the best other algorithm, all under the same factors."""
+    arms = [one for one in scales() if one.reward_spread and one.responses_per_prompt == 4]
+    first = next(one for one in arms if one.algorithm == "joint")
+    return against_highest(study, [(first, one) for one in arms if not one.algorithm.startswith("joint")])
