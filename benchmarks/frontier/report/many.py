@@ -16,9 +16,9 @@ from pandas import DataFrame
 from benchmarks.frontier.report import cells
 from benchmarks.frontier.report.drawing import NAMES
 from benchmarks.frontier.report.study import Study
-from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.records import Records
-from benchmarks.frontier.runs.tuned_arms import BETA, RESULTS, rates_of, selection_runs
+from benchmarks.frontier.runs.tuned_arms import RESULTS, rates_of, selection_runs
 from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, interval, paired_difference
 
@@ -55,7 +55,7 @@ def measures(records: Records, runs: Iterable[Run]) -> DataFrame:
 
 
 def measures_of(history: Evaluations) -> dict[str, float | None]:
-    objective = [one["reward"] - history[0]["reward"] - BETA * one["kl"] for one in history]
+    objective = [one["objective"] for one in history]
     return {
         "end": objective[-1],
         "best": max(objective),

@@ -9,11 +9,10 @@ from pandas import Series
 from benchmarks.frontier.report import cells
 from benchmarks.frontier.report.questions import question_arm
 from benchmarks.frontier.report.study import Arm, Study
-from benchmarks.frontier.runs.plan import ALGORITHMS, EVERYONE
+from benchmarks.frontier.runs.plan import ALGORITHMS, BETA, EVERYONE
 from benchmarks.frontier.tasks.groups import LANGUAGES, RETUNED
 from fastp3o.evaluation.matched_kl import paired_difference
 
-BETA = 0.1  # the KL coefficient that most comparisons share
 FIRST, WITHOUT = "joint", "dpo"
 Compared = tuple[str, Arm]  # group, arm
 
@@ -33,8 +32,7 @@ def compared(study: Study) -> list[Compared]:
 
 def at_the_end(study: Study, group: str, arm: Arm) -> Series:
     """By task and seed."""
-    runs = study.runs_of(group, arm)
-    return runs["final_reward"] - BETA * runs["final_kl"]
+    return study.runs_of(group, arm)["final_objective"]
 
 
 def table(study: Study) -> list[list[str]]:

@@ -9,8 +9,8 @@ from benchmarks.frontier.report import many
 from benchmarks.frontier.report.drawing import LOOKS, bars, finish
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import stale
-from benchmarks.frontier.runs.plan import Run
-from benchmarks.frontier.runs.tuned_arms import BETA, USUAL_PASSES
+from benchmarks.frontier.runs.plan import BETA, Run
+from benchmarks.frontier.runs.tuned_arms import USUAL_PASSES
 
 HEADER = ["passes", "algorithm"]
 COUNTS = sorted(stale.PASSES)

@@ -10,8 +10,9 @@ from benchmarks.frontier.report import cells, many
 from benchmarks.frontier.report.drawing import LOOKS, bars
 from benchmarks.frontier.report.rewards import ppo
 from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs.plan import BETA
 from benchmarks.frontier.runs.rewards import DEVIATIONS, PPO_RATES
-from benchmarks.frontier.runs.tuned_arms import BETA, arm
+from benchmarks.frontier.runs.tuned_arms import arm
 from fastp3o.evaluation.matched_kl import Estimate, interval
 
 GREY = "#768390"  # readable on white and on black

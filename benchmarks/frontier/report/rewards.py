@@ -9,8 +9,8 @@ from benchmarks.frontier.report import cells, many
 from benchmarks.frontier.report.drawing import LOOKS, bars, finish
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import rewards
-from benchmarks.frontier.runs.plan import Run
-from benchmarks.frontier.runs.tuned_arms import BETA, arm
+from benchmarks.frontier.runs.plan import BETA, Run
+from benchmarks.frontier.runs.tuned_arms import arm
 from fastp3o.evaluation.matched_kl import Estimate
 
 HEADER = ["deviation", "algorithm"]

@@ -9,8 +9,8 @@ from benchmarks.frontier.report import many
 from benchmarks.frontier.report.drawing import LOOKS, bars, finish
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import stale
-from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.runs.tuned_arms import BETA, PROMPTS, arm
+from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
+from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm
 from fastp3o.evaluation.matched_kl import Estimate
 
 OLDEST = max(stale.LAGS)

@@ -21,7 +21,7 @@ from benchmarks.frontier.report import (
 from benchmarks.frontier.report.acceptance import checked_rules
 from benchmarks.frontier.report.sanity import Optimum
 from benchmarks.frontier.report.study import Study
-from benchmarks.frontier.runs.plan import HIGH_LEARNING_RATE
+from benchmarks.frontier.runs.plan import BETA, HIGH_LEARNING_RATE
 from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.tasks.groups import STUDIED
 from benchmarks.goals import NOT_MEASURED
@@ -112,7 +112,7 @@ def objective_sections(study: Study) -> list[str]:
     compared, count = objective.differences(study)
     return [
         "## Reward − β KL at the end of runs",
-        f"This is what training maximises. All runs that trained with β = {objective.BETA:g} are here, except those of "
+        f"This is what training maximises. All runs that trained with β = {BETA:g} are here, except those of "
         "online DPO, whose β is not a price in rewards. Mean over seeds [95% interval] (seeds):",
         shown(objective.table(study)),
         f"Paired differences over shared seeds; {count} intervals:",

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from benchmarks.frontier.report import cells, many, objective, rewards, stale
 from benchmarks.frontier.report.study import Study
-from benchmarks.frontier.runs.plan import CLIPPINGS, Run
+from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
 from benchmarks.frontier.runs.rewards import PPO_RATES, scales
-from benchmarks.frontier.runs.tuned_arms import BETA, arm
+from benchmarks.frontier.runs.tuned_arms import arm
 from benchmarks.frontier.tasks.groups import RETUNED
 from benchmarks.goals import NOT_MEASURED
 from benchmarks.report import markdown, write_between

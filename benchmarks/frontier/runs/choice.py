@@ -157,8 +157,8 @@ def mean_gain(records: Records, runs: list[Run], kl: float) -> float:
 
 def at_the_end(records: Records, runs: list[Run]) -> float:
     """Mean reward − BETA KL of some runs' last evaluations. KeyError if one is not recorded."""
-    ends = records.runs.set_index("name").loc[[run.name for run in runs]]
-    return float((ends["final_reward"] - tuned_arms.BETA * ends["final_kl"]).mean())
+    ends = records.runs.set_index("name")["final_objective"]
+    return float(ends.loc[[run.name for run in runs]].mean())
 
 
 def write_tuned(group: str, **parts: dict) -> None:

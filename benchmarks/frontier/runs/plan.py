@@ -26,6 +26,7 @@ LEARNING_RATES = {
 SELECTION_SEEDS = {LANGUAGES: (100, 101), RETUNED: (100, 101), DOCSTRINGS: (100,)}
 SEEDS = tuple(range(8))
 HIGH_LEARNING_RATE = 1.2e-3
+BETA = 0.1  # the KL coefficient that most comparisons share, in standard deviations of the reward per nat
 OFFSET_SD = 10.0
 
 # The weight of the KL penalty, in standard deviations of the reward per nat; for DPO its own beta.

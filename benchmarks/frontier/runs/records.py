@@ -9,7 +9,7 @@ from typing import Any
 
 from pandas import DataFrame, Series, isna
 
-from benchmarks.frontier.runs.plan import LATER, Run
+from benchmarks.frontier.runs.plan import BETA, LATER, Run
 from benchmarks.frontier.tasks.groups import group_of
 from fastp3o.evaluation.frontier import Evaluations
 from fastp3o.evaluation.matched_kl import gain_at_kl
@@ -32,9 +32,10 @@ class Records:
         first_kl: KL of the first evaluation after the start, below which no gain is known; NaN without one
         final_step, final_kl, final_missing_eos: values of the last evaluation
         final_reward, final_gold: gains of the last evaluation over the first, NaN without a gold utility
+        final_objective: reward_gain − BETA KL of the last evaluation, which runs with this KL coefficient maximise
     evaluations: run (its name), step (the update), kl (nats per response), reward and gold (means over prompts), their
-        gains over the run's start, reward_gain and gold_gain, reward_std (over prompts), missing_eos, prompts, and
-        its cost until then, if recorded: seconds and response_tokens.
+        gains over the run's start, reward_gain and gold_gain, objective (reward_gain − BETA KL), reward_std (over
+        prompts), missing_eos, prompts, and its cost until then, if recorded: seconds and response_tokens.
     """
 
     runs: DataFrame
@@ -77,6 +78,7 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     by_run = evaluations.groupby("run", sort=False)
     for outcome in ("reward", "gold"):
         evaluations[f"{outcome}_gain"] = evaluations[outcome] - by_run[outcome].transform("first")
+    evaluations["objective"] = evaluations["reward_gain"] - BETA * evaluations["kl"]
     return Records(runs.join(ends(evaluations), on="name"), evaluations)
 
 
@@ -103,6 +105,7 @@ def ends(evaluations: DataFrame) -> DataFrame:
             "final_missing_eos": last["missing_eos"],
             "final_reward": last["reward_gain"],
             "final_gold": last["gold_gain"],
+            "final_objective": last["objective"],
         }
     )
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.frontier.runs.plan import Run
+from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.tasks.groups import MANY_LANGUAGES, TASKS
 
-BETA = 0.1  # the KL coefficient, in standard deviations of the reward per nat
 PROMPTS = {4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
 USUAL_PASSES = 4
