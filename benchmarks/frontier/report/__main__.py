@@ -45,6 +45,7 @@ def write_report() -> None:
         RESULTS / "stale.png": lambda path: stale.figure(study, path),
         RESULTS / "equal_kl.png": lambda path: equal_kl.figure(study, path),
         RESULTS / "passes.png": lambda path: passes.figure(study, path),
+        RESULTS / "scales.png": lambda path: rewards.scales_figure(study, path),
         RESULTS / "offset_doses.png": lambda path: rewards.figure(study, path),
         RESULTS / "equal_cost.png": lambda path: tuned_figures.by_responses(study, path),
     }

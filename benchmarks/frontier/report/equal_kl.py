@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from benchmarks.frontier.report import cells, many
-from benchmarks.frontier.report.drawing import LOOKS, bars, finish
+from benchmarks.frontier.report.rows import Mark, Row, draw
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import equal_kl
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
@@ -127,40 +124,18 @@ def best_rival(study: Study, kl: float) -> tuple[str, Estimate | None]:
     return many.name_of(best), difference(study, kl, (arms[kl, FIRST], best), "reward")
 
 
+MARKS = {"reward": Mark("o", "learned reward"), "gold": Mark("D", "true utility", filled=False)}
+
+
 def figure(study: Study, path: Path) -> bool:
-    """Paired differences to joint P3O: a row an algorithm, a panel for each KL."""
-    arms = settings(study)
-    if any((kl, FIRST) not in arms for kl in equal_kl.KLS):
-        return False
-    if any(on_results(study, one, kl).empty for (kl, _), one in arms.items()):
-        return False
-    page = Figure(figsize=(10, 4.8), layout="constrained")
-    panels = page.subplots(1, len(equal_kl.KLS), sharey=True, sharex=True)
-    others = [pair for pair in equal_kl.EVERYONE if pair != FIRST]
-    for axes, kl in zip(panels, equal_kl.KLS, strict=True):
-        axes.axvline(0, color="#BBBBBB", linewidth=0.8, zorder=0)
-        for place, pair in enumerate(others):
-            if (kl, pair) in arms:
-                draw_row(axes, study, kl, (arms[kl, pair], arms[kl, FIRST]), place)
-        axes.set(title=f"gain at KL {kl:g}", xlabel="minus joint P3O")
-        for words, marker, filled in MARKS.values():
-            axes.plot([], [], marker, color="black", markerfacecolor="black" if filled else "white", label=words)
-    panels[0].set_yticks(range(len(others)), [many.name_of(arm(name, own=own)) for name, own in others])
-    panels[0].invert_yaxis()
+    """Every algorithm's paired differences to joint P3O at each KL."""
+    arms, panels = settings(study), {}
+    for kl in equal_kl.KLS:
+        if (kl, FIRST) not in arms:
+            return False
+        compared = [one for (at, pair), one in arms.items() if at == kl and pair != FIRST]
+        panels[f"gain at KL {kl:g}"] = [
+            Row(one, {name: difference(study, kl, (one, arms[kl, FIRST]), name) for name in MARKS}) for one in compared
+        ]
     title = "Every algorithm over all rates and KL coefficients: paired differences on eight languages"
-    finish(page, panels, title, path)
-    return True
-
-
-# Outcome -> its name, marker, and whether that is filled.
-MARKS = {"reward": ("learned reward", "o", True), "gold": ("true utility", "D", False)}
-
-
-def draw_row(axes: Axes, study: Study, kl: float, pair: tuple[Run, Run], place: int) -> None:
-    color = LOOKS[pair[0].algorithm]["color"]
-    for shift, (outcome, (_, marker, filled)) in zip((-0.12, 0.12), MARKS.items(), strict=True):
-        estimate = difference(study, kl, pair, outcome)
-        if estimate is not None:
-            inside = color if filled else "white"
-            look: dict[str, Any] = {"color": color, "markerfacecolor": inside, "markersize": 6, "linestyle": ""}
-            axes.errorbar([estimate.mean], [place + shift], xerr=bars([estimate[:3]]), marker=marker, **look)
+    return draw(panels, MARKS, minus="joint P3O", title=title, path=path)

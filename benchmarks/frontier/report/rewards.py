@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.frontier.report import cells, many
 from benchmarks.frontier.report.drawing import LOOKS, bars, finish
+from benchmarks.frontier.report.rows import Mark, Row, draw
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import rewards
 from benchmarks.frontier.runs.plan import BETA, Run
@@ -109,3 +110,26 @@ def figure(study: Study, path: Path) -> bool:
         page, [axes], "Offsets that nothing predicts, 4 responses to a prompt: paired differences over languages", path
     )
     return True
+
+
+MARKS = {"plain": Mark("o", "plain rewards", filled=False), "scaled": Mark("D", "a factor for every prompt")}
+
+
+def scales_figure(study: Study, path: Path) -> bool:
+    """What every algorithm reaches with a factor that differs between prompts, and without."""
+    panels = {}
+    for responses in (4, 16):
+        start = arm("joint", responses)
+        plain = [one for one in rewards.scales() if one.responses_per_prompt == responses and not one.reward_spread]
+        panels[f"{responses} responses to a prompt"] = [
+            Row(
+                one,
+                {
+                    "plain": many.difference(study, (one, start), "end"),
+                    "scaled": many.difference(study, (replace(one, reward_spread=rewards.SPREAD), start), "end"),
+                },
+            )
+            for one in plain
+        ]
+    title = f"Reward − {BETA:g} KL after training on rewards with a log-normal factor (σ 1) for every prompt"
+    return draw(panels, MARKS, minus="joint P3O with plain rewards", title=title, path=path)

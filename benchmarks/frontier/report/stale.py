@@ -2,16 +2,12 @@
 
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-
 from benchmarks.frontier.report import many
-from benchmarks.frontier.report.drawing import LOOKS, bars, finish
+from benchmarks.frontier.report.rows import Mark, Row, draw
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import stale
 from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
 from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm
-from fastp3o.evaluation.matched_kl import Estimate
 
 OLDEST = max(stale.LAGS)
 HEADER = ["lag", "K", "algorithm", "correction"]
@@ -102,10 +98,8 @@ def described(one: Run) -> str:
     return f"{many.name_of(one)}, {one.correction}" if one.rounds_ahead else many.name_of(one)
 
 
-def drawn(study: Study, responses: int) -> list[tuple[Run, dict[str, Estimate]]]:
-    """For each algorithm `fresh`, `stale` and `ratios`, where they have run: paired differences of reward − BETA KL to
-    joint P3O with fresh rollouts.
-    """
+def rows_of(study: Study, responses: int) -> list[Row]:
+    """Every algorithm's paired differences of reward − BETA KL to joint P3O with fresh rollouts."""
     start, rows = tuned(study, "joint", 0.0, 0, responses), []
     for algorithm, own in stale.COMPARED:
         asked = {
@@ -113,49 +107,20 @@ def drawn(study: Study, responses: int) -> list[tuple[Run, dict[str, Estimate]]]
             "stale": tuned(study, algorithm, own, OLDEST, responses),
             "ratios": ratios(algorithm, own, responses),
         }
-        estimates = {name: many.difference(study, (one, start), "end") for name, one in asked.items()}
-        found = {name: estimate for name, estimate in estimates.items() if estimate is not None}
-        if found:
-            rows.append((asked["fresh"], found))
+        found = {name: many.difference(study, (one, start), "end") for name, one in asked.items()}
+        rows.append(Row(asked["fresh"], found))
     return rows
 
 
 MARKS = {
-    "fresh": ("o", "fresh rollouts"),
-    "stale": ("D", f"{OLDEST} updates old, with the best correction"),
-    "ratios": ("x", f"{OLDEST} updates old, ratios to the policy that sampled"),
+    "fresh": Mark("o", "fresh rollouts", filled=False),
+    "stale": Mark("D", f"{OLDEST} updates old, with the best correction"),
+    "ratios": Mark("x", f"{OLDEST} updates old, ratios to the policy that sampled"),
 }
 
 
 def figure(study: Study, path: Path) -> bool:
-    """What every algorithm reaches with fresh and stale rollouts: a row an algorithm, a panel for each K."""
-    if not arms(study):
-        return False
-    panels = {responses: drawn(study, responses) for responses in PROMPTS}
-    if not all(panels.values()):
-        return False
-    page = Figure(figsize=(10, 4.8), layout="constrained")
-    every = page.subplots(1, len(panels), sharey=True, sharex=True)
-    for axes, (responses, rows) in zip(every, panels.items(), strict=True):
-        draw_rows(axes, rows)
-        axes.set(title=f"{responses} responses to a prompt", xlabel="minus joint P3O with fresh rollouts")
-    every[0].set_yticks(range(len(rows)), [many.name_of(one) for one, _ in rows])
-    every[0].invert_yaxis()
+    """What every algorithm reaches with fresh and stale rollouts."""
+    panels = {f"{responses} responses to a prompt": rows_of(study, responses) for responses in PROMPTS}
     title = f"Reward − {BETA:g} KL after training, every algorithm tuned: paired differences on eight languages"
-    finish(page, every, title, path)
-    return True
-
-
-def draw_rows(axes: Axes, rows: list[tuple[Run, dict[str, Estimate]]]) -> None:
-    axes.axvline(0, color="#BBBBBB", linewidth=0.8, zorder=0)
-    for place, (one, found) in enumerate(rows):
-        color = LOOKS[one.algorithm]["color"]
-        for name, estimate in found.items():
-            marker, words = MARKS[name]
-            height = place + 0.16 * (list(MARKS).index(name) - 1)
-            look = {"marker": marker, "markersize": 6, "color": color, "linestyle": "", "elinewidth": 1.2}
-            if name == "fresh":
-                look["markerfacecolor"] = "white"
-            axes.errorbar([estimate.mean], [height], xerr=bars([estimate[:3]]), **look)
-            shown = {"markerfacecolor": "white"} if name == "fresh" else {}
-            axes.plot([], [], marker, color="black", label=words, **shown)
+    return draw(panels, MARKS, minus="joint P3O with fresh rollouts", title=title, path=path)

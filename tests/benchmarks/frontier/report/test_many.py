@@ -118,7 +118,7 @@ def test_further_questions_have_their_tables_and_figures(further, tmp_path):
     assert rewards.different_weights(further)[1:] == [
         [many.name_of(arm(name)), "5", "1"] for name in ("joint", "rloo", "grpo", "ppo_centred")
     ]
-    for number, draw in enumerate((passes.figure, rewards.figure, readme_plot.draw)):
+    for number, draw in enumerate((passes.figure, rewards.figure, rewards.scales_figure, readme_plot.draw)):
         assert draw(further, tmp_path / f"{number}.png")
         assert not draw(EMPTY, tmp_path / "none.png")
     assert tables.further_sections(EMPTY) == []
@@ -127,18 +127,19 @@ def test_further_questions_have_their_tables_and_figures(further, tmp_path):
 def test_equal_kl_compares_the_settings_that_were_chosen(tmp_path):
     best = replace(arm("joint"), learning_rate=6e-4, kl_coef=0.3)
     slow = replace(arm("ppo"), learning_rate=6e-4, updates=40)
-    settings = {"joint": {"1": asdict(best), "2": asdict(best)}, "ppo": {"1": asdict(slow)}}
+    settings = {"joint": {"1": asdict(best), "2": asdict(best)}, "ppo": {"1": asdict(slow), "2": asdict(slow)}}
     runs = [replace(one, task=task, seed=seed) for one in (best, slow) for seed, task in tuned_arms.RESULTS]
     runs += [run for one in (best, slow) for run in selection_runs(one, one.learning_rate)]
     study = Study(to_frames(map(record, runs)), {}, tuned_arms={"equal_kl": settings})
     rival, estimate = equal_kl.best_rival(study, 1.0)
     assert rival == "PPO"
     assert estimate.mean == pytest.approx(BEHIND["ppo"], abs=0.02)
-    assert equal_kl.best_rival(study, 2.0) == ("", None)
+    assert equal_kl.best_rival(EMPTY, 1.0) == ("", None)
     assert [line[:5] for line in equal_kl.levels(study)[1:]] == [
         ["1", "P3O, joint", "6e-4", "0.3", "20"],
         ["1", "PPO", "6e-4", "0.1", "40"],
         ["2", "P3O, joint", "6e-4", "0.3", "20"],
+        ["2", "PPO", "6e-4", "0.1", "40"],
     ]
     assert len(equal_kl.trials(study)) == 1 + 2
     text = "\n".join(tables.equal_kl_sections(study))
