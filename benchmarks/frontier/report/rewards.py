@@ -72,12 +72,15 @@ def scaled() -> dict[tuple[str, ...], Run]:
 
 
 def scaled_pairs() -> many.Pairs:
-    """Joint P3O as it is, and with standardised groups, against GRPO; and what the spread costs each."""
+    """Joint P3O against all others, its variants against GRPO, and what the spread costs each."""
     arms, pairs = scaled(), {}
     for (spread, responses, name), one in arms.items():
-        if one.algorithm in ("joint", "joint-group", "joint-difference"):
+        if one.algorithm in ("joint-group", "joint-difference"):
             rival = arm("grpo", one.responses_per_prompt, reward_spread=one.reward_spread)
             pairs[spread, responses, name, many.name_of(rival)] = one, rival
+        if one.algorithm != "joint":
+            joint = arm("joint", one.responses_per_prompt, reward_spread=one.reward_spread)
+            pairs[spread, responses, many.name_of(joint), name] = joint, one
         if one.reward_spread:
             pairs[spread, responses, name, "itself without"] = one, replace(one, reward_spread=0.0)
     return pairs
