@@ -19,4 +19,8 @@ def pairs() -> many.Pairs:
     """Joint P3O at each coefficient against every other algorithm."""
     ours = [one for one in groups_of_sixteen() if one.algorithm == "joint"]
     others = [one for one in groups_of_sixteen() if one.algorithm != "joint"]
-    return {(*label(first), ", ".join(label(second))): (first, second) for first in ours for second in others}
+    return {(*label(first), described(second)): (first, second) for first in ours for second in others}
+
+
+def described(one: Run) -> str:
+    return "{}, β {}".format(*label(one))

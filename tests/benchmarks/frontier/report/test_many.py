@@ -114,7 +114,7 @@ def test_further_questions_have_their_tables_and_figures(further, tmp_path):
     assert "| 16 | RLOO |" in text
     assert "| 10 | PPO, 3e-4 | itself without |" in text
     assert "| 1 | 16 | P3O, groups scaled | GRPO |" in text
-    assert "| P3O, joint | 0.3 | GRPO 0.1, 0.3 |" in text
+    assert "| P3O, joint | 0.3 | GRPO 0.1, β 0.3 |" in text
     assert rewards.different_weights(further)[1:] == [
         [many.name_of(arm(name)), "5", "1"] for name in ("joint", "rloo", "grpo", "ppo_centred")
     ]
