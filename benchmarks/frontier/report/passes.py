@@ -10,7 +10,7 @@ from benchmarks.frontier.report.drawing import LOOKS, bars, finish
 from benchmarks.frontier.report.study import Study
 from benchmarks.frontier.runs import stale
 from benchmarks.frontier.runs.plan import BETA, Run
-from benchmarks.frontier.runs.tuned_arms import USUAL_PASSES
+from benchmarks.frontier.runs.tuned_arms import USUAL_PASSES, arm
 
 HEADER = ["passes", "algorithm"]
 COUNTS = sorted(stale.PASSES)
@@ -21,14 +21,16 @@ def arms() -> dict[tuple[str, ...], Run]:
 
 
 def pairs() -> many.Pairs:
-    """Joint and unclipped P3O against every other algorithm with as many passes."""
-    found = arms()
-    return {
-        (count, many.name_of(first), name): (first, second)
-        for (count, name), second in found.items()
-        for first in (one for (own, _), one in found.items() if own == count and one.algorithm in ("joint", "none"))
-        if second.algorithm not in ("joint", "none")
-    }
+    """Joint and unclipped P3O against the others with as many passes, and every algorithm against itself with 4."""
+    found, compared = arms(), {}
+    for (count, name), one in found.items():
+        for first in (found[count, many.name_of(arm(clipping))] for clipping in ("joint", "none")):
+            if one.algorithm not in (first.algorithm, "joint"):
+                compared[count, many.name_of(first), name] = first, one
+        usual = found[str(USUAL_PASSES), name]
+        if one != usual:
+            compared[count, name, f"itself with {USUAL_PASSES}"] = one, usual
+    return compared
 
 
 def figure(study: Study, path: Path) -> bool:
