@@ -12,10 +12,10 @@ from benchmarks.frontier.runs import equal_kl
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.runs.stale import label
-from benchmarks.frontier.runs.tuned_arms import RESULTS, arm, selection_runs
+from benchmarks.frontier.runs.tuned_arms import RESULTS, selection_runs
 from benchmarks.frontier.tasks.groups import MANY_LANGUAGES
 from benchmarks.frontier.tasks.task import TASK_SETTINGS
-from fastp3o.evaluation.matched_kl import Estimate, gain_at_kl, interval, paired_difference
+from fastp3o.evaluation.matched_kl import Estimate, gain_at_kl, paired_difference
 
 FIRST = ("joint", 0.0)
 # Column of the evaluations -> its name. `step` is the update at which a run crosses the KL.
@@ -54,19 +54,12 @@ def levels(study: Study) -> list[list[str]]:
     for (kl, _), one in settings(study).items():
         found = on_results(study, one, kl)
         about = [f"{kl:g}", many.name_of(one), *about_setting(one)]
-        lines.append([*about, *(mean(found, name) for name in OUTCOMES)])
+        lines.append([*about, *(many.mean(found, name) for name in OUTCOMES)])
     return lines
 
 
 def about_setting(one: Run) -> list[str]:
     return [cells.rate(one.learning_rate), f"{one.kl_coef:g}", str(one.updates or USUAL_UPDATES)]
-
-
-def mean(found: DataFrame, outcome: str) -> str:
-    values = found[outcome].dropna()
-    if found.empty:
-        return cells.NOT_MEASURED
-    return cells.estimate(interval([list(values)])) if len(values) else cells.NOT_REACHED
 
 
 def difference(study: Study, kl: float, pair: tuple[Run, Run], outcome: str, comparisons: int = 1) -> Estimate | None:
@@ -103,7 +96,7 @@ def trials(study: Study) -> list[list[str]]:
                 if all(len(rows) == len(runs) for rows in found):
                     values = [rows[name].mean(skipna=False) for rows in found for name in ("reward", "step")]
                     shown = [cells.NOT_REACHED if value != value else cells.number(value) for value in values]
-                    lines.append([many.name_of(arm(*pair[:1], own=pair[1])), *about_setting(one), *shown])
+                    lines.append([many.name_of(one), *about_setting(one), *shown])
     return lines
 
 

@@ -38,7 +38,7 @@ def draw(study: Study, path: Path) -> bool:
         figure = Figure(figsize=(6, 4.2), layout="constrained")
         axes = figure.subplots()
         draw_levels(axes, found)
-        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Description": summary(study)})
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None, "Description": summary(found)})
     return True
 
 
@@ -74,7 +74,7 @@ def draw_levels(axes: Axes, found: dict[str, Estimate | None]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def summary(study: Study) -> str:
+def summary(found: dict[str, Estimate | None]) -> str:
     """The numbers that the plot shows, for its metadata."""
-    means = {name: cells.estimate(one) for name, one in ends(study).items()}
+    means = {name: cells.estimate(one) for name, one in found.items()}
     return "Reward − 0.1 KL: " + "; ".join(f"{name} {mean}" for name, mean in means.items())
