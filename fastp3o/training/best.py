@@ -6,6 +6,7 @@ output_dir/best/evaluation.json    that evaluation
 
 import json
 from collections.abc import Mapping
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,22 @@ class Best:
         self.metric, self.lowest, self.found, self.since = metric, lowest, found, since
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Notes an evaluation, and returns whether it is the best so far. Raises UserError if it lacks the metric."""
+        """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN.
+
+        Raises UserError if the evaluation lacks the metric.
+        """
         if self.metric not in metrics:
             raise UserError(f"--keep_best {self.metric}: evaluations have {', '.join(metrics)}")
-        if self.found is not None:
-            gain = metrics[self.metric] - self.found[self.metric]
-            if not (gain < 0 if self.lowest else gain > 0):
-                self.since += step > self.found["step"]
-                return False
+        if self.found is not None and not self.is_better(metrics[self.metric], self.found[self.metric]):
+            self.since += step > self.found["step"]
+            return False
         self.found, self.since = {"step": step, **metrics}, 0
         return True
+
+    def is_better(self, value: float, best: float) -> bool:
+        if isnan(best):
+            return not isnan(value)
+        return value < best if self.lowest else value > best
 
     @property
     def file(self) -> dict[str, str]:

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import cells, many, objective, rewards, stale
+from benchmarks.frontier.report import cells, equal_kl, many, objective, rewards, stale
 from benchmarks.frontier.report.study import Study
-from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
+from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.rewards import PPO_RATES, scales
 from benchmarks.frontier.runs.tuned_arms import arm
 from benchmarks.frontier.tasks.groups import RETUNED
@@ -51,9 +51,9 @@ def verdicts(study: Study) -> list[Verdict]:
         *fresh,
         *old,
         Verdict(
-            f"{stale.OLDEST} updates old, 4 responses, ratios to what sampled",
-            END,
-            *with_ratios(study),
+            "fresh rollouts, 4 responses, every rate and coefficient",
+            f"gain at KL {many.EQUAL_KL:g}",
+            *equal_kl.best_rival(study, many.EQUAL_KL),
             TEN,
         ),
     ]
@@ -85,18 +85,6 @@ def against_best_rival(study: Study, lag: int, responses: int) -> tuple[str, Est
     """
     pairs = [pair for key, pair in stale.rivals(study).items() if key[:2] == (str(lag), str(responses))]
     return against_highest(study, pairs)
-
-
-def with_ratios(study: Study) -> tuple[str, Estimate | None]:
-    """P3O without clipping against the best other algorithm, P3O's clippings left out."""
-    return against_highest(
-        study,
-        [
-            pair
-            for (responses, *_), pair in stale.with_ratios(study).items()
-            if responses == "4" and pair[0].algorithm == "none" and pair[1].algorithm not in CLIPPINGS
-        ],
-    )
 
 
 def against_highest(study: Study, pairs: list[tuple[Run, Run]]) -> tuple[str, Estimate | None]:
