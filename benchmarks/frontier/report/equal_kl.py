@@ -101,19 +101,16 @@ def trials(study: Study) -> list[list[str]]:
 
 
 def best_rival(study: Study, kl: float) -> tuple[str, Estimate | None]:
-    """The algorithm that is not P3O with the highest mean gain on the languages of the results, and joint P3O's paired
-    difference to it.
+    """The algorithm that is not P3O with the highest mean gain on the languages of the results, if it reaches the KL on
+    more than half of them, and joint P3O's paired difference to it.
     """
     arms = settings(study)
-    gains = {
-        pair: on_results(study, one, kl)["reward"].mean()
-        for (at, pair), one in arms.items()
-        if at == kl and pair[0] not in CLIPPINGS
-    }
-    known = {pair: gain for pair, gain in gains.items() if gain == gain}
+    rivals = [one for (at, pair), one in arms.items() if at == kl and pair[0] not in CLIPPINGS]
+    gains = {one: on_results(study, one, kl)["reward"].dropna() for one in rivals}
+    known = {one: found.mean() for one, found in gains.items() if len(found) > len(RESULTS) / 2}
     if not known or (kl, FIRST) not in arms:
         return "", None
-    best = arms[kl, max(known, key=known.__getitem__)]
+    best = max(known, key=known.__getitem__)
     return many.name_of(best), difference(study, kl, (arms[kl, FIRST], best), "reward")
 
 

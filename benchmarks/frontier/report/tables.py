@@ -45,7 +45,7 @@ DIFFERENCES = (
 )
 RLOO = (
     "RLOO's rows, and comparisons with them at equal KL, do not rank it: its rate was chosen without a fair trial of "
-    "3e-4 (README.md)."
+    "3e-4 (two_languages.md). The ten languages do."
 )
 
 ORDER = ["task", "algorithm", "offset", "responses_per_prompt", "learning_rate", "kl_coef", "seed"]
@@ -234,7 +234,8 @@ def equal_kl_sections(study: Study) -> list[str]:
         "## Ten languages: equal KL, every algorithm over all rates and coefficients",
         "4 responses to a prompt. Every algorithm tries four rates with three KL coefficients. A setting with a run "
         "that does not get beyond the highest KL in 20 updates runs again with 40. At each KL an algorithm has the "
-        "setting with the highest gain there on the two selection languages. Update: where runs first cross the KL.",
+        "setting with the highest gain there on the two selection languages. Update: where runs first cross the KL. In "
+        f'the trials "{cells.NOT_REACHED}" holds as well for runs that pass the KL before their first evaluation.',
         shown(compared),
         f"Paired differences; {count} intervals:",
         shown(judged),

@@ -22,7 +22,7 @@ from benchmarks.frontier.runs.tuning import ENVELOPE_KLS
 from benchmarks.frontier.tasks.groups import LONG_PROMPTS, RETUNED
 from fastp3o.evaluation.matched_kl import interval
 
-WITHDRAWN = "rloo"  # its rate was not tried fairly, so gains at equal KL do not rank it: README.md
+WITHDRAWN = "rloo"  # its rate was not tried fairly, so gains at equal KL do not rank it: two_languages.md
 
 
 def envelope(study: Study, optimum: Optimum, path: Path) -> bool:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from benchmarks.frontier.report import cells, equal_kl, many, objective, rewards, stale
 from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.runs.equal_kl import KLS
 from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.rewards import PPO_RATES, scales
 from benchmarks.frontier.runs.tuned_arms import arm
@@ -16,6 +17,7 @@ from fastp3o.evaluation.matched_kl import Estimate, paired_difference
 README = Path(__file__).parents[1] / "README.md"
 END = f"reward − {BETA:g} KL"
 TEN = "ten languages"
+HIGHER_KL = max(KLS)  # where P3O does worse than at the lower one
 
 
 class Verdict(NamedTuple):
@@ -52,8 +54,8 @@ def verdicts(study: Study) -> list[Verdict]:
         *old,
         Verdict(
             "fresh rollouts, 4 responses, every rate and coefficient",
-            f"gain at KL {many.EQUAL_KL:g}",
-            *equal_kl.best_rival(study, many.EQUAL_KL),
+            f"gain at KL {HIGHER_KL:g}",
+            *equal_kl.best_rival(study, HIGHER_KL),
             TEN,
         ),
     ]
