@@ -150,6 +150,20 @@ def test_equal_kl_compares_the_settings_that_were_chosen(tmp_path):
     assert tables.equal_kl_sections(EMPTY) == []
 
 
+@pytest.mark.parametrize("reached, rival", [(4, "PPO"), (5, "GRPO")])
+def test_a_rival_at_equal_kl_gets_there_on_most_languages(reached, rival):
+    """GRPO is the better one, but only on some."""
+    arms = {name: replace(arm(name), learning_rate=6e-4) for name in ("joint", "ppo", "grpo")}
+    settings = {name: {"1": asdict(one)} for name, one in arms.items()}
+    runs = [
+        replace(one, task=task, seed=seed)
+        for name, one in arms.items()
+        for seed, task in tuned_arms.RESULTS[: reached if name == "grpo" else None]
+    ]
+    study = Study(to_frames(map(record, runs)), {}, tuned_arms={"equal_kl": settings})
+    assert equal_kl.best_rival(study, 1.0)[0] == rival
+
+
 def test_verdicts_are_what_intervals_say(study):
     ahead, little, behind, open_ = (
         Estimate(mean, low, high, 8)
