@@ -150,7 +150,7 @@ def test_equal_kl_compares_the_settings_that_were_chosen(tmp_path):
     assert tables.equal_kl_sections(EMPTY) == []
 
 
-@pytest.mark.parametrize("reached, rival", [(4, "PPO"), (5, "GRPO")])
+@pytest.mark.parametrize(("reached", "rival"), [(4, "PPO"), (5, "GRPO")])
 def test_a_rival_at_equal_kl_gets_there_on_most_languages(reached, rival):
     """GRPO is the better one, but only on some."""
     arms = {name: replace(arm(name), learning_rate=6e-4) for name in ("joint", "ppo", "grpo")}
