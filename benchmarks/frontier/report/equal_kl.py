@@ -101,8 +101,9 @@ def trials(study: Study) -> list[list[str]]:
 
 
 def best_rival(study: Study, kl: float) -> tuple[str, Estimate | None]:
-    """The algorithm that is not P3O with the highest mean gain on the languages of the results, if it reaches the KL on
-    more than half of them, and joint P3O's paired difference to it.
+    """The rival with the highest mean gain on the languages of the results, and joint P3O's paired difference to it.
+
+    Rivals are not P3O, and reach the KL on more than half of the languages.
     """
     arms = settings(study)
     rivals = [one for (at, pair), one in arms.items() if at == kl and pair[0] not in CLIPPINGS]
