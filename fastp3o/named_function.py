@@ -173,7 +173,7 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
 
 
 async def within(coroutine: Coroutine[object, None, Result], timeout: float | None) -> Result:
-    """Raises TookTooLongError if the coroutine has no result after `timeout` seconds, even if it takes no cancelling."""
+    """Raises TookTooLongError if the coroutine has not returned after `timeout` seconds, also if it goes on."""
     task = asyncio.ensure_future(coroutine)
     await asyncio.wait({task}, timeout=timeout)
     if not task.done():
