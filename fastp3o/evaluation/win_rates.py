@@ -94,7 +94,9 @@ def respond(
     sampler: Sampler
     longest = config.max_response_tokens
     if config.sampler == "vllm":
-        publisher = Publisher(Context(Accelerator(), precision, tokenizer, None), config, policy)
+        publisher = Publisher(
+            Context(Accelerator(), precision, tokenizer, None), config, config.longest_sequence, policy
+        )
         settings = sampling_settings(config)
         sampler = VLLMSampler(publisher, tokenizer, max_response_tokens=longest, settings=settings)
     else:

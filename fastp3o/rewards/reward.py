@@ -130,7 +130,7 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     return sums | values
 
 
-def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
+def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
     """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
 
     longest: tokens that a response may have. Raises as `rewarded` does.

@@ -101,7 +101,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
     if config.sampler == "vllm":
-        sampled = sampled._replace(publisher=Publisher(context, config, policy))
+        sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
     return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size), reward
 
 

@@ -173,7 +173,6 @@ def test_trouble_that_stays_is_named_after_all_attempts(server, trouble, said):
         (rewards([[1]] * 6), "whose reward 0 is not a finite number"),
         (b'{"scores": [1, 1, 1, 1, 1, 1]}', "which is not an object with a list of `rewards`"),
         (b'{"rewards": 1}', "which is not an object with a list of `rewards`"),
-        (b'{"rewards": [1, 1, 1, 1, 1, 1], "rewards": [2, 2, 2, 2, 2, 2]}', "which has `rewards` twice"),
         (b"[1, 1, 1, 1, 1, 1]", "which is not an object with a list of `rewards`"),
     ],
 )
