@@ -132,7 +132,7 @@ class Endpoint:
             return read_answer(answer)
         except AnswerError as error:
             raise EndpointError(f"{self.url} {what} — {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # of JSON that is nested too deeply
             raise AttemptError(f"{what} — {error}") from error
 
     async def request(self, content: bytes) -> tuple[int, str | None, bytes]:

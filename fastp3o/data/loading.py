@@ -126,7 +126,7 @@ def load_prompts(
 
 
 # The others add columns of responses to `prompt` and `prompt_ids`, and take and raise what `load_prompts` does. A
-# response longer than `max_response_tokens` loses its end and is counted; the others end with the end-of-sequence token.
+# response longer than `max_response_tokens` loses its end and is counted; any other ends with an end-of-sequence token.
 
 
 def load_demonstrations(

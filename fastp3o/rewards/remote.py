@@ -34,7 +34,7 @@ class RemoteReward:
         self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=config.request_seconds, retries=config.reward_retries)
         self.fields = (*TEXTS, *config.columns)
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
-        self.known: dict[bytes, float] = {}
+        self.scored: dict[bytes, float] = {}
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """Finite values. Raises EndpointError if the endpoint refuses, or all attempts of a request fail."""
@@ -45,13 +45,13 @@ class RemoteReward:
             for response in responses
         ]
         keys = [hashlib.sha256(json.dumps(text).encode()).digest() for text in texts]
-        unknown = list({key: text for key, text in zip(keys, texts, strict=True) if key not in self.known}.items())
+        unknown = list({key: text for key, text in zip(keys, texts, strict=True) if key not in self.scored}.items())
         batches = [unknown[start : start + self.batch_size] for start in range(0, len(unknown), self.batch_size)]
         for answered in Answers(self.ask, batches, self.requests):
-            self.known |= answered
-        rewards = torch.tensor([self.known[key] for key in keys], dtype=torch.float32)
-        for key in list(islice(self.known, max(0, len(self.known) - REMEMBERED))):
-            del self.known[key]
+            self.scored |= answered
+        rewards = torch.tensor([self.scored[key] for key in keys], dtype=torch.float32)
+        for key in list(islice(self.scored, max(0, len(self.scored) - REMEMBERED))):
+            del self.scored[key]
         return rewards.view(len(groups), -1)
 
     def ask(self, batch: Sequence[tuple[bytes, Text]], stopped: threading.Event) -> dict[bytes, float]:

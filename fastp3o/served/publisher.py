@@ -130,15 +130,16 @@ class Publisher:
         """
         prompts = [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
         # The servers take turns, so each gets every prompt.
-        asked = [ids for ids in prompts for _ in self.servers.urls]
+        requests = [ids for ids in prompts for _ in self.servers.urls]
         settings = completion_settings(POLICY_ITSELF, 1.0, PROBE_TOKENS, set()) | {"n": 2}
-        seeds = [seed] * len(asked)
+        seeds = [seed] * len(requests)
         answers = on_main_process(
-            self.accelerator, lambda: dict(self.servers.complete(asked, seeds, settings, end_ids=set()))
+            self.accelerator, lambda: dict(self.servers.complete(requests, seeds, settings, end_ids=set()))
         )
         servers = len(self.servers.urls)
         gaps = [
-            self.mean_gap(prompts, [answers[place] for place in range(n, len(asked), servers)]) for n in range(servers)
+            self.mean_gap(prompts, [answers[place] for place in range(n, len(requests), servers)])
+            for n in range(servers)
         ]
         on_every_process(self.accelerator, lambda: self.require_small(gaps))
         self.gap = max(gaps)
@@ -158,11 +159,11 @@ class Publisher:
         responses = [[list(completion.ids) for completion in group] for group in completions]
         (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
         with evaluation_mode(self.policy), untempered(self.policy), self.accelerator.autocast():
-            own = labelled_logprobs(self.policy, row.to(self.accelerator.device))
-        got = torch.tensor(
+            expected = labelled_logprobs(self.policy, row.to(self.accelerator.device))
+        logprobs = torch.tensor(
             [value for g in row.groups for completion in completions[g] for value in completion.logprobs]
         )
-        return (got.to(own) - own).abs().mean().item()
+        return (logprobs.to(expected) - expected).abs().mean().item()
 
 
 def shared_folder(config: SamplerConfig) -> Path:

@@ -40,7 +40,7 @@ def test_no_message_holds_the_text_of_a_special_token(template: str, message: di
     chat, asked = ChatTemplate(byte_tokenizer(template=template)), Part("prompt", CALM)
     with pytest.raises(RecordError, match="a message without the text of a special token', 'one with it"):
         chat.prompt(Part("prompt", [*CALM, {"role": "user", "content": "Hi"} | message]))
-    with pytest.raises(RecordError, match="without the text of a special token|the same with and without the reply"):
+    with pytest.raises(RecordError, match=r"without the text of a special token|the same with and without the reply"):
         chat.reply(asked, chat.prompt(asked), Part("chosen", [{"role": "assistant", "content": "Hi"} | message]))
 
 

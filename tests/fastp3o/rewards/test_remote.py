@@ -94,7 +94,7 @@ def test_what_was_scored_is_not_asked_again(server, monkeypatch):
     assert len(server.requests) == 4
     monkeypatch.setattr("fastp3o.rewards.remote.REMEMBERED", 2)
     reward(groups_of_texts(["x", "yy", "zzz"], answer=[1]))
-    assert len(reward.known) == 2
+    assert len(reward.scored) == 2
 
 
 def test_texts_of_any_kind_arrive(server):
