@@ -118,14 +118,14 @@ FLAGS = [
     ("p3o", "--ratio_cap 0.5", "--ratio_cap must be at least 1"),
     ("p3o", "--reward_clip -1", "--reward_clip must be 0 or more"),
     ("p3o", "--sampler vllm", "--sampler vllm needs --vllm_url, the servers that sample"),
-    ("p3o", "--vllm_url http://localhost:8000", "--vllm_url does nothing with --sampler engine"),
+    ("p3o", "--vllm_url http://localhost:8000", "--vllm_url does nothing without --sampler vllm"),
     ("p3o", "--vllm_folder weights", "--vllm_folder does nothing without --vllm_url"),
     ("p3o", "--rounds_ahead -1", "--rounds_ahead must be 0 or more"),
     ("generate", "--sampler vllm", "--sampler vllm needs --vllm_url, the servers that sample"),
     (
         "p3o",
         "--sampler vllm --vllm_url http://localhost:8000 --rollout_memory 1",
-        "--rollout_memory and --compile_rollouts do nothing with --sampler vllm",
+        "does nothing without --sampler engine",
     ),
     (
         "online",
@@ -287,11 +287,11 @@ FLAGS = [
     (
         "preference",
         "--objective simpo --reference models/whole",
-        "--reference does nothing without --eval_prompts: --objective simpo has no reference",
+        "--reference does nothing without --eval_prompts or an --objective with a reference",
     ),
     ("preference", "--reward rewards_for_tests:vowels", "--reward does nothing without --eval_prompts"),
-    ("online", "--sampler transformers --rollout_memory 1", "do nothing with --sampler transformers"),
-    ("generate", "--sampler transformers --compile_rollouts", "do nothing with --sampler transformers"),
+    ("online", "--sampler transformers --rollout_memory 1", "does nothing without --sampler engine"),
+    ("generate", "--sampler transformers --compile_rollouts", "does nothing without --sampler engine"),
     ("preference", "--sampler transformers", "--sampler does nothing without --eval_prompts"),
     *[
         ("preference", f"--eval_prompts prompts.jsonl --{name}", f"--{name.split()[0]} does nothing without --reward")
@@ -335,7 +335,7 @@ FLAGS = [
             "keep rest --min_gap 1": "--min_gap does nothing without --keep rs_dpo",
             "keep rs_dpo --min_gap -1": "--min_gap must be 0 or more",
             "keep rso --beta 0": "--beta must be above 0",
-            "keep rs_dpo --beta 2": "--beta does nothing without --keep rejection_sampling or rso",
+            "keep rs_dpo --beta 2": "--beta does nothing without --keep rejection_sampling or --keep rso",
             "keep rejection_sampling --accept 0": "--accept must be at least 1",
             "keep rso --accept 1": "--accept must be at least 2",
             "keep rso --accept 8": "--accept (8) must be below --responses_per_prompt (8): all of them would be",
