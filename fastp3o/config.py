@@ -101,7 +101,7 @@ def required(help: str, **rules: Unpack[Rules]) -> Any:
 
 def objective_name(name: str) -> Any:
     """The field `objective` of a configuration that `parse_chosen` can choose: its own name is its only value."""
-    return option(name, "What trains.", choices=(name,))
+    return option(name, "What trains.")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -146,6 +146,8 @@ class Flags:
             value = getattr(self, flag.name)
             if isinstance(value, str) and value != flag.default and not is_name(value):
                 raise UserError(f"--{flag.name} must not be empty, or hold what no name can, got {value!r}")
+            if flag.name == "objective" and value != flag.default:
+                raise UserError(f"--objective is {flag.default} in these options, got {value!r}")
         self.check_needs()
 
     def check_needs(self, to_come: Sequence[str] = ()) -> None:

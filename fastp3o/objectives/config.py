@@ -116,7 +116,7 @@ class OnlineConfig(SamplerConfig, RewardConfig, PenaltyConfig, StageConfig):
     )
     log_rollouts: int = option(
         1,
-        "Log rollouts every this many updates, in rollouts.jsonl.gz and in tables of trackers; 0 never. "
+        "Log rollouts every this many updates, in rollouts.jsonl and in tables of trackers; 0 never. "
         "scripts/rollouts.py prints them.",
         at_least=0,
         changeable=True,

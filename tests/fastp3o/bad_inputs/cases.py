@@ -173,7 +173,7 @@ FLAGS = [
     ("p3o", "--output_dir ' '", "--output_dir must not be empty, or hold what no name can, got ' '"),
     ("p3o", "--output_dir 'a\0b'", "--output_dir must not be empty, or hold what no name can, got 'a\\x00b'"),
     ("p3o", "--nosuch 1", "unknown option --nosuch"),
-    *[("p3o", f"--{name}=", f"--{name} must not be empty") for name in ("model", "output_dir", "prompts", "reward")],
+    *[("p3o", f"--{name}=", f"--{name} is missing") for name in ("model", "output_dir", "prompts", "reward")],
     ("ppo", "--gae_lambda 2", "--gae_lambda must be within 0 and 1"),
     ("ppo", "--critic_learning_rate 0", "--critic_learning_rate must be above 0"),
     ("ppo", "--critic_learning_rate inf", "--critic_learning_rate must be a finite number"),
@@ -295,8 +295,9 @@ FLAGS = [
     ("preference", "--sampler transformers", "--sampler does nothing without --eval_prompts"),
     *[
         ("preference", f"--eval_prompts prompts.jsonl --{name}", f"--{name.split()[0]} does nothing without --reward")
-        for name in ("gold_reward models/reward", "reward_weights 1", "reward_columns answer", "reward_timeout 9")
+        for name in ("gold_reward models/reward", "reward_weights 1", "reward_columns answer")
     ],
+    ("preference", "--eval_prompts prompts.jsonl --reward_timeout 9", "--reward_timeout does nothing without a URL or"),
     (
         "preference",
         f"--eval_prompts prompts.jsonl --reward {TWO} --reward_weights 1",
@@ -323,7 +324,7 @@ FLAGS = [
             "judge_requests 0": "--judge_requests must be at least 1",
             "judge_url http://a": "--judge_url and --judge_model go together",
             "judge m:f --judge_url http://a --judge_model m": "--judge and --judge_url exclude each other",
-            "verdicts v.jsonl": "--verdicts keeps the verdicts of --judge_url",
+            "verdicts v.jsonl": "--verdicts does nothing without --judge_url",
         }.items()
     ],
     *[
@@ -641,7 +642,7 @@ RESULTS = [
     ("one_number", "bad_rewards:one_number must return a list of 8 entries, got a float"),
     ("too_many", "bad_rewards:too_many must return 8 entries, one a response, got 9"),
     ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
-    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit or os._exit, status 'done')"),
+    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
 ]
 REWARD_FUNCTIONS = [
     ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
@@ -651,7 +652,7 @@ REWARD_FUNCTIONS = [
     ("table", "bad_rewards:table: reward 0 must be a number, got [1.0, 1.0]"),
     ("huge", "bad_rewards:huge: reward 0 must be a number of fp32, got a larger one"),
     ("not_finite", "a reward is NaN or infinite (8 values)"),
-    ("leaves", "bad_rewards:leaves ended the program (sys.exit or os._exit, status 0) instead of returning"),
+    ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
     ("elsewhere", "the model before that is in o/stopped-in-000001"),
     ("slow --reward_timeout 0.5", "bad_rewards:slow has not returned after 0.5 s (--reward_timeout)"),
     (
