@@ -87,6 +87,7 @@ class Endpoint:
             raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
+        background(os.getpid(), self.proxy)  # made here once, rather than in all threads that ask first
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         """Posts a body as JSON, or sends a GET without one, and returns `read_answer` of the answer's bytes. On a wrong

@@ -5,6 +5,7 @@ P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -28,6 +29,21 @@ Reward = Callable[[list[Group]], Tensor]
 
 
 def load_reward(
+    name: str, policy_tokenizer: PreTrainedTokenizerBase, *, remote: RemoteConfig | None = None, **loading: Any
+) -> Reward:
+    """Loads a reward: `module:function` is a Python function, http(s)://... an endpoint, and anything else a reward
+    model's folder or hub name.
+
+    remote: settings of endpoints and functions. loading: further arguments of `load_model_reward`.
+    """
+    if is_endpoint(name):
+        return RemoteReward(name, remote or RemoteConfig())
+    if is_function(name):
+        return FunctionReward(name, (remote or RemoteConfig()).call_seconds)
+    return load_model_reward(name, policy_tokenizer, **loading)
+
+
+def load_model_reward(
     name: str,
     policy_tokenizer: PreTrainedTokenizerBase,
     *,
@@ -37,17 +53,8 @@ def load_reward(
     mesh: DeviceMesh | None = None,
     offload: bool = False,
     trust_remote_code: bool = False,
-    remote: RemoteConfig | None = None,
-) -> Reward:
-    """Loads a reward: `module:function` is a Python function, http(s)://... an endpoint, and anything else a reward
-    model's folder or hub name.
-
-    remote: settings of endpoints and functions. Further arguments are a ModelReward's.
-    """
-    if is_endpoint(name):
-        return RemoteReward(name, remote or RemoteConfig())
-    if is_function(name):
-        return FunctionReward(name, (remote or RemoteConfig()).call_seconds)
+) -> ModelReward:
+    """name: a reward model's folder or hub name. Further arguments are a ModelReward's."""
     model = load_reward_model(
         name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code
     )
