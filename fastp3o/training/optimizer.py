@@ -42,7 +42,7 @@ class Optimizer:
         mesh: DeviceMesh | None = None,
     ):
         self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
-        self.model, self.steps = model, 0
+        self.model, self.steps, self.asked = model, 0, 0
         half = precision.weights if precision.half else None
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
@@ -110,19 +110,19 @@ class Optimizer:
         """Waits for the steps so far. Raises NotFiniteError if the loss or the gradient of one was not finite: it and
         those after it have moved nothing, and do not count as `steps`.
         """
-        if self.guard.unread:
-            steps = len(self.guard.unread)
-            self.settle(steps, *self.guard.steps_before_failure())
+        if self.asked != self.steps:
+            self.settle(self.outcome().tolist())
 
-    def require_finite_later(self, steps: int, outcome: list[float]) -> None:
-        """As `require_finite`, for steps whose outcome (`StepGuard.outcome`) the host has read by now."""
-        self.settle(steps, *self.guard.judge(outcome))
+    def outcome(self) -> Tensor:
+        """Numbers for `settle`, which the host may read later: the steps so far count as asked for."""
+        self.asked = self.steps
+        return self.guard.numbers()
 
-    def settle(self, steps: int, made: int, error: NotFiniteError | None) -> None:
-        """made: steps before the error, out of some. Those that are unread still have moved nothing after it."""
+    def settle(self, numbers: list[float]) -> None:
+        """As `require_finite`, for the steps before these numbers."""
+        made, error = self.guard.read(numbers)
         if error is not None:
-            self.steps -= steps - made + len(self.guard.unread)
-            self.guard.unread = []
+            self.steps = self.asked = made
             raise error
 
     def next_learning_rate(self) -> float:

@@ -62,26 +62,6 @@ class Steps(NamedTuple):
     last: int
 
 
-class LateStep(NamedTuple):
-    """A step that was launched, and whose outcome the host has not read yet.
-
-    numbers: the outcome of the optimizer steps, the number of weights that are not finite, and the metrics. known: the
-    other metrics. progress: after the step, with the loss scale before it.
-    """
-
-    step: int
-    optimizer_steps: int
-    numbers: LateNumbers
-    outcomes: int  # numbers of the optimizer steps
-    names: tuple[str, ...]  # of the metrics
-    known: dict[str, float]
-    begun: Moment
-    progress: Progress
-    steps_so_far: int
-    tokens: float
-    shown: tuple[str, ...]
-
-
 class Run:
     """Iterates over the numbers of a loop's steps, and evaluates and saves between them as the configuration says.
 
@@ -138,7 +118,7 @@ class Run:
         self.stops = Stops(self.accelerator)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
-        self.late: LateStep | None = None
+        self.late: Callable[[], None] | None = None  # settles the step whose outcome the host has not read
         self.last = steps.last  # number of the last step, an earlier one once the run is to end
         self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
 
@@ -289,22 +269,22 @@ class Run:
         begun: when its work began. metrics: 0-d, on the device. known: metrics that the host knows.
         """
         self.read_late_step()
-        optimizer, steps = self.optimizer, len(self.optimizer.guard.unread)
-        outcome = optimizer.guard.outcome()
-        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights()))
-        self.late = LateStep(
-            step,
-            optimizer_steps=steps,
-            numbers=LateNumbers(torch.cat([outcome, bad.float()[None], torch.stack([*metrics.values()])])),
-            outcomes=len(outcome),
-            names=tuple(metrics),
-            known=known | {"learning_rate": optimizer.learning_rate},
-            begun=begun,
-            progress=self.states.progress(step, evaluated=False),
-            steps_so_far=optimizer.steps,
-            tokens=tokens,
-            shown=shown,
-        )
+        outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
+        steps, known = self.optimizer.steps, known | {"learning_rate": self.optimizer.learning_rate}
+        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights())).float()
+        late = LateNumbers(torch.cat([torch.stack([bad, *metrics.values()]), outcome]))
+
+        def settle() -> None:
+            bad, *numbers = late.read()
+            with self.saved_after_error(step):
+                self.optimizer.settle(numbers[len(metrics) :])
+            values = dict(zip(metrics, numbers, strict=False)) | known
+            self.write_report(step, values, {"update": late.arrived.seconds_since(begun)}, tokens, shown)
+            if bad:
+                raise self.ruined(step, not_finite_error(A_WEIGHT, int(bad)))
+            self.progress, self.optimizer_steps = self.states.with_loss_scale(progress), steps
+
+        self.late = settle
 
     def read_late_step(self) -> None:
         """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one.
@@ -312,19 +292,9 @@ class Run:
         Raises NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before
         that step, also where a later one was launched.
         """
-        late, self.late = self.late, None
-        if late is None:
-            return
-        numbers = late.numbers.read()
-        outcome, bad, metrics = numbers[: late.outcomes], numbers[late.outcomes], numbers[late.outcomes + 1 :]
-        with self.saved_after_error(late.step):
-            self.optimizer.require_finite_later(late.optimizer_steps, outcome)
-        seconds = {"update": late.numbers.arrived.seconds_since(late.begun)}
-        values = dict(zip(late.names, metrics, strict=True)) | late.known
-        self.write_report(late.step, values, seconds, late.tokens, late.shown)
-        if bad:
-            raise self.ruined(late.step, not_finite_error(A_WEIGHT, int(bad)))
-        self.progress, self.optimizer_steps = self.states.with_loss_scale(late.progress), late.steps_so_far
+        settle, self.late = self.late, None
+        if settle is not None:
+            settle()
 
     def warn_once(self, about: str, message: str) -> None:
         if about not in self.warned:

@@ -33,7 +33,7 @@ class StepGuard:
         self.accelerator = accelerator
         # The values of the first failure that were not finite, infinite if no scale was low enough; 0 without one.
         self.failure = torch.zeros((), device=accelerator.device)
-        self.unread: list[Tensor] = []  # `failure` after each step that the host does not know of
+        self.made = torch.zeros((), device=accelerator.device)  # steps before it
         self.scale: Tensor | None = None
         if scaled:
             self.set_scale(FIRST_SCALE, finite_steps=0)
@@ -56,31 +56,21 @@ class StepGuard:
             torch._amp_update_scale_(self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL)
             failure = torch.where(self.scale < 1, math.inf, broken[0])
         self.failure = torch.where(self.failure > 0, self.failure, failure)
-        self.unread.append(self.failure)
         failed = self.failure.clamp(max=1.0)
+        self.made = self.made + (1 - failed)
         return failed if overflow is None else torch.maximum(failed, overflow)
 
-    def steps_before_failure(self) -> tuple[int, NotFiniteError | None]:
-        """The number of unread steps before a failure, and its error, None if there is none. Waits for the device."""
-        return self.judge(self.outcome().tolist()) if self.unread else (0, None)
+    def numbers(self) -> Tensor:
+        """What `read` takes: the number of steps before a failure, the failure, the loss scale's state; 1-d fp32."""
+        return torch.stack([self.made, self.failure, *self.counters()])
 
-    def outcome(self) -> Tensor:
-        """What became of the unread steps, one at least, which count as read: numbers for `judge`, 1-d fp32."""
-        outcome = torch.stack([*self.unread, *self.counters()])
-        self.unread = []
-        return outcome
-
-    def judge(self, outcome: list[float]) -> tuple[int, NotFiniteError | None]:
-        """The number of these steps before a failure, and its error, None if there is none."""
-        steps = len(outcome) - len(self.counters())
-        failures, self.known = outcome[:steps], outcome[steps:]
-        before = next((step for step, failure in enumerate(failures) if failure), steps)
-        if before == steps:
-            return before, None
-        if math.isinf(failures[before]):
-            return before, NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
+    def read(self, numbers: list[float]) -> tuple[int, NotFiniteError | None]:
+        """The number of steps that have moved something, and the error of a failure, None without one."""
+        made, failure, *self.known = numbers
+        if math.isinf(failure):
+            return int(made), NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
         what = "the loss or the gradient" if self.scale is None else "the loss"
-        return before, not_finite_error(what, int(failures[before]))
+        return int(made), not_finite_error(what, int(failure)) if failure else None
 
     def counters(self) -> list[Tensor]:
         return [] if self.scale is None else [self.scale, self.finite_steps.float()]
