@@ -641,7 +641,7 @@ RESULTS = [
     ("one_number", "bad_rewards:one_number must return a list of 8 entries, got a float"),
     ("too_many", "bad_rewards:too_many must return 8 entries, one a response, got 9"),
     ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
-    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit or os._exit, status 'done')"),
+    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
 ]
 REWARD_FUNCTIONS = [
     ("words", "bad_rewards:words: reward 0 must be a number, got '1.5'"),
@@ -651,7 +651,7 @@ REWARD_FUNCTIONS = [
     ("table", "bad_rewards:table: reward 0 must be a number, got [1.0, 1.0]"),
     ("huge", "bad_rewards:huge: reward 0 must be a number of fp32, got a larger one"),
     ("not_finite", "a reward is NaN or infinite (8 values)"),
-    ("leaves", "bad_rewards:leaves ended the program (sys.exit or os._exit, status 0) instead of returning"),
+    ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
     ("elsewhere", "the model before that is in o/stopped-in-000001"),
     ("slow --reward_timeout 0.5", "bad_rewards:slow has not returned after 0.5 s (--reward_timeout)"),
     (
