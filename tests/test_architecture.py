@@ -200,6 +200,21 @@ def functions_in(source: str) -> Iterator[tuple[str, int, int]]:
             yield node.name, node.end_lineno - node.lineno + 1, len(set(parameters) - {"self", "cls"})
 
 
+# --- size -----------------------------------------------------------------------------------------------------------
+
+MOST_LINES = 24_000
+
+
+def test_the_source_does_not_grow():
+    """What is added beyond the limit is found elsewhere: something that nobody needs goes."""
+    lines = sum(
+        len(path.read_text().splitlines())
+        for package in ("fastp3o", "fastp3o_kernels")
+        for path in PACKAGES[package].rglob("*.py")
+    )
+    assert lines <= MOST_LINES
+
+
 # --- maps of folders ------------------------------------------------------------------------------------------------
 
 # A line of a map: a file or folder, or several with commas between, then what they hold.

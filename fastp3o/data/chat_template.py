@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.data.errors import Found, RecordError, UnskippableError
 from fastp3o.data.layouts import Message, Part
-from fastp3o.time_limit import TookTooLongError, time_limit
+from fastp3o.named_function import TookTooLongError, time_limit
 
 CALLS = "tool_calls"
 TIME_LIMIT = 10.0  # seconds for one text

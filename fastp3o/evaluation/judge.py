@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fastp3o.endpoint import Endpoint, at_once, check_url
+from fastp3o.endpoint import Answers, Endpoint, check_url
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile
@@ -157,7 +157,7 @@ class EndpointJudge:
         ]
 
     def ask_all(self, comparisons: dict[str, tuple[str, str, str]]) -> None:
-        asked = at_once(self.compare, comparisons.items(), self.requests)
+        asked = Answers(self.compare, comparisons.items(), self.requests)
         total = len(comparisons)
         for _ in tqdm(asked, total=total, desc="judging", unit="pair", disable=not total):
             pass  # `compare` keeps each verdict, also those that are pending when another comparison fails

@@ -1,10 +1,10 @@
 """Pairwise Proximal Policy Optimization (P3O) and its unclipped gradient (PPG), arXiv 2310.00212."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from torch import Tensor, nn
 
-from fastp3o.config import objective_name, option
+from fastp3o.config import objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
@@ -19,7 +19,7 @@ PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", 
 HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class P3OConfig(RewardScalingConfig, KLConfig):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
@@ -104,7 +104,7 @@ class P3O(Objective):
         return loss, metrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class PPGConfig(P3OConfig):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fastp3o.endpoint import AnswerError, Endpoint, at_once
+from fastp3o.endpoint import AnswerError, Answers, Endpoint
 from fastp3o.rewards.config import TEXTS, RemoteConfig
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
@@ -47,7 +47,7 @@ class RemoteReward:
         keys = [hashlib.sha256(json.dumps(text).encode()).digest() for text in texts]
         unknown = list({key: text for key, text in zip(keys, texts, strict=True) if key not in self.known}.items())
         batches = [unknown[start : start + self.batch_size] for start in range(0, len(unknown), self.batch_size)]
-        for answered in at_once(self.ask, batches, self.requests):
+        for answered in Answers(self.ask, batches, self.requests):
             self.known |= answered
         rewards = torch.tensor([self.known[key] for key in keys], dtype=torch.float32)
         for key in list(islice(self.known, max(0, len(self.known) - REMEMBERED))):

@@ -4,11 +4,12 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from itertools import cycle
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, at_once
+from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.sampler import SamplingSettings
@@ -89,7 +90,7 @@ class Servers:
         settings: vLLM's, with the numbers of completions, `n`, and of tokens at most, `max_tokens`. end_ids: the
         tokens that end a response.
         """
-        self.under_way = [answers for answers in self.under_way if not answers.done]
+        self.under_way = [each for each in self.under_way if not all(future.done() for future in each.futures)]
         longest = TOKEN_BYTES * settings["n"] * (settings["max_tokens"] + 1) + 2**16
         endpoints = {
             url: self.endpoint(url, "/v1/completions", longest_body=longest, abandons=True) for url in self.urls
@@ -136,13 +137,12 @@ class Servers:
                     "--vllm_folder"
                 ) from error
 
-        answers = dict(at_once(ask, range(len(self.urls)), len(self.urls)))
+        answers = dict(Answers(ask, range(len(self.urls)), len(self.urls)))
         return [answers[place] for place in range(len(self.urls))]
 
     def wait(self) -> None:
         """Waits until nothing is under way from this process."""
-        for answers in self.under_way:
-            answers.wait()
+        wait([future for answers in self.under_way for future in answers.futures])
 
     def stop(self) -> None:
         """Gives up what is under way."""

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from accelerate.utils import gather_object
 from datasets import Dataset
 
 from fastp3o.config import SamplerConfig
@@ -44,7 +43,7 @@ def sampled_model(
 def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
     """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one.
 
-    The copy is whole if every process has the memory for it. bytes_per_parameter: of everything that is spread.
+    bytes_per_parameter: of everything that is spread over the processes.
     """
     accelerator, precision, _, mesh, _ = context
     on_gpu = context.device.type == "cuda"
@@ -59,11 +58,12 @@ def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = 
             return SampledModel(policy, None)
         return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
     parts = bytes_per_parameter * parameters // mesh.size(-1)
-    fits = parts + parameters * dtype.itemsize < available_memory(context.device)
-    by_layer = not all(gather_object([fits]))
-    if by_layer:
-        accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
-    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, by_layer=by_layer, merges=merges))
+    if parts + parameters * dtype.itemsize >= available_memory(context.device):
+        accelerator.print(
+            "warning: rollouts need a whole policy in each process, which may not fit its memory: --sampler vllm takes "
+            "them to servers"
+        )
+    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
 
 
 def load_trainable_policy(config: OnlineConfig) -> PackedModel:

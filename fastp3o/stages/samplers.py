@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.context import Context
-from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
@@ -85,7 +84,6 @@ def policy_sampler(
         tokenizer,
         max_response_tokens=config.max_response_tokens,
         batch_size=batch_size,
-        graph=False if policy.copy is not None and policy.copy.by_layer else None,
     )
     return policy.gathered(sampler)
 
@@ -97,13 +95,7 @@ def with_mixture(
     reference: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Sampler:
-    """Takes some responses from the policy's sampler, the others from its mixture with the reference.
-
-    Raises ValueError if a process cannot hold both whole.
-    """
-    for model in (policy, reference):
-        if model.copy is not None and model.copy.by_layer:
-            raise UserError("--mixture samples from two models, and a process has no room for both of them whole")
+    """Takes some responses from the policy's sampler, the others from its mixture with the reference."""
     mixture = MixtureSampler(
         policy.sampled,
         tokenizer,

@@ -1,13 +1,13 @@
 """progress.png: the main metrics of a run over its steps, and its evaluations."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from fastp3o.training.durable import whole_file
+from fastp3o.training.log import read
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -48,7 +48,7 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
 
     metrics, evaluations: logs of the run; lines that are damaged are left out.
     """
-    steps, evaluated = read_lines(metrics), read_lines(evaluations)
+    steps, evaluated = [*read(metrics)], [*read(evaluations)]
     if not steps:
         return False
     is_online = "reward" in steps[-1]
@@ -62,19 +62,6 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
 
 
 Line = tuple[np.ndarray, np.ndarray]  # steps and values
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log of numbers, without those that are damaged, such as one that is being written."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and "step" in values:
-            lines.append(values)
-    return lines
 
 
 def points(lines: Sequence[dict[str, float | None]], metric: str) -> Line:

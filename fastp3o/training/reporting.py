@@ -1,10 +1,12 @@
-"""Reports a run: JSON lines, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
+"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
 
+import json
 import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,12 +16,10 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
+from fastp3o.training import log
+from fastp3o.training.log import LoggedGroup, prompt_end, visible
 from fastp3o.training.progress import draw_progress
-from fastp3o.training.rollout_log import LoggedGroup, append_groups
 from fastp3o.training.run_files import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
-from fastp3o.training.run_folder import append_line
-from fastp3o.training.shown_text import prompt_end, visible
-from fastp3o.training.tracker_tables import log_table
 
 # Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
@@ -74,22 +74,32 @@ class Reporter:
 
     def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
-            append_line(self.folder / name, step, metrics)
+            values = {name: log.finite_or_none(value) for name, value in metrics.items()}
+            log.append(self.folder / name, [{"step": step, **values}])
 
     def rollouts(self, step: int, groups: list[LoggedGroup]) -> None:
-        """Logs groups of an update, in the file and in the trackers' tables."""
+        """Logs groups of an update, in the file and in tables of the trackers that have any."""
         if not self.accelerator.is_main_process:
             return
-        append_groups(self.folder / ROLLOUTS, groups)
-        parts = list(groups[0].responses[0].parts)
-        columns = ("prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished")
+        log.append(self.folder / ROLLOUTS, map(asdict, groups))
+        name, parts = "train/rollouts", groups[0].responses[0].parts
+        columns = ["prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished"]
         rows = [
-            (group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished))
+            [group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished)]
             for group in groups
             for one in group.responses
         ]
         for tracker in self.accelerator.trackers:
-            log_table(tracker, "train/rollouts", columns, rows, step)
+            if tracker.name == "tensorboard":  # whose Markdown shows indented lines as they are
+                lines = [f"    {json.dumps(row, ensure_ascii=False)}\n" for row in (columns, *rows)]
+                tracker.log({name: "".join(lines)}, step=step)
+            elif tracker.name == "wandb":
+                tracker.log_table(name, columns=columns, data=rows, step=step)
+            elif tracker.name == "trackio":
+                import pandas
+                import trackio
+
+                tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
 
     def samples(
         self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]
@@ -127,6 +137,14 @@ class Reporter:
         else:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
+
+    def compress_rollouts(self) -> None:
+        """Compresses the log of rollouts. A disk that is full is said and ends nothing."""
+        try:
+            if self.accelerator.is_main_process:
+                log.finish(self.folder / ROLLOUTS)
+        except OSError as error:
+            self.print(f"{self.folder / ROLLOUTS} is not compressed: {error}")
 
     def draw(self) -> None:
         """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""

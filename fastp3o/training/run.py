@@ -20,8 +20,10 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.given import Callback
 from fastp3o.named_function import FunctionError, ends_forks, restored
+from fastp3o.training import log
 from fastp3o.training.best import Best, read_best
 from fastp3o.training.checkpoints import save_trained
+from fastp3o.training.durable import sync
 from fastp3o.training.hub import upload
 from fastp3o.training.late import LateNumbers, Moment
 from fastp3o.training.model_card import Training
@@ -36,17 +38,15 @@ from fastp3o.training.processes import (
     result_or_error,
 )
 from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
-from fastp3o.training.run_files import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS
+from fastp3o.training.run_files import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, LOGS, METRICS, ROLLOUTS
 from fastp3o.training.run_folder import (
     claim,
     clear_away,
-    keep_until,
     release,
-    sync_logs,
     write_config,
 )
 from fastp3o.training.states.fingerprints import run_fingerprints
-from fastp3o.training.states.manifest import ResumeError, plain, require_same_run
+from fastp3o.training.states.manifest import ResumeError, require_same_run
 from fastp3o.training.states.store import Carried, Progress, States
 from fastp3o.training.stopping import StoppedError, Stops
 
@@ -125,7 +125,7 @@ class Run:
             raise
         done = self.progress.step
         purge = {"tensorboard": {"purge_step": done + 1}}
-        self.accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
+        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=purge if done else {})
         self.reporter = Reporter(
             self.accelerator,
             self.folder,
@@ -169,7 +169,7 @@ class Run:
         if done and not (self.folder / METRICS).exists():
             self.accelerator.print(f"{self.folder / METRICS} is gone, and with it the metrics up to step {done}")
         for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
-            for line in keep_until(self.folder / name, last):
+            for line in log.cut_after(self.folder / name, last):
                 self.accelerator.print(line)
         write_config(self.folder, self.config)
 
@@ -210,6 +210,7 @@ class Run:
         """Ends the report, and says where the finished model is. address: on the hub."""
         if self.best is not None:
             self.reporter.print(f"best {self.best}: {self.folder / BEST_MODEL}")
+        self.reporter.compress_rollouts()
         self.reporter.close()
         if address is not None:
             self.accelerator.print(f"the model is at {address}")
@@ -428,10 +429,15 @@ class Run:
     def save_state(self) -> None:
         """Writes the state of the noted progress, after syncing the logs."""
         assert not self.moved
-        on_main_process(self.accelerator, lambda: sync_logs(self.folder))
-        self.states.save(self.progress, plain(self.config), self.fingerprints)
+        on_main_process(self.accelerator, self.sync_logs)
+        self.states.save(self.progress, self.config.plain(), self.fingerprints)
         self.saved_at = time.monotonic()
         self.stops.forget()
+
+    def sync_logs(self) -> None:
+        for path in (*(self.folder / name for name in LOGS), self.folder):
+            if path.exists():
+                sync(path)
 
     def checkpoint_due(self, step: int) -> bool:
         return bool(self.config.save_every) and step % self.config.save_every == 0

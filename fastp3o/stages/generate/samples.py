@@ -1,15 +1,15 @@
 """Sampled responses with their rewards: samples.jsonl, a line a prompt, appended batch by batch."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 
 from fastp3o.data.layouts import Message
 from fastp3o.rollouts.groups import Group
-from fastp3o.training.durable import naming, sync
+from fastp3o.training import log
+from fastp3o.training.durable import sync
 
 
 @dataclass(frozen=True)
@@ -51,42 +51,21 @@ class SamplesFile:
         self.path = path
 
     def __iter__(self) -> Iterator[Samples]:
-        with self.path.open(encoding="utf-8") as lines:
-            for line in lines:
-                yield Samples(**json.loads(line))
+        return (Samples(**values) for values in log.read(self.path, key="number"))
 
     def append(self, samples: Sequence[Samples]) -> None:
-        text = "".join(json.dumps(asdict(one), ensure_ascii=False, allow_nan=False) + "\n" for one in samples)
-        with naming(self.path), self.path.open("ab") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        log.append(self.path, map(asdict, samples))
+        sync(self.path)
+        sync(self.path.parent)
 
     def whole_batches(self, batch_size: int, total: int) -> int:
         """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
-        done = min(sum(1 for _ in self.line_ends()), total)
+        records = enumerate(log.record(line, "number") for line in log.lines(self.path))
+        names = {field.name for field in fields(Samples)}
+        whole = takewhile(lambda r: r[1] is not None and r[1].keys() == names and r[1]["number"] == r[0], records)
+        done = min(sum(1 for _ in whole), total)
         return done if done == total else done // batch_size * batch_size
 
     def cut_after(self, prompts: int) -> None:
         """Leaves the lines of this many prompts."""
-        ends = [0, *islice(self.line_ends(), prompts)]
-        with self.path.open("ab") as file:
-            file.truncate(ends[prompts])
-            os.fsync(file.fileno())
-        sync(self.path.parent)
-
-    def line_ends(self) -> Iterator[int]:
-        """Yields the end of each prompt's line in the file, up to the first damaged line."""
-        if not self.path.exists():
-            return
-        end = 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines):
-                try:
-                    whole = line.endswith(b"\n") and Samples(**json.loads(line)).number == number
-                except (ValueError, TypeError):
-                    whole = False
-                if not whole:
-                    return
-                end += len(line)
-                yield end
+        log.cut_after(self.path, prompts - 1, key="number")

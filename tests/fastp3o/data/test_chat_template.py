@@ -11,7 +11,7 @@ from fastp3o.data.chat_template import ChatTemplate, Piece, written
 from fastp3o.data.encoding import Encoder, tokenise
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
-from fastp3o.time_limit import TookTooLongError, time_limit
+from fastp3o.named_function import TookTooLongError, time_limit
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
 
 CHATML = (
