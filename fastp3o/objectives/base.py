@@ -6,7 +6,7 @@ Shapes: P prompts with K responses each, N labelled tokens of a packed row, n to
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,17 +33,9 @@ class Microbatch:
     ref_token_logprobs: Tensor  # [N] fp32, by the reference
     old_logprobs: Tensor  # [P, K] fp32, sums over a response's tokens
     ref_logprobs: Tensor  # [P, K] fp32
-    weight: float  # the loss's, so that a minibatch's losses add up to the mean over all processes
-    metrics_weight: float = field(default=1.0, kw_only=True)  # the metrics', see LossAndMetrics
-    response_share: float = field(default=1.0, kw_only=True)  # its share of the minibatch's `Objective.metric_count`
     sampler_token_logprobs: Tensor | None = field(default=None, kw_only=True)  # [N] fp32, by what sampled, if needed
-    counted: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
-    token_count: int | None = field(default=None, kw_only=True)  # tokens that take part, where reading `counted` waits
+    loss_mask: Tensor | None = field(default=None, kw_only=True)  # [P, K] bool, takes part in the loss; None: all do
     prepared: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)  # added by `Objective.prepare`
-
-    def counted_tokens(self) -> int:
-        """Number of tokens that take part in the loss."""
-        return counted_tokens(self.row, self.counted) if self.token_count is None else self.token_count
 
     def sampler_log_ratios(self) -> Tensor:
         """[N] fp32: log π_old − log μ of each token, μ what sampled it. Raises ValueError if log μ is not known."""
@@ -51,33 +43,37 @@ class Microbatch:
             raise ValueError("importance weights need the log-probs of what sampled, and these rollouts have none")
         return self.old_token_logprobs - self.sampler_token_logprobs
 
-    def counted_responses(self) -> Tensor:
-        """[P, K] bool: the responses that take part in the loss."""
-        return torch.ones_like(self.rewards, dtype=torch.bool) if self.counted is None else self.counted
 
-
-def counted_tokens(row: PackedRow, counted: Tensor | None) -> int:
-    """Number of labelled tokens in responses that take part in a loss. counted: [P, K] bool, None for all."""
-    if counted is None:
+def masked_tokens(row: PackedRow, loss_mask: Tensor | None) -> int:
+    """Number of labelled tokens in responses that take part in a loss. loss_mask: [P, K] bool, on the CPU."""
+    if loss_mask is None:
         return len(row.labels)
-    takes_part = zip(row.labelled_lengths, counted.flatten().tolist(), strict=True)
-    return sum(length for length, counts in takes_part if counts)
+    return sum(compress(row.labelled_lengths, loss_mask.flatten().tolist()))
 
 
-# The loss, 0-d, and its metrics, 0-d and detached. A metric whose name ends in `_max` is a maximum. Any other is a mean
-# over the tokens that count if the loss averages tokens, else over `Objective.metric_count`; 0 if nothing counts.
+# The loss, 0-d, summed over the row and divided by its minibatch's divisor, and its metrics, detached. A metric whose
+# name ends in `_max` is a maximum, 0-d. Any other is a sum and the number of things in it, [2].
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+def with_count(sums: Mapping[str, Tensor], count: Tensor | float) -> dict[str, Tensor]:
+    """Metrics: sums, 0-d each, with the number of things in each of them, [2]."""
+    if not sums:
+        return {}
+    values = torch.stack([*sums.values()]).detach()
+    counts = count.to(values).expand_as(values) if isinstance(count, Tensor) else torch.full_like(values, count)
+    return dict(zip(sums, torch.stack([values, counts], dim=1), strict=True))
+
+
 SumOverProcesses = Callable[[Tensor], Tensor]
 
 
 class Objective(ABC):
     """Updates the policy from rollouts with rewards, old and reference log-probs.
 
-    averages_tokens: the loss is a mean over response tokens; otherwise it is a mean over prompts.
     scaler: scales rewards. kl: the weight of the KL to the reference, if it is a part of the state.
     """
 
-    averages_tokens: bool = False
     scaler: Scaler
     kl: KLCoefficient | None = None
 
@@ -100,12 +96,12 @@ class Objective(ABC):
         """Clip range of the sequence's log-ratio at this length, None if it is not clipped."""
         return None
 
-    def metric_count(self, counted: Tensor) -> Tensor:
-        """Number of responses, or pairs, that metrics average over when the loss does not average tokens, 0-d.
+    def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
+        """What a row adds to its minibatch's divisor: its prompts, unless the loss is a mean over something else.
 
-        counted: [P, K] bool, the responses that take part in the loss.
+        loss_mask: [P, K] bool, on the CPU; None for all.
         """
-        return counted.sum()
+        return len(row.groups)
 
     def add_to(self, policy: "PackedModel") -> None:  # noqa: B027 - most add nothing
         """Adds modules that train with the policy, such as a critic."""
@@ -124,12 +120,12 @@ class Objective(ABC):
         """Runs once an update, after its last optimizer step: looks at how far the policy has moved."""
 
     @abstractmethod
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        """The loss of one microbatch."""
+    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        """The loss of one microbatch, divided by the divisor of its minibatch, as a mean over the processes."""
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """The loss at an update's first optimizer step, when the policy still is the one before the update."""
-        return self.loss(policy, microbatch)
+        return self.loss(policy, microbatch, divisor)
 
 
 class GroupwiseObjective(Objective):
@@ -144,24 +140,25 @@ class GroupwiseObjective(Objective):
 
     @abstractmethod
     def sums(self, groups: Groups) -> LossAndMetrics:
-        """Loss and metrics of some prompts, each summed over what it averages.
+        """The loss of some prompts, summed, and its metrics.
 
-        groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `counted` [P, K] and `Microbatch.prepared`;
-            with a `sampler_ratio_cap` also `sampler_log_ratios` [n], log π_old − log μ, μ what sampled.
+        groups: has `old_tokens`, `ref_tokens` [n], `old`, `ref`, `rewards`, `loss_mask` [P, K] and
+            `Microbatch.prepared`; with a `sampler_ratio_cap` also `sampler_log_ratios` [n], log π_old − log μ, μ what
+            sampled.
         """
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        row, counted = microbatch.row, microbatch.counted_responses()
-        tokens = max(1, microbatch.counted_tokens()) if self.averages_tokens else None
-        count = tokens or self.metric_count(counted).clamp(min=1)
-        tokens_known = {"old_tokens": microbatch.old_token_logprobs, "ref_tokens": microbatch.ref_token_logprobs}
+    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        row, loss_mask = microbatch.row, microbatch.loss_mask
+        if loss_mask is None:
+            loss_mask = torch.ones_like(microbatch.rewards, dtype=torch.bool)
+        token_tensors = {"old_tokens": microbatch.old_token_logprobs, "ref_tokens": microbatch.ref_token_logprobs}
         if self.sampler_ratio_cap:
-            tokens_known["sampler_log_ratios"] = microbatch.sampler_log_ratios()
+            token_tensors["sampler_log_ratios"] = microbatch.sampler_log_ratios()
         responses = {
             "old": microbatch.old_logprobs,
             "ref": microbatch.ref_logprobs,
             "rewards": microbatch.rewards,
-            "counted": counted,
+            "loss_mask": loss_mask,
             **microbatch.prepared,
         }
 
@@ -172,15 +169,14 @@ class GroupwiseObjective(Objective):
                 row.labels,
                 row.cu_seqlens_on_host,
                 self.sums,
-                responses_per_group=counted.shape[1],
-                token_tensors=tokens_known,
+                responses_per_group=loss_mask.shape[1],
+                token_tensors=token_tensors,
                 response_tensors=responses,
                 outputs=self.outputs,
-                divisor=tokens or len(counted),
+                divisor=divisor,
             )
 
-        loss, metrics = policy(row, row.labelled_at, head_loss)
-        return loss, {name: metric / count for name, metric in metrics.items()}
+        return policy(row, row.labelled_at, head_loss)
 
 
 def sampler_ratio_metrics(ratios: Tensor, cap: float) -> dict[str, Tensor]:

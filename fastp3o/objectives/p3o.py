@@ -2,19 +2,17 @@
 
 from dataclasses import fields, replace
 
+import torch
 from torch import Tensor, nn
 
 from fastp3o.config import objective_name, option, options
 from fastp3o.errors import UserError
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, masked_tokens
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
-from fastp3o_kernels.p3o.output import SAMPLER_METRICS
 from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD
-
-# These metrics are means over responses, pairs or prompts even if the loss is a mean over tokens.
-PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl", *SAMPLER_METRICS)
 
 HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
 
@@ -49,7 +47,6 @@ class P3O(Objective):
             sampler_ratio_cap=config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap,
         )
         self.weighs_pairs = bool(config.sampler_ratio_cap)
-        self.averages_tokens = config.clipping == "token"
         self.old_is_policy = config.old_logprobs == "policy"
         self.scaler = config.scaler()
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
@@ -57,23 +54,28 @@ class P3O(Objective):
     def clip_range(self, length: float) -> float | None:
         return self.settings.clip_range if self.settings.clipping in ("joint", "separate") else None
 
-    def metric_count(self, counted: Tensor) -> Tensor:
-        """Number of responses that have another one to be compared with."""
-        return (counted & (counted.sum(1, keepdim=True) > 1)).sum()
+    def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
+        return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
-        return self.pair_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
+    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
+        old_tokens = microbatch.old_token_logprobs if self.settings.clipping == "token" else None
+        return self.pair_loss(policy, microbatch, divisor, microbatch.old_logprobs, old_tokens)
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
         not.
         """
         if not self.old_is_policy:
-            return self.loss(policy, microbatch)
-        return self.pair_loss(policy, microbatch, None, None)
+            return self.loss(policy, microbatch, divisor)
+        return self.pair_loss(policy, microbatch, divisor, None, None)
 
     def pair_loss(
-        self, policy: nn.Module, microbatch: Microbatch, old_logprobs: Tensor | None, old_token_logprobs: Tensor | None
+        self,
+        policy: nn.Module,
+        microbatch: Microbatch,
+        divisor: float | Tensor,
+        old_logprobs: Tensor | None,
+        old_token_logprobs: Tensor | None,
     ) -> LossAndMetrics:
         row, sampler_logprobs = microbatch.row, None
         if self.weighs_pairs:
@@ -90,18 +92,17 @@ class P3O(Objective):
                 microbatch.ref_logprobs,
                 microbatch.rewards,
                 replace(self.settings, kl_coef=self.kl.value),
-                old_token_logprobs=old_token_logprobs if self.averages_tokens else None,
-                valid_responses=microbatch.counted,
+                old_token_logprobs=old_token_logprobs,
+                valid_responses=microbatch.loss_mask,
                 sampler_logprobs=sampler_logprobs,
-                divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
+                divisor=divisor,
             )
 
-        loss, metrics, _ = policy(row, row.labelled_at, head_loss)
-        if self.averages_tokens:
-            # The minibatch weighs all metrics by tokens. Every metric of a row without counted tokens is 0.
-            share = microbatch.response_share / (microbatch.metrics_weight or 1.0)
-            metrics = metrics | {name: share * metrics[name] for name in PROMPT_METRICS if name in metrics}
-        return loss, metrics
+        loss, means, counts = policy(row, row.labelled_at, head_loss)
+        count = torch.stack([*counts.values()])
+        sums = torch.stack([means[name] for name in counts]) * count
+        metrics = dict(zip(counts, torch.stack([sums, count], dim=1), strict=True))
+        return loss, metrics | {"ratio_max": means["ratio_max"]}
 
 
 @options

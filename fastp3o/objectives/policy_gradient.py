@@ -19,10 +19,13 @@ from fastp3o.objectives.base import (
     LossAndMetrics,
     Microbatch,
     SumOverProcesses,
+    masked_tokens,
     sampler_ratio_metrics,
+    with_count,
 )
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
+from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler, pairs
 from fastp3o_kernels import Groups
 from fastp3o_kernels.losses import (
@@ -90,10 +93,12 @@ class PolicyGradient(GroupwiseObjective):
     def __init__(self, config: PolicyGradientConfig, *, loss_mean: str = "sum"):
         self.config, self.loss_mean = config, loss_mean
         self.sampler_ratio_cap = config.sampler_ratio_cap
-        self.averages_tokens = loss_mean == "token"
         self.outputs = ("entropy",) if config.entropy_coef else ()
         self.scaler = config.scaler()
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
+
+    def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
+        return masked_tokens(row, loss_mask) if self.loss_mean == "token" else len(row.groups)
 
     @abstractmethod
     def advantages(self, rewards: Tensor) -> Tensor:
@@ -130,16 +135,17 @@ class PolicyGradient(GroupwiseObjective):
         loss = self.total(groups, losses, self.takes_part(groups))
         if self.config.kl_estimator in TOKEN_KL and self.kl.value:
             estimates = TOKEN_KL[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
-            loss = loss + self.kl.value * self.total(groups, estimates, groups["counted"])
+            loss = loss + self.kl.value * self.total(groups, estimates, groups["loss_mask"])
             metrics[self.config.kl_estimator] = self.metric_sum(groups, estimates)
         if groups.entropy is not None:
-            loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy, groups["counted"])
+            loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy, groups["loss_mask"])
             metrics["policy_entropy"] = self.metric_sum(groups, groups.entropy)
-        return loss, metrics
+        loss_mask = groups["loss_mask"]
+        return loss, with_count(metrics, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum())
 
     def takes_part(self, groups: Groups) -> Tensor:
         """[P, M] bool: the losses that count. Losses of tokens count with their response, [P, K]."""
-        return groups["counted"]
+        return groups["loss_mask"]
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         """Further metrics, each a `metric_sum`."""
@@ -154,9 +160,9 @@ class PolicyGradient(GroupwiseObjective):
         """The sum over tokens that count, if the loss averages tokens; else over responses that count, of [P, K] values
         or of the means of [n] ones.
         """
-        if self.averages_tokens:
-            return values.where(groups.per_token(groups["counted"]), 0.0).sum()
-        return (groups.means(values) if values.dim() == 1 else values).where(groups["counted"], 0.0).sum()
+        if self.loss_mean == "token":
+            return values.where(groups.per_token(groups["loss_mask"]), 0.0).sum()
+        return (groups.means(values) if values.dim() == 1 else values).where(groups["loss_mask"], 0.0).sum()
 
     def total(self, groups: Groups, values: Tensor, takes_part: Tensor) -> Tensor:
         """The sum over prompts of the means over [P, M] values, which are 0 if they take no part.
@@ -164,7 +170,7 @@ class PolicyGradient(GroupwiseObjective):
         Values of tokens, [n], become a response's by loss_mean: their mean (sequence), their sum (sum), or their sum
         divided by max_response_tokens (constant). With loss_mean "token" it is the sum over all tokens instead.
         """
-        if self.averages_tokens:
+        if self.loss_mean == "token":
             return values.where(groups.per_token(takes_part), 0.0).sum()
         if values.dim() == 1:
             values = groups.means(values) if self.loss_mean == "sequence" else groups.sums(values)
@@ -423,7 +429,7 @@ class REBEL(PolicyGradient):
 
     def sampler_metrics(self, groups: Groups, ratios: Tensor) -> dict[str, Tensor]:
         """A response has the mean over its pairs that take part, 0 without one."""
-        P, K = groups["counted"].shape
+        P, K = groups["loss_mask"].shape
         counts = self.takes_part(groups)
         first, second = torch.triu_indices(K, K, offset=1, device=ratios.device)
 
@@ -437,4 +443,4 @@ class REBEL(PolicyGradient):
         return {name: self.metric_sum(groups, value) for name, value in means.items()}
 
     def takes_part(self, groups: Groups) -> Tensor:
-        return pairs(groups["counted"]).all(-1)
+        return pairs(groups["loss_mask"]).all(-1)

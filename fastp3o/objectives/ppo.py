@@ -22,7 +22,9 @@ from fastp3o.objectives.base import (
     Microbatch,
     Objective,
     SumOverProcesses,
+    masked_tokens,
     sampler_ratio_metrics,
+    with_count,
 )
 from fastp3o.objectives.config import KLConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient, StepKLCoefficient
@@ -112,7 +114,6 @@ class PPO(Objective):
     over the update; `returns`, the targets of the values.
     """
 
-    averages_tokens = True
     kl: KLCoefficient
 
     def __init__(self, config: PPOConfig):
@@ -186,7 +187,10 @@ class PPO(Objective):
         longest = max(row.labelled_lengths)
         return estimate_advantages(rewards, values, row.cu_seqlens, longest, gae_lambda=self.config.gae_lambda)
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
+    def divisor(self, row: PackedRow, loss_mask: Tensor | None) -> int:
+        return masked_tokens(row, loss_mask)
+
+    def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         from fastp3o.models.packed_model import label_entropies, label_logprobs
 
         row, critic = microbatch.row, policy.get_submodule("critic")
@@ -197,7 +201,7 @@ class PPO(Objective):
             return label_logprobs(hidden, head, row), None, critic(row)
 
         logprobs, entropy, values = policy(row, row.labelled_at, logprobs_entropy_values)
-        return ppo_loss(logprobs, values, microbatch, self.config, entropy, step_kl_coef=self.step_kl.value)
+        return ppo_loss(logprobs, values, microbatch, divisor, self.config, entropy, step_kl_coef=self.step_kl.value)
 
 
 class Critic(nn.Module):
@@ -270,18 +274,27 @@ def ppo_loss(
     logprobs: Tensor,
     values: Tensor,
     microbatch: Microbatch,
+    divisor: float | Tensor,
     config: PPOConfig,
     entropy: Tensor | None = None,
     *,
     step_kl_coef: float | None = None,
 ) -> LossAndMetrics:
-    """Bounded policy loss and clipped value loss, means over the tokens that count.
+    """Bounded policy loss and clipped value loss, summed over the tokens that take part.
 
-    logprobs, values, entropy: [N] fp32. microbatch: as `PPO.prepare` leaves it. step_kl_coef: the adapted one; by
-    default the configuration's.
+    logprobs, values, entropy: [N] fp32. microbatch: as `PPO.prepare` leaves it. divisor: of the sums. step_kl_coef: the
+    adapted one; by default the configuration's.
     """
     old_values, advantages, returns = (microbatch.prepared[name] for name in ("old_values", "advantages", "returns"))
-    mean = partial(mean_where, takes_part=counted_token_mask(microbatch))
+    loss_mask, count = None, torch.full((), float(len(logprobs)), device=logprobs.device)
+    if microbatch.loss_mask is not None:
+        lengths = microbatch.row.cu_seqlens.diff()
+        loss_mask = microbatch.loss_mask.flatten().repeat_interleave(lengths, output_size=len(logprobs))
+        count = loss_mask.sum()
+
+    def total(values: Tensor) -> Tensor:
+        return (values if loss_mask is None else values.where(loss_mask, 0.0)).sum()
+
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
     coef = config.step_kl_coef if step_kl_coef is None else step_kl_coef
     policy_losses = surrogate(logprobs, microbatch.old_token_logprobs, advantages, config, coef)
@@ -290,27 +303,26 @@ def ppo_loss(
         sampler_ratios = truncated_ratios(microbatch.sampler_log_ratios(), config.sampler_ratio_cap)
         policy_losses = policy_losses * sampler_ratios
         sampler_metrics = sampler_ratio_metrics(sampler_ratios, config.sampler_ratio_cap)
-    policy_loss = mean(policy_losses)
+    policy_loss = total(policy_losses)
 
     reach = config.value_clip_range
     clipped_values = old_values + (values - old_values).clamp(-reach, reach)
-    value_loss = mean(torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2)
+    value_loss = total(torch.maximum((values - returns).square(), (clipped_values - returns).square()) / 2)
 
     outside = (ratio < 1 - config.clip_range) | (ratio > 1 + config.clip_range)
-    metrics = {
-        "ratio_mean": mean(ratio),
-        "ratio_max": ratio.max(),
-        "clip_fraction": mean(outside.float()),
+    sums = {
+        "ratio_mean": total(ratio),
+        "clip_fraction": total(outside.float()),
         "policy_loss": policy_loss,
         "value_loss": value_loss,
-        "value_clip_fraction": mean(((values - old_values).abs() > reach).float()),
-        **{name: mean(value) for name, value in sampler_metrics.items()},
+        "value_clip_fraction": total(((values - old_values).abs() > reach).float()),
+        **{name: total(value) for name, value in sampler_metrics.items()},
     }
     loss = policy_loss + config.value_coef * value_loss
     if entropy is not None:
-        metrics["policy_entropy"] = mean(entropy)
-        loss = loss - config.entropy_coef * metrics["policy_entropy"]
-    return loss, {name: value.detach() for name, value in metrics.items()}
+        sums["policy_entropy"] = total(entropy)
+        loss = loss - config.entropy_coef * sums["policy_entropy"]
+    return loss / divisor, with_count(sums, count) | {"ratio_max": ratio.detach().max()}
 
 
 def surrogate(
@@ -321,18 +333,3 @@ def surrogate(
         return ppo_penalty(logprobs, old_logprobs, advantages, coef=step_kl_coef)
     losses = ppo_clip(logprobs, old_logprobs, advantages, clip_low=config.clip_range)
     return losses if config.step_bound == "clip" else losses + step_kl_coef * step_kl(logprobs, old_logprobs)
-
-
-def counted_token_mask(microbatch: Microbatch) -> Tensor | None:
-    """[N] bool: the tokens that take part in the loss; None for all."""
-    if microbatch.counted is None:
-        return None
-    lengths = microbatch.row.cu_seqlens.diff()
-    return microbatch.counted.flatten().repeat_interleave(lengths, output_size=len(microbatch.row.labels))
-
-
-def mean_where(values: Tensor, takes_part: Tensor | None) -> Tensor:
-    """The mean over values that take part, 0 if there are none."""
-    if takes_part is None:
-        return values.mean()
-    return values.where(takes_part, 0.0).sum() / takes_part.sum().clamp(min=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastp3o.config import Condition, Needs, SamplerConfig, SupervisedConfig, objective_name, option, options
 from fastp3o.errors import UserError
-from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics
+from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics, with_count
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import RewardConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, differences, pairs
@@ -352,10 +352,6 @@ class LabelledPairs(GroupwiseObjective):
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
         """Losses of pairs, [n, 2] each -> [n]; column 0 is the chosen response."""
 
-    def metric_count(self, counted: Tensor) -> Tensor:
-        """Number of pairs."""
-        return pairs(counted).all(-1).sum()
-
     def sums(self, groups: Groups) -> LossAndMetrics:
         """accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. tied: share
         with equal rewards. margin: the difference of log-ratios, chosen less rejected.
@@ -364,7 +360,7 @@ class LabelledPairs(GroupwiseObjective):
         if self.per_token:
             logprobs, anchor = groups.means(groups.token_logprobs), anchor / groups.lengths.clamp(min=1)
         labels = differences(groups["rewards"]).sign()
-        counts = pairs(groups["counted"]).all(-1)
+        loss_mask = pairs(groups["loss_mask"]).all(-1)
         values = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
         values = values.view_as(labels)
         margins = labels * differences(logprobs.detach() - anchor)
@@ -374,8 +370,9 @@ class LabelledPairs(GroupwiseObjective):
             ratios = losses.truncated_ratios(log_ratios, self.sampler_ratio_cap)
             values = values * ratios
             metrics |= sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
-        loss = values.where(counts & (labels != 0), 0.0).mean(1).sum()
-        return loss, {name: values.where(counts, 0.0).sum() for name, values in metrics.items()}
+        loss = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
+        sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
+        return loss, with_count(sums, loss_mask.sum())
 
 
 def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
@@ -504,16 +501,13 @@ class NashMD(GroupwiseObjective):
         self.config = config
         self.scaler = AbsoluteScaler(0.0, scale=False)
 
-    def metric_count(self, counted: Tensor) -> Tensor:
-        """Number of the policy's own responses."""
-        return counted[:, : self.config.from_mixture].sum()
-
     def sums(self, groups: Groups) -> LossAndMetrics:
         count, rewards = self.config.from_mixture, groups["rewards"]
-        own, counted = slice(count), groups["counted"][:, :count]
+        loss_mask = groups["loss_mask"][:, :count]
         preferred = (rewards[:, :count, None] - rewards[:, None, count:]).sigmoid().mean(2)
-        values = losses.nash_md(groups.logprobs[:, own], groups["ref"][:, own], preferred, tau=self.config.tau)
-        return values.where(counted, 0.0).mean(1).sum(), {"preferred": preferred.where(counted, 0.0).sum()}
+        values = losses.nash_md(groups.logprobs[:, :count], groups["ref"][:, :count], preferred, tau=self.config.tau)
+        sums = {"preferred": preferred.where(loss_mask, 0.0).sum()}
+        return values.where(loss_mask, 0.0).mean(1).sum(), with_count(sums, loss_mask.sum())
 
 
 # The choices of `--objective` in scripts/preference.py.

@@ -22,6 +22,7 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
@@ -130,11 +131,11 @@ class Preferences(SupervisedTask[PreferenceRow]):
         own = ({name: values[list(row.groups)] for name, values in response_tensors.items()} for row in rows)
         return [PreferenceRow(**vars(row), response_tensors=tensors) for row, tensors in zip(rows, own, strict=True)]
 
-    def losses(self, model: nn.Module, row: PreferenceRow) -> dict[str, Tensor]:
-        def sums(groups: Groups) -> tuple[Tensor, dict[str, Tensor]]:
-            return self.config.losses(groups).sum(), self.config.metrics(groups)
+    def loss(self, model: nn.Module, row: PreferenceRow, divisor: float | Tensor) -> LossAndMetrics:
+        def sums(groups: Groups) -> LossAndMetrics:
+            return self.config.losses(groups).sum(), with_count(self.config.metrics(groups), len(groups.lengths))
 
-        def loss(hidden: Tensor, head: Head) -> LinearLossOutput:
+        def head_loss(hidden: Tensor, head: Head) -> LinearLossOutput:
             return linear_loss(
                 hidden,
                 head,
@@ -143,15 +144,14 @@ class Preferences(SupervisedTask[PreferenceRow]):
                 sums,
                 responses_per_group=row.responses_per_prompt or 1,
                 response_tensors=row.response_tensors,
-                divisor=1,
+                divisor=divisor,
             )
 
-        output = model(row, row.labelled_at, loss)
-        return {"loss": output.loss, **output.metrics}
+        return model(row, row.labelled_at, head_loss)
 
-    def count(self, examples: Examples) -> int:
+    def count(self, row: PreferenceRow) -> int:
         """Pairs, or single responses."""
-        return len(examples["prompt_ids"])
+        return len(row.groups)
 
 
 class PreferencePairs(Preferences):

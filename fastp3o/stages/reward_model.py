@@ -17,6 +17,7 @@ from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.config import RewardModelConfig
@@ -67,17 +68,17 @@ class RewardModelling(SupervisedTask[RankedRow]):
         rows = pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing)
         return [with_pairs(row, examples) for row in rows]
 
-    def losses(self, model: nn.Module, row: RankedRow) -> dict[str, Tensor]:
-        return self.sums(scores(model, row), row)
+    def loss(self, model: nn.Module, row: RankedRow, divisor: float | Tensor) -> LossAndMetrics:
+        return self.scored_loss(scores(model, row), row, divisor)
 
-    def sums(self, scores: Tensor, row: RankedRow) -> dict[str, Tensor]:
-        return bradley_terry(
-            scores[row.better], scores[row.worse], row.weights, margins=row.margins, centring=self.config.centring
-        )
+    def scored_loss(self, scores: Tensor, row: RankedRow, divisor: float | Tensor) -> LossAndMetrics:
+        better, worse = scores[row.better], scores[row.worse]
+        sums = bradley_terry(better, worse, row.weights, margins=row.margins, centring=self.config.centring)
+        return sums.pop("loss") / divisor, with_count(sums, self.count(row))
 
-    def count(self, examples: Examples) -> int:
+    def count(self, row: RankedRow) -> int:
         """Prompts."""
-        return len(examples["ranked_ids"])
+        return len(row.groups)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
@@ -88,8 +89,8 @@ class RewardModelling(SupervisedTask[RankedRow]):
         rows = [row.to(accelerator.device) for row in self.pack(examples)]
         with accelerator.autocast():
             row_scores = map_rows_in_lockstep(rows, lambda row: scores(model, row))
-            sums = [self.sums(values, row) for values, row in zip(row_scores, rows, strict=True)]
-        means = self.means(sums, self.count(examples))
+            losses = [self.scored_loss(values, row, 1.0) for values, row in zip(row_scores, rows, strict=True)]
+        means = self.means(rows, losses)
         differences = [
             (numbers[group], difference)
             for values, row in zip(row_scores, rows, strict=True)

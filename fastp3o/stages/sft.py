@@ -7,6 +7,7 @@ from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.settings import Packing
@@ -39,11 +40,8 @@ class SFT(SupervisedTask[PackedRow]):
         packing = Packing(self.config.tokens_per_row)
         return pack(examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt)
 
-    def losses(self, model: nn.Module, row: PackedRow) -> dict[str, Tensor]:
-        return {"loss": -labelled_logprobs(model, row).sum()}
+    def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
+        return -labelled_logprobs(model, row).sum() / divisor, {}
 
-    def count(self, examples: Examples) -> int:
-        tokens = sum(map(len, examples["response_ids"]))
-        if self.config.train_on_prompt:
-            tokens += sum(len(ids) - 1 for ids in examples["prompt_ids"])
-        return tokens
+    def count(self, row: PackedRow) -> int:
+        return len(row.labels)

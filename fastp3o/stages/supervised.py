@@ -4,7 +4,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import torch
 from datasets import Dataset
@@ -15,12 +15,13 @@ from fastp3o.context import Context
 from fastp3o.data import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.given import Given
-from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
+from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
+from fastp3o.training.minibatches import MetricSums, Passes, mean_over_steps, optimizer_step
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
 from fastp3o.training.reporting import Moment
@@ -33,8 +34,8 @@ class SupervisedTask(ABC, Generic[Row]):
     """A task that a model learns from a data set.
 
     name: of the stage. load_examples: a loader of `fastp3o.data`. samples: an evaluation next to that of held-out data,
-    if the task has one. Losses are sums over what `count` counts (tokens, prompts, pairs), so that a batch's mean does
-    not depend on how it is packed.
+    if the task has one. Losses are means over what `count` counts (tokens, prompts, pairs) in a batch, however it is
+    packed.
     """
 
     name: str
@@ -69,12 +70,12 @@ class SupervisedTask(ABC, Generic[Row]):
         return rows
 
     @abstractmethod
-    def losses(self, model: nn.Module, row: Row) -> dict[str, Tensor]:
-        """Sums over a row of the `loss` and of other metrics, 0-d."""
+    def loss(self, model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
+        """The loss of a row, summed and divided by the divisor."""
 
     @abstractmethod
-    def count(self, examples: Examples) -> int:
-        """Number of tokens, prompts or pairs in a batch, over which its losses are averaged."""
+    def count(self, row: Row) -> int:
+        """Number of tokens, prompts or pairs in a row, over which the losses of a batch are averaged."""
 
     def prepared_rows(self, model: nn.Module, examples: Examples) -> list[Row]:
         with self.context.accelerator.autocast():
@@ -86,15 +87,16 @@ class SupervisedTask(ABC, Generic[Row]):
         batch = data[process_share(list(range(len(data))), self.context.accelerator)]
         rows = self.prepared_rows(model, batch)
         with self.context.accelerator.autocast():
-            sums = map_rows_in_lockstep(rows, lambda row: self.losses(model, row.to(self.context.device)))
-        return self.means(sums, self.count(batch))
+            losses = map_rows_in_lockstep(rows, lambda row: self.loss(model, row.to(self.context.device), 1.0))
+        return self.means(rows, losses)
 
-    def means(self, sums: list[dict[str, Tensor]], count: int) -> dict[str, float]:
-        """Means over all processes. sums, count: of this process's rows."""
-        totals = cast(Tensor, sum(torch.stack([*row.values()]) for row in sums))
-        counted = torch.full((1,), float(count), device=self.context.device)
-        totals = self.context.accelerator.reduce(torch.cat([totals, counted]), "sum")
-        return dict(zip(sums[0], (totals[:-1] / totals[-1]).tolist(), strict=True))
+    def means(self, rows: list[Row], losses: list[LossAndMetrics]) -> dict[str, float]:
+        """Means over all processes of the losses, with a divisor of 1, and metrics of this process's rows."""
+        sums = MetricSums()
+        for row, (loss, metrics) in zip(rows, losses, strict=True):
+            sums.add(with_count({"loss": loss}, self.count(row)) | metrics)
+        means = mean_over_steps(self.context.accelerator, [sums.read()])
+        return dict(zip(means, torch.stack([*means.values()]).tolist(), strict=True))
 
 
 def train_supervised(task: SupervisedTask, given: Given) -> None:
@@ -129,7 +131,11 @@ def train_supervised(task: SupervisedTask, given: Given) -> None:
         run.stop_or_save()
         begun = Moment(context.device)
         rows = task.prepared_rows(optimizer.model, batch)
-        metrics, shown = optimizer_step(task, optimizer, rows, task.count(batch))
+        count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
+        passes = Passes(pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean"))
+        loss = partial(loss_on_device, task)
+        metrics = mean_over_steps(context.accelerator, [optimizer_step(optimizer, passes, loss)])
+        shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.tokens_per_row)
         known = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
@@ -160,17 +166,5 @@ def make_run(
     return run, complete
 
 
-def optimizer_step(
-    task: SupervisedTask[Row], optimizer: Optimizer, rows: list[Row], count: int
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Makes one step on a batch. Returns metrics over all processes, and the names of those that are the task's own."""
-    accelerator, device = task.context.accelerator, task.context.device
-    mean_count = accelerator.reduce(torch.full((), float(count), device=device), "mean")
-    totals: Tensor | float = 0.0
-    for row, counts in pad_to_longest_rank(rows, rows[0]):
-        with accelerator.autocast(), dropout_on(optimizer.model):
-            losses = task.losses(optimizer.model, row.to(device))
-            optimizer.backward(losses["loss"] * counts / mean_count)
-        totals = totals + torch.stack([*losses.values()]).detach() * counts / mean_count
-    metrics = dict(zip(losses, accelerator.reduce(totals, "mean"), strict=True))
-    return metrics | optimizer.step(metrics["loss"]), tuple(metrics)
+def loss_on_device(task: SupervisedTask[Row], model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
+    return task.loss(model, row.to(task.context.device), divisor)

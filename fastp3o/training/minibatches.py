@@ -6,7 +6,7 @@ P prompts, K responses each, N labelled tokens in a packed row.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
-from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
 from fastp3o.packing.packed_row import PackedRow
@@ -70,26 +70,27 @@ def make_microbatches(
     reference: Reference,
     minibatches: list[list[PackedRow]],
     rewards: Tensor,
-    counted: Tensor | None,
-    objective: Objective,
+    loss_mask: Tensor | None,
 ) -> list[list[Microbatch]]:
-    """Adds the loss's inputs to the rows: rewards, old and reference log-probs, weights.
+    """Adds the loss's inputs to the rows: rewards, old and reference log-probs.
 
     old: gives the old log-probs. If they come from the policy on the very rows that it is trained on, every ratio is
     exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give.
 
-    rewards: [P, K] of all prompts, in the order they were sampled. counted: [P, K] bool, the responses that take
-    part in the loss, None for all. objective: decides how rows are weighted.
+    rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, the responses that take
+    part in the loss, None for all.
     """
-    every = torch.ones(rewards.shape, dtype=torch.bool) if counted is None else counted
-    weights = row_weights(accelerator, minibatches, every, objective)
-    on_host = list(chain.from_iterable(minibatches))
-    token_counts = [counted_tokens(row, every[list(row.groups)]) for row in on_host]
-    tables = ((rewards[list(row.groups)], None if counted is None else counted[list(row.groups)]) for row in on_host)
+    on_host = tuple(chain.from_iterable(minibatches))
+    tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
     # One copy for all rows.
-    rows, own_tables = to_device((tuple(on_host), tuple(tables)), accelerator.device)
-    microbatches = iter(map(make_microbatch, rows, own_tables, token_counts, old(rows), reference(rows), weights))
+    rows, row_tables = to_device((on_host, tables), accelerator.device)
+    microbatches = iter(map(make_microbatch, rows, row_tables, old(rows), reference(rows)))
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
+
+
+def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
+    """The loss mask of a row's groups, [P, K] bool."""
+    return None if loss_mask is None else loss_mask[list(row.groups)]
 
 
 def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
@@ -97,52 +98,9 @@ def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor
     return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
 
 
-class RowWeights(NamedTuple):
-    """A row's shares of its minibatch. Processes are averaged, so shares are of the mean over processes."""
-
-    loss: float
-    metrics: float
-    responses: float  # share of `Objective.metric_count`
-
-
-def row_weights(
-    accelerator: Accelerator, minibatches: list[list[PackedRow]], counted: Tensor, objective: Objective
-) -> list[RowWeights]:
-    """Weights of all rows of this process, one minibatch after the other. counted: [P, K] bool of all prompts."""
-
-    def sizes(row: PackedRow) -> tuple[int, int, int]:
-        own = counted[list(row.groups)]
-        counts = int(objective.metric_count(own))
-        if objective.averages_tokens:
-            tokens = counted_tokens(row, own)
-            return tokens, tokens, counts
-        return len(row.groups), counts, counts
-
-    row_sizes = [[sizes(row) for row in rows] for rows in minibatches]
-    sums = [[sum(column) for column in zip((0, 0, 0), *rows, strict=True)] for rows in row_sizes]
-    totals = torch.tensor(sums, dtype=torch.float32)
-    if accelerator.num_processes > 1:
-        totals = accelerator.reduce(to_device(totals, accelerator.device), reduction="mean")
-    return [
-        # If nothing counts, loss and metrics are 0 in any case.
-        RowWeights(*(size / (total or 1.0) for size, total in zip(row, minibatch_totals, strict=True)))
-        for rows, minibatch_totals in zip(row_sizes, totals.tolist(), strict=True)
-        for row in rows
-    ]
-
-
-def make_microbatch(
-    row: PackedRow,
-    tables: tuple[Tensor, Tensor | None],
-    token_count: int,
-    old: Tensor,
-    ref: Tensor,
-    weights: RowWeights,
-) -> Microbatch:
-    """tables: rewards and counted responses of the row's groups, [P, K] each. old, ref: [N] fp32, log-probs of its
-    tokens.
-    """
-    rewards, counted = tables
+def make_microbatch(row: PackedRow, tables: tuple[Tensor, Tensor | None], old: Tensor, ref: Tensor) -> Microbatch:
+    """tables: rewards and loss mask of the row's groups, [P, K] each. old, ref: [N] fp32, log-probs of its tokens."""
+    rewards, loss_mask = tables
     return Microbatch(
         row=row,
         rewards=rewards,
@@ -150,75 +108,136 @@ def make_microbatch(
         ref_token_logprobs=ref,
         old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(rewards.shape),
         ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(rewards.shape),
-        weight=weights.loss,
-        metrics_weight=weights.metrics,
-        response_share=weights.responses,
-        counted=counted,
-        token_count=token_count,
+        loss_mask=loss_mask,
     )
 
 
-Passes = list[tuple[Microbatch, bool]]  # the rows of a minibatch, and whether each counts
+Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss
 
 
-def equal_passes(minibatches: list[list[Microbatch]]) -> list[Passes]:
-    """The minibatches with as many rows as the process with most has in each: further ones do not count."""
-    spare = first_microbatch(minibatches)
-    longest = longest_ranks([len(minibatch) for minibatch in minibatches])
-    return [padded(minibatch, spare, length) for minibatch, length in zip(minibatches, longest, strict=True)]
+class Passes(NamedTuple, Generic[Item]):
+    """The backward passes of a minibatch on this process.
+
+    rows: and whether each counts: processes make equally many passes. divisor: of the losses; a mean over the
+    processes, since their gradients are averaged.
+    """
+
+    rows: list[tuple[Item, bool]]
+    divisor: float | Tensor
+
+
+def equal_passes(
+    accelerator: Accelerator, minibatches: list[list[Microbatch]], loss_mask: Tensor | None, objective: Objective
+) -> list[Passes[Microbatch]]:
+    """The minibatches with as many rows as the process with most has in each: further ones do not count.
+
+    loss_mask: [P, K] bool of all prompts, on the CPU.
+    """
+    sizes = [
+        sum(objective.divisor(one.row, masked(loss_mask, one.row)) for one in minibatch) for minibatch in minibatches
+    ]
+    divisors = torch.tensor(sizes, dtype=torch.float32)
+    if accelerator.num_processes > 1:
+        divisors = accelerator.reduce(to_device(divisors, accelerator.device), reduction="mean").cpu()
+    spare, longest = first_microbatch(minibatches), longest_ranks([len(minibatch) for minibatch in minibatches])
+    return [
+        # If nothing takes part, the loss is 0 in any case.
+        Passes(padded(minibatch, spare, length), divisor or 1.0)
+        for minibatch, length, divisor in zip(minibatches, longest, divisors.tolist(), strict=True)
+    ]
 
 
 def optimizer_step(
     optimizer: Optimizer,
-    passes: Passes,
-    loss: Callable[[nn.Module, Microbatch], LossAndMetrics],
+    passes: Passes[Item],
+    loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics],
     further_passes: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Tensor]:
-    """Makes the backward passes over a minibatch, and one step. Returns its metrics as 0-d tensors: maxima if their
-    names end in `_max`, else means.
+    """Makes the backward passes over a minibatch, and one step. Returns this process's metrics, as `mean_over_steps`
+    takes them.
 
-    further_passes: makes further backward passes for the step, and returns metrics of its own.
+    loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
+    the step, and returns metrics of its own.
 
     Does not wait for the device: whether loss and gradient were finite says `Optimizer.require_finite`.
     """
+    metrics = add_gradients(optimizer, passes, loss)
+    further = {} if further_passes is None else further_passes()
+    return metrics | further | optimizer.step(metrics["loss"])
+
+
+def add_gradients(
+    optimizer: Optimizer, passes: Passes[Item], loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics]
+) -> dict[str, Tensor]:
+    """Makes the backward passes over a minibatch. Returns the loss, 0-d, and the sums of its metrics."""
+    scale = optimizer.loss_scale
+    # The scale of fp16's loss is a part of the divisor, so that a row's incoming gradient is 1 in any precision.
+    divisor = passes.divisor if scale is None else passes.divisor / scale
     total = torch.zeros((), device=optimizer.accelerator.device)
     metrics = MetricSums()
-    for microbatch, counts in passes:
+    for row, counts in passes.rows:
         with optimizer.accelerator.autocast(), dropout_on(optimizer.model):
-            value, row_metrics = loss(optimizer.model, microbatch)
-            weighted = value * (microbatch.weight if counts else 0.0)
-            optimizer.backward(weighted)
-        total = total + weighted.detach()
-        metrics.add(row_metrics, microbatch.metrics_weight, counts=counts)
-    further = {} if further_passes is None else further_passes()
-    return {"loss": total, **metrics.read(), **further} | optimizer.step(total)
+            value, row_metrics = loss(optimizer.model, row, divisor)
+            value = value if counts else value * 0.0
+            value.backward()
+        total = total + value.detach()
+        metrics.add(row_metrics, counts=counts)
+    return {"loss": total if scale is None else total / scale, **metrics.read()}
 
 
 class MetricSums:
-    """Metrics of a minibatch, added up in a few launches a row."""
+    """Metrics of several rows (`LossAndMetrics`), added up in a few launches a row."""
 
     def __init__(self) -> None:
-        self.means: tuple[str, ...] = ()
+        self.summed: tuple[str, ...] = ()
         self.maxima: tuple[str, ...] = ()
         self.sums: Tensor | float = 0.0
         self.largest: Tensor | None = None
 
-    def add(self, metrics: dict[str, Tensor], weight: float, *, counts: bool) -> None:
-        """Adds a row's metrics, the same names for every row. weight: the row's share of the means."""
+    def add(self, metrics: dict[str, Tensor], *, counts: bool = True) -> None:
+        """Adds a row's metrics, the same names for every row. counts: whether the row does."""
         self.maxima = tuple(name for name in metrics if name.endswith("_max"))
-        self.means = tuple(name for name in metrics if name not in self.maxima)
-        if self.means:
-            values = torch.stack([metrics[name] for name in self.means])
-            self.sums = self.sums + (weight if counts else 0.0) * values
+        self.summed = tuple(name for name in metrics if name not in self.maxima)
+        if self.summed:
+            self.sums = self.sums + float(counts) * torch.stack([metrics[name] for name in self.summed])
         if self.maxima:
             values = torch.stack([metrics[name] for name in self.maxima])
             values = values if counts else torch.full_like(values, -torch.inf)
             self.largest = values if self.largest is None else torch.maximum(self.largest, values)
 
     def read(self) -> dict[str, Tensor]:
-        """The metrics by name, 0-d."""
-        sums = dict(zip(self.means, self.sums, strict=True)) if isinstance(self.sums, Tensor) else {}
+        """The metrics by name: maxima 0-d, the others [2], sums with counts."""
+        sums = dict(zip(self.summed, self.sums, strict=True)) if isinstance(self.sums, Tensor) else {}
         return sums | (dict(zip(self.maxima, self.largest, strict=True)) if self.largest is not None else {})
+
+
+def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of optimizer steps over all processes, 0-d: maxima, and means over the steps.
+
+    A step's own metrics are sums with counts, [2], which are divided here, 0 where nothing counts; maxima, whose names
+    end in `_max`; and numbers that are means over the processes, 0-d.
+    """
+    maxima = sorted(name for name in steps[0] if name.endswith("_max"))
+    fractions = sorted(name for name, value in steps[0].items() if value.dim())
+    numbers = sorted(steps[0].keys() - {*maxima, *fractions})
+    parts = [
+        torch.stack([torch.stack([step[name] for name in names]) for step in steps])
+        for names in (numbers, fractions, maxima)
+        if names
+    ]
+    largest = parts.pop().amax(0) if maxima else None
+    flat = torch.cat([part.flatten() for part in parts])
+    if accelerator.num_processes > 1:
+        flat = accelerator.reduce(flat, reduction="mean")
+        largest = None if largest is None else accelerator.gather(largest[None]).amax(0)
+    means = {}
+    if numbers:
+        means = dict(zip(numbers, flat[: len(steps) * len(numbers)].view(len(steps), -1).mean(0), strict=True))
+    if fractions:
+        sums, counts = flat[len(steps) * len(numbers) :].view(len(steps), len(fractions), 2).unbind(-1)
+        # Counts are means over the processes, and may be below 1.
+        means |= dict(zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True))
+    return means | ({} if largest is None else dict(zip(maxima, largest, strict=True)))
 
 
 def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:

@@ -71,8 +71,10 @@ class Optimizer:
         self.replicas = 1 if mesh is None else accelerator.num_processes // mesh.size(-1)
         self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
 
-    def backward(self, loss: Tensor) -> None:
-        self.guard.scaled(loss).backward()
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """What the loss of a backward pass is to be multiplied by, 0-d fp32; None but in fp16."""
+        return self.guard.scale
 
     def step(self, loss: Tensor) -> dict[str, Tensor]:
         """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
@@ -187,9 +189,6 @@ class StepGuard:
         self.scale: Tensor | None = None
         if scaled:
             self.set_scale(FIRST_SCALE, finite_steps=0)
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        return loss if self.scale is None else loss * self.scale
 
     def skips(self, loss: Tensor, norms: Tensor) -> Tensor:
         """Whether a step must move nothing, 1.0 or 0.0, 0-d.

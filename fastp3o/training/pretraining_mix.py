@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
+from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.training.minibatches import Passes, add_gradients
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import derived_seed, examples_of_step, own_part
 
@@ -32,18 +33,15 @@ class PretrainingMix:
     seed: int
 
     def __call__(self) -> dict[str, Tensor]:
-        """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token, 0-d."""
-        optimizer, accelerator = self.optimizer, self.optimizer.accelerator
-        rows = self.rows(optimizer.schedule.last_epoch)
+        """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token."""
+        accelerator, rows = self.optimizer.accelerator, self.rows(self.optimizer.schedule.last_epoch)
         tokens = torch.full((), float(sum(len(row.labels) for row in rows)), device=accelerator.device)
-        mean_tokens = accelerator.reduce(tokens, "mean")
-        loss = torch.zeros((), device=accelerator.device)
-        for row, counts in pad_to_longest_rank(rows, rows[0]):
-            with accelerator.autocast(), dropout_on(optimizer.model):
-                row_loss = -labelled_logprobs(optimizer.model, row.to(accelerator.device)).sum() * counts / mean_tokens
-                optimizer.backward(self.coef * row_loss)
-            loss += row_loss.detach()
-        return {"ptx_loss": loss}
+        passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(tokens, "mean"))
+        return {"ptx_loss": add_gradients(self.optimizer, passes, self.loss)["ptx_loss"]}
+
+    def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
+        nats = -labelled_logprobs(model, row.to(self.optimizer.accelerator.device)).sum()
+        return self.coef * nats / divisor, with_count({"ptx_loss": nats}, len(row.labels))
 
     def rows(self, step: int) -> list[PackedRow]:
         """This process's share of an optimizer step's texts."""

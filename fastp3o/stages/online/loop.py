@@ -46,16 +46,16 @@ def train(config: OnlineConfig, given: Given = NOTHING) -> None:
                 require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():
                 rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
-                counted = finished(rollouts) if config.mask_truncated else None
+                loss_mask = finished(rollouts) if config.mask_truncated else None
                 old = partial(sampler_logprobs, rollouts) if old_are_sampled else partial(policy_logprobs, policy)
-                minibatches = make_microbatches(accelerator, old, reference, rows, scaled, counted, objective)
+                minibatches = make_microbatches(accelerator, old, reference, rows, scaled, loss_mask)
                 if config.sampler_ratio_cap:
                     minibatches = with_sampler_logprobs(rollouts, minibatches)
                 minibatches = objective.prepare(policy, minibatches, sum_over_processes)
                 gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
                 rounds.require_policys_own(update, rollouts, gaps)
             with run.phase("update"):
-                passes = equal_passes(minibatches)
+                passes = equal_passes(accelerator, minibatches, loss_mask, objective)
                 step_metrics: list[dict[str, Tensor]] = []
                 for epoch in range(config.inner_epochs):
                     for index in shuffled(len(minibatches), derived_seed(config.seed, update, epoch)).tolist():

@@ -1,6 +1,5 @@
 """Reports an update of the online loop: metrics, a warning if rounding is large, rollouts, sample responses."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from fastp3o.packing.pack import efficiency
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.stages.online.logged_rollouts import chosen_prompts, gather_table, logged_groups
-from fastp3o.training.minibatches import Rewards
+from fastp3o.training.minibatches import Rewards, mean_over_steps
 from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 from fastp3o.training.run import Run
 
@@ -79,7 +78,7 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[
     the responses' tokens, in nats per token. missing_eos: share of responses without an end-of-sequence. ratio/noise,
     sampler_gap, sampler_kl: see `logprob_metrics`.
     """
-    rewards, microbatches, step_metrics = update.rewards["reward"], update.microbatches, update.step_metrics
+    rewards, microbatches = update.rewards["reward"], update.microbatches
     tokens = lengths(update.groups)
     old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
     log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
@@ -99,32 +98,20 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[
         "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
         **update.logprob_metrics,
     }
-    largest = sorted(name for name in step_metrics[0] if name.endswith("_max"))
-    # The loss's own KL is of the moving policy; the reported one is of the rollouts.
-    averaged = sorted(step_metrics[0].keys() - {*largest, "kl"})
     means = torch.cat(
-        [
-            to_device(torch.stack([*on_host.values()]), accelerator.device),
-            torch.stack([*on_device.values()]),
-            step_table(step_metrics, averaged).mean(1),
-        ]
+        [to_device(torch.stack([*on_host.values()]), accelerator.device), torch.stack([*on_device.values()])]
     )
-    maxima = step_table(step_metrics, largest).amax(1)
     if processes > 1:
         means = accelerator.reduce(means, reduction="mean")
-        maxima = accelerator.gather(maxima[None]).amax(0)
+    # The loss's own KL is of the moving policy; the reported one is of the rollouts.
+    steps = [{name: value for name, value in step.items() if name != "kl"} for step in update.step_metrics]
+    step_means = mean_over_steps(accelerator, steps)
     # The host waits for the device once, for all of them.
-    values = torch.cat([means, maxima, log_ratios.flatten()]).cpu()
-    names = [*on_host, *on_device, *averaged, *largest]
+    values = torch.cat([means, torch.stack([*step_means.values()]), log_ratios.flatten()]).cpu()
+    names = [*on_host, *on_device, *step_means]
     by_name = dict(zip(names, values[: len(names)].tolist(), strict=True))
-    in_order = {name: by_name[name] for name in [*sorted(by_name.keys() - {*largest}), *largest]}
+    in_order = {name: by_name[name] for name in sorted(names, key=lambda name: (name.endswith("_max"), name))}
     return in_order, values[len(names) :].view_as(log_ratios)
-
-
-def step_table(step_metrics: Sequence[dict[str, Tensor]], names: Sequence[str]) -> Tensor:
-    """Metrics of S optimizer steps, [names, S]."""
-    values = [step[name] for name in names for step in step_metrics]
-    return torch.stack(values).view(len(names), -1) if names else step_metrics[0]["loss"].new_empty(0, 1)
 
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
