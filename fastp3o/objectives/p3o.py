@@ -10,8 +10,7 @@ from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
-from fastp3o_kernels.p3o.output import SAMPLER_METRICS
-from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD
+from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD, SAMPLER_METRICS
 
 # These metrics are means over responses, pairs or prompts even if the loss is a mean over tokens.
 PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", "kl", *SAMPLER_METRICS)

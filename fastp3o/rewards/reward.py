@@ -23,7 +23,7 @@ from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Group, finished, lengths
-from fastp3o_kernels.overlong_penalty import overlong_penalty
+from fastp3o_kernels.losses import overlong_penalty
 
 Reward = Callable[[list[Group]], Tensor]
 

@@ -20,7 +20,7 @@ from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.steps import CompiledBody, StepGraph
 from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import Slots, sample_tokens
-from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
+from fastp3o_kernels.head.head import HeadDtypes, multiply
 from fastp3o_kernels.rows.rows import transformed
 
 # Steps between two looks of the host; all but one of them may be for nothing.

@@ -14,15 +14,13 @@ from fastp3o_kernels.checks import bounds_of_prompts, offsets_tensor
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
-from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, check_head
-from fastp3o_kernels.operation import HAS_TRITON, uncompiled, use_triton
+from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.operation import HAS_TRITON, graph_break, use_triton
 from fastp3o_kernels.p3o import oracle
 from fastp3o_kernels.p3o.losses import loss_output
-from fastp3o_kernels.p3o.output import P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
+from fastp3o_kernels.p3o.settings import DEFAULTS, P3OLossOutput, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
 
 if HAS_TRITON:
@@ -74,7 +72,7 @@ class PairLoss:
         return self.output.loss
 
 
-@uncompiled
+@graph_break
 def linear_p3o_loss(
     hidden: Tensor,
     head: Head | Tensor,

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, check_shape
-from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.p3o import oracle
-from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
+from fastp3o_kernels.p3o.settings import DEFAULTS, METRICS, SAMPLER_METRICS, P3OLossOutput, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
 from fastp3o_kernels.rows.token_logprobs import token_logprobs as label_logprobs
 
@@ -46,7 +45,7 @@ def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
     return P3OLossOutput(loss, {name: values[name] for name in averaged}, counts)
 
 
-@uncompiled
+@graph_break
 def token_p3o_loss(
     token_logprobs: Tensor,
     cu_seqlens: Tensor | Sequence[int],
@@ -101,7 +100,7 @@ def token_p3o_loss(
     return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
 
 
-@uncompiled
+@graph_break
 def logits_p3o_loss(
     logits: Tensor,
     labels: Tensor,
@@ -154,7 +153,7 @@ def logits_p3o_loss(
     )
 
 
-@uncompiled
+@graph_break
 def p3o_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,

@@ -7,10 +7,15 @@ prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.losses import truncated_ratios
-from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
+from fastp3o_kernels.p3o.settings import (
+    LOG_RATIO_LIMIT,
+    METRICS,
+    SAMPLER_METRICS,
+    P3OLossOutput,
+    P3OSettings,
+    truncated_ratios,
+)
 from fastp3o_kernels.rows.oracle import at_least_fp32, sequence_logprobs
 
 

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.p3o.output import COUNTS, METRICS, SAMPLER_METRICS
 from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
+from fastp3o_kernels.p3o.settings import COUNTS, LOG_RATIO_LIMIT, METRICS, SAMPLER_METRICS, P3OSettings
 from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
 
 # Prompts of a program. Its sums over them go to memory, one a prompt, and a second launch adds them in a fixed order:

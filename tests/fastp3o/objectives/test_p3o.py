@@ -15,7 +15,7 @@ from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.online import train
 from fastp3o_kernels import P3OLossOutput
-from fastp3o_kernels.p3o.output import METRICS
+from fastp3o_kernels.p3o.settings import METRICS
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
 UPDATES = 4
