@@ -4,13 +4,14 @@ python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from fastp3o.config import PRECISIONS, TrainableConfig, option, parse, required
+from fastp3o.cli import parse
+from fastp3o.config import PRECISIONS, TrainableConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.script import run_script
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # functions import what takes seconds, which --help does with
     from fastp3o.rollouts.cache import Room
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class MemoryConfig(TrainableConfig):
     """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.api.loaded_model import saved_model
-from fastp3o.config import EVALUATION_DATA, StageConfig, require_names
+from fastp3o.config import EVALUATION_DATA, StageConfig
 from fastp3o.data.sources import Records
 from fastp3o.errors import UserError
 from fastp3o.given import Callback, Given
@@ -69,7 +69,6 @@ def resolved(config: StageConfig, objects: Objects, until_the_end: ExitStack) ->
             names[option] = saved_model(value, objects.get("tokenizer"), config, until_the_end)
     config = replace(config, **names)
     config.check_complete()
-    require_names(config)
     if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
         raise UserError("on_evaluation does nothing without eval_data or eval_prompts")
     base = getattr(objects.get("model"), "name_or_path", None)

@@ -46,7 +46,7 @@ from fastp3o.training.run_folder import (
     write_config,
 )
 from fastp3o.training.states.fingerprints import run_fingerprints
-from fastp3o.training.states.manifest import ResumeError, plain, require_same_run
+from fastp3o.training.states.manifest import ResumeError, require_same_run
 from fastp3o.training.states.store import Carried, Progress, States
 from fastp3o.training.stopping import StoppedError, Stops
 
@@ -125,7 +125,7 @@ class Run:
             raise
         done = self.progress.step
         purge = {"tensorboard": {"purge_step": done + 1}}
-        self.accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
+        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=purge if done else {})
         self.reporter = Reporter(
             self.accelerator,
             self.folder,
@@ -430,7 +430,7 @@ class Run:
         """Writes the state of the noted progress, after syncing the logs."""
         assert not self.moved
         on_main_process(self.accelerator, self.sync_logs)
-        self.states.save(self.progress, plain(self.config), self.fingerprints)
+        self.states.save(self.progress, self.config.plain(), self.fingerprints)
         self.saved_at = time.monotonic()
         self.stops.forget()
 

@@ -131,7 +131,7 @@ def release(folder: Path) -> None:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """Writes all options except those that are None, so that scripts can read the file again."""
-    options = {name: value for name, value in vars(config).items() if value is not None}
+    options = {name: value for name, value in config.plain().items() if value is not None}
     write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
 
 

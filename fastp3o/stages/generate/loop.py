@@ -31,7 +31,7 @@ from fastp3o.training.processes import on_main_process, require_finite
 from fastp3o.training.reporting import Phases
 from fastp3o.training.run_folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
 from fastp3o.training.states.fingerprints import run_fingerprints
-from fastp3o.training.states.manifest import CorruptStateError, Manifest, plain, read_manifest, require_same_run
+from fastp3o.training.states.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
 
 
 def generate(config: GenerateConfig) -> Generated:
@@ -50,6 +50,7 @@ def generate(config: GenerateConfig) -> Generated:
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
     fails, EndpointError if an endpoint refuses or fails after all retries.
     """
+    config.check_complete()
     precision = choose_precision(config.precision, automatic="fp16")
     accelerator = make_accelerator(config.seed, precision)
     check_output_dir(accelerator, config)
@@ -113,7 +114,7 @@ def find_progress(
     Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
     fingerprints = run_fingerprints(config, {"prompts": prompts})
-    manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
+    manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {})
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))
     if config.resume:
         lines = []
