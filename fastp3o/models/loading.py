@@ -394,11 +394,8 @@ def errors_naming(name: str) -> Iterator[None]:
         raise UserError(f"cannot load {name}: {error}") from error
     except Exception as error:
         # A KeyError says no more than the key.
-        reason = (
-            f"its JSON files lack {error}, or name it and transformers does not know it"
-            if isinstance(error, KeyError)
-            else error
-        )
+        key = isinstance(error, KeyError)
+        reason = f"its JSON files lack {error}, or name it and transformers does not know it" if key else error
         raise UserError(f"cannot load {name}: {broken_weights(path) or broken_settings(path) or reason}") from error
 
 

@@ -92,10 +92,12 @@ class Trial(NamedTuple):
 
 
 def run_trial(model: PackedModel) -> Trial:
-    inner, windows = model.model, set()
+    inner = model.model
+    windows: set[int] = set()
 
     def note_window(*args: Any, **options: Any) -> tuple[Tensor, None]:
-        windows.add(options.get("sliding_window"))
+        if window := options.get("sliding_window"):
+            windows.add(window)
         return attention.segment_attention(*args, **options)
 
     with on_trial(model) as (run, row):
@@ -107,7 +109,7 @@ def run_trial(model: PackedModel) -> Trial:
         prompts, responses = trial_texts(inner)
         with model.with_own_attention():
             single = [run_single(inner, prompts[g], response) for g in row.groups for response in responses[g]]
-    return Trial(packed, torch.cat(single), windows - {None})
+    return Trial(packed, torch.cat(single), windows)
 
 
 @contextmanager

@@ -150,7 +150,8 @@ def as_in_training() -> Iterator[None]:
     """Runs what is compiled for training, and keeps nothing of it: a mere forward pass rounds otherwise, and ratios to
     old log-probs would not begin at one.
     """
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):
+    nothing = cast(Any, lambda _: None)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):
         yield
 
 

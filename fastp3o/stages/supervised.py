@@ -15,9 +15,9 @@ from fastp3o.context import Context
 from fastp3o.data import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.given import Given
-from fastp3o.models.trainable import dropout_on
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
+from fastp3o.models.trainable import dropout_on
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
