@@ -32,13 +32,13 @@ def train(config: OnlineConfig, given: Given = NOTHING) -> None:
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
-    rounds, score, resample, objective, policy, reference, step, run = set_up(config, given)
+    buffer, score, resample, objective, policy, reference, step, run = set_up(config, given)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
-                rollouts = rounds(update)
+                rollouts = buffer(update)
             with run.phase("reward"), accelerator.autocast():
                 rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
                 rollouts, rewards, sampled_again = resample(update, rollouts, rewards)
@@ -53,7 +53,7 @@ def train(config: OnlineConfig, given: Given = NOTHING) -> None:
                     minibatches = with_sampler_logprobs(rollouts, minibatches)
                 minibatches = objective.prepare(policy, minibatches, sum_over_processes)
                 gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
-                rounds.require_policys_own(update, rollouts, gaps)
+                buffer.require_same_policy(update, rollouts, gaps)
             with run.phase("update"):
                 passes = equal_passes(minibatches)
                 step_metrics: list[dict[str, Tensor]] = []
@@ -64,6 +64,6 @@ def train(config: OnlineConfig, given: Given = NOTHING) -> None:
                 with accelerator.autocast():
                     objective.conclude(policy, minibatches, sum_over_processes)
                 reference.follow(policy, update)
-        ages = rounds.metrics(update)
+        ages = buffer.metrics(update)
         done = Update(update, rollouts, rewards, sampled_again, ages, minibatches, gaps, step_metrics)
         report_update(run, config, objective, done)

@@ -29,7 +29,7 @@ from fastp3o.stages.models import (
     sampled_model,
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
-from fastp3o.stages.online.rounds import Rounds
+from fastp3o.stages.online.rollout_buffer import RolloutBuffer
 from fastp3o.stages.samplers import SampledModel, note_truncation, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
 from fastp3o.training.minibatches import Rewards, optimizer_step
@@ -55,7 +55,7 @@ class Data(NamedTuple):
 class Online(NamedTuple):
     """The parts of the loop, in the order in which an update uses them."""
 
-    rounds: Rounds
+    buffer: RolloutBuffer
     score: Callable[[list[Group]], Rewards]
     resample: DynamicSampling
     objective: Objective
@@ -89,7 +89,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
             config,
             policy,
             lambda: optimizer.steps,
-            # Where `Rounds.require_policys_own` cannot tell.
+            # Where `RolloutBuffer.require_same_policy` cannot tell.
             probes_always=bool(config.rounds_ahead) or config.truncates,
             tolerant=bool(config.sampler_ratio_cap),
             logprobs_as_drawn=config.temperature != 1 or config.truncates,
@@ -100,7 +100,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
     prompts = UpdatePrompts(context, config, data.prompts)
-    rounds = Rounds(context, config, policy, sampler, prompts)
+    buffer = RolloutBuffer(context, config, policy, sampler, prompts)
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
     run = Run(
         context,
@@ -109,14 +109,14 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         Steps(type(objective).__name__, "update", config.updates),
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
-        carried=Carried(objective.stateful_parts, tensors, rounds),
+        carried=Carried(objective.stateful_parts, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
     mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
     pretraining = None if data.texts is None else PretrainingMix(optimizer, data.texts, *mix)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
-    return Online(rounds, score, resample, objective, policy, reference, step, run)
+    return Online(buffer, score, resample, objective, policy, reference, step, run)
 
 
 def note_idle_processes(context: Context, config: OnlineConfig) -> None:
