@@ -28,11 +28,11 @@ class Samples:
     rewards: list[float]
 
 
-def make_samples(group: Group, rewards: list[float], given: str) -> Samples:
-    """given: the prompt as the data have it, in JSON."""
+def make_samples(group: Group, rewards: list[float], prompt: str) -> Samples:
+    """prompt: as the data have it, in JSON."""
     return Samples(
         group.prompt.number,
-        json.loads(given),
+        json.loads(prompt),
         [response.text for response in group.responses],
         [len(response.ids) for response in group.responses],
         [response.finished for response in group.responses],

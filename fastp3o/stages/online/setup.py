@@ -38,7 +38,7 @@ from fastp3o.training.order import derived_seed, examples_of_step, process_share
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.processes import require_finite
 from fastp3o.training.run import Run, Steps
-from fastp3o.training.states.store import Carried
+from fastp3o.training.states.store import RunState
 
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
@@ -109,7 +109,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         Steps(type(objective).__name__, "update", config.updates),
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
-        carried=Carried(objective.stateful_parts, tensors, buffer),
+        state=RunState(objective.stateful_parts, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from accelerate import Accelerator
+from tqdm import tqdm
 
 from fastp3o.training.stopping import SIGNALS, Stops
 
@@ -56,3 +57,13 @@ def test_a_worker_has_the_handlers_from_before_the_run():
             expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in SIGNALS]
             os._exit(0 if found == expected else 1)
         assert os.waitpid(worker, 0)[1] == 0
+
+
+def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
+    worker = os.fork()
+    if not worker:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert tqdm.get_lock().acquire(timeout=5)
+    tqdm.get_lock().release()
