@@ -149,6 +149,6 @@ class RolloutBuffer:
             groups = []
             for prompt in self.prompts(int(number)):
                 ids, logprobs = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
-                logprobs = logprobs if all(logprobs) else None
-                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, logprobs))))
+                computed = logprobs if all(logprobs) else None
+                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, computed))))
             self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))
