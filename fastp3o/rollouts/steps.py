@@ -57,12 +57,16 @@ class StepGraph:
                 # A capture that fails costs more than one that is not begun.
                 with torch.cuda.stream(side), waits_forbidden():
                     step()
-                # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
-                with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
-                    step()
+                try:
+                    # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
+                    with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+                        step()
+                except Exception:
+                    end_capture(graph, pool, current)
+                    raise
             except Exception as error:  # whatever a model does that a graph cannot hold
                 self.fails = True
-                end_capture(graph, pool, current)
+                torch.cuda.synchronize()
                 # Ending a capture that has failed raises an error of its own.
                 logger.warning(
                     "sampling runs without a CUDA graph, several times slower: capturing a step failed with: "
@@ -103,7 +107,6 @@ def end_capture(graph: torch.cuda.CUDAGraph, pool: Any, current: torch.cuda.Stre
     graph.reset()
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
-    torch.cuda.synchronize()
 
 
 class CurrentCache:
