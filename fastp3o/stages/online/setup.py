@@ -17,7 +17,7 @@ from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import short_names
-from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
+from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.served.publisher import Publisher
@@ -87,6 +87,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         publisher = Publisher(
             context,
             config,
+            config.longest_sequence,
             policy,
             lambda: optimizer.steps,
             # Where `RolloutBuffer.require_same_policy` cannot tell.
@@ -197,7 +198,7 @@ def make_resampling(
 
 
 def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
-    rewards = less_penalties(reward, groups, config, config.max_response_tokens)
+    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens)
     require_finite(context.accelerator, "a reward", rewards["reward"])
     return rewards
 
