@@ -28,7 +28,7 @@ from fastp3o.data.layouts import (
     find_layout,
     margin,
 )
-from fastp3o.data.sources import Record, Records, read_records
+from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
 
 BATCH = 1000  # records tokenised at once
@@ -90,7 +90,7 @@ Loaded = tuple[Dataset, DataReport]
 
 
 def load_prompts(
-    source: str | Records,
+    source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
     columns: Asked | None = None,
@@ -124,7 +124,7 @@ def load_prompts(
 
 
 def load_demonstrations(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with one response each, for SFT; a preference pair gives its chosen one. Arguments as in `load_prompts`.
     Responses longer than `max_response_tokens` lose their end and are counted.
@@ -141,7 +141,7 @@ def load_demonstrations(
 
 
 def load_preferences(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with a chosen and a rejected response. Arguments and errors as in `load_demonstrations`.
 
@@ -153,7 +153,7 @@ def load_preferences(
 
 
 def load_rankings(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with two responses or more, from best to worst, for the reward model: rankings, and preferences.
     Arguments and errors as in `load_demonstrations`.
@@ -167,7 +167,7 @@ def load_rankings(
 
 
 def load_unpaired_preferences(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """Prompts with one response that is desirable or not, for KTO: `prompt, completion, label` with a boolean label.
     Arguments and errors as in `load_demonstrations`.
@@ -201,7 +201,7 @@ class Loader:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
         self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
 
-    def load(self, source: str | Records) -> Loaded:
+    def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
         """

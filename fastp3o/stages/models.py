@@ -96,11 +96,7 @@ def note_sampling(model: PackedModel, config: SamplerConfig) -> None:
 def load_named_reward(
     context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
 ) -> Reward:
-    """Loads the reward of this name, if it is not given. An endpoint is asked about the first example, before anything
-    begins.
-    """
-    if name in context.given.rewards:
-        return context.given.rewards[name]
+    """Loads the reward of this name. An endpoint is asked about the first example, before anything begins."""
     reward = load_reward(
         name,
         context.tokenizer,

@@ -12,11 +12,10 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
@@ -41,12 +40,12 @@ from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequenc
 from fastp3o_kernels.losses import kto_reference_point
 
 
-def train(config: PreferenceConfig, given: Given = NOTHING) -> None:
+def train(config: PreferenceConfig, caller: Caller | None = None) -> None:
     """Trains a policy on preferences with the objective of its configuration; `loss` is a mean over pairs, or over
     single responses.
     """
     task = UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config)
-    train_supervised(task, given)
+    train_supervised(task, caller)
 
 
 @dataclass(frozen=True)
@@ -242,7 +241,7 @@ def sampled_evaluation(
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     gold = [config.gold_reward] if config.gold_reward else []
-    columns = asked_columns([*config.rewards, *gold], config, context.given.rewards)
+    columns = asked_columns([*config.rewards, *gold], config)
     load_with_columns = partial(load_prompts, columns=columns)
     examples = load_examples(context, config, load_with_columns, "eval_prompts", config.eval_split, config.eval_limit)
     rewards: dict[str, Reward] = {}

@@ -10,9 +10,9 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
+from fastp3o.context import Caller
 from fastp3o.data import load_rankings
 from fastp3o.evaluation.calibration import judged
-from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import map_rows_in_lockstep
@@ -26,11 +26,11 @@ from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import CALIBRATION
 
 
-def train(config: RewardModelConfig, given: Given = NOTHING) -> None:
+def train(config: RewardModelConfig, caller: Caller | None = None) -> None:
     """Trains a reward model on rankings; a preference is a ranking of two. `accuracy` is the share of pairs whose
     better response has the higher score, a mean over prompts.
     """
-    train_supervised(RewardModelling(config), given)
+    train_supervised(RewardModelling(config), caller)
 
 
 @dataclass(frozen=True)

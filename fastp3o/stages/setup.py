@@ -14,10 +14,9 @@ from datasets import Dataset
 from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import StageConfig
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import DataReport
 from fastp3o.errors import UserError
-from fastp3o.given import Given
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision
@@ -31,7 +30,7 @@ Loader = Callable[..., tuple[Dataset, DataReport]]
 LONGEST_WAIT = timedelta(hours=12)
 
 
-def make_context(config: StageConfig, automatic: str, given: Given, **divisible: int) -> Context:
+def make_context(config: StageConfig, automatic: str, caller: Caller | None, **divisible: int) -> Context:
     """Joins the processes, seeds all libraries, checks the run's folder and loads the tokenizer.
 
     automatic: the precision that "auto" stands for on a GPU. divisible: flags that must be multiples of the number of
@@ -49,7 +48,7 @@ def make_context(config: StageConfig, automatic: str, given: Given, **divisible:
     check_output_dir(accelerator, config)
     on_main_process(accelerator, lambda: require_repository(config))
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), given)
+    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), caller)
 
 
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
@@ -119,11 +118,11 @@ def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
 def load_examples(
     context: Context, config: StageConfig, loader: Loader, option: str, split: str, limit: int | None
 ) -> Dataset:
-    """Loads the data set of an option, the same on all processes: what is given, or what the option names.
+    """Loads the data set of an option, the same on all processes.
 
     Raises ValueError if it has fewer examples than processes.
     """
-    source = context.given.data.get(option) or getattr(config, option)
+    source = getattr(config, option)
     examples, report = loader(
         source,
         context.tokenizer,

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from fastp3o.context import Caller
 from fastp3o.data import load_demonstrations
-from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
@@ -15,9 +15,9 @@ from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples
 
 
-def train(config: SFTConfig, given: Given = NOTHING) -> None:
+def train(config: SFTConfig, caller: Caller | None = None) -> None:
     """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""
-    train_supervised(SFT(config), given)
+    train_supervised(SFT(config), caller)
 
 
 class SFT(SupervisedTask[PackedRow]):

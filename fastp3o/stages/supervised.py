@@ -11,10 +11,9 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.config import SupervisedConfig
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import Given
 from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
@@ -97,14 +96,14 @@ class SupervisedTask(ABC, Generic[Row]):
         return dict(zip(sums[0], (totals[:-1] / totals[-1]).tolist(), strict=True))
 
 
-def train_supervised(task: SupervisedTask, given: Given) -> None:
+def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     """Minimises the mean of task.losses(...)["loss"] over each batch, and leaves model, metrics and evaluations in
     `task.config.output_dir`.
 
     Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
     """
     config = task.config
-    context = make_context(config, "bf16-autocast", given, batch_size=config.batch_size)
+    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
     data = {"train_data": load_examples(context, config, load, "train_data", config.split, config.limit)}
     eval_examples = load_eval_examples(context, config, load, "eval_data")

@@ -49,7 +49,7 @@ def save_trained(
     card = partial(training.card, classifies=scores_responses(model))
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER
-    nowhere = parts == "merged" or base_name(model.model, training.loaded_from) is None
+    nowhere = parts == "merged" or base_name(model.model) is None
     write = None if nowhere else adapter_writer(optimizer, tokenizer, training)
     if write is not None and (beside or parts == "adapter"):
         # With the folder around it, if that is new, it is complete or absent.
@@ -81,7 +81,7 @@ def adapter_writer(
     weights = adapter_weights(optimizer.parameters, model.active_adapters()[0])
 
     def write(folder: Path) -> None:
-        write_adapter(folder, adapter_config(model, training.loaded_from), weights)
+        write_adapter(folder, adapter_config(model), weights)
         tokenizer.save_pretrained(folder)
         (folder / CARD).write_text(training.card(classifies=scores_responses(optimizer.model), adapter=True))
 

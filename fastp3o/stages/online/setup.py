@@ -7,10 +7,9 @@ from typing import NamedTuple
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import Given
 from fastp3o.models.loading import require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
@@ -65,9 +64,9 @@ class Online(NamedTuple):
     run: Run
 
 
-def set_up(config: OnlineConfig, given: Given) -> Online:
+def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
-    context = make_context(config, "fp16", given, prompts_per_update=config.prompts_per_update)
+    context = make_context(config, "fp16", caller, prompts_per_update=config.prompts_per_update)
     note_idle_processes(context, config)
     note_truncation(context, config)
     if config.reference:
@@ -131,12 +130,11 @@ def note_idle_processes(context: Context, config: OnlineConfig) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> Data:
     """Loads all data."""
-    given = context.given.rewards
-    columns = asked_columns(config.rewards, config, given)
+    columns = asked_columns(config.rewards, config)
     gold = [config.gold_reward] if config.gold_reward else []
     load = partial(load_prompts, columns=columns)
     prompts = load_examples(context, config, load, "prompts", config.split, config.limit)
-    load = partial(load_prompts, columns=columns | asked_columns(gold, config, given))
+    load = partial(load_prompts, columns=columns | asked_columns(gold, config))
     eval_prompts = load_eval_examples(context, config, load, "eval_prompts")
     if not config.ptx_data:
         return Data(prompts, eval_prompts, None)
