@@ -7,11 +7,11 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 import torch
 
+from fastp3o.config import PolicyConfig, SamplerConfig
 from fastp3o.context import Context
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
@@ -29,28 +29,6 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 NAME = re.compile(r"fastp3o-weights-(?P<host>.+)-(?P<process>\d+)")
 PROBE_TOKENS = 8
 CERTAIN = 1e-6  # nats, of a token that is the only one
-
-
-class ServedConfig(Protocol):
-    """What a configuration says about servers, and how long a prompt and its response are together."""
-
-    @property
-    def vllm_folder(self) -> str | None: ...
-
-    @property
-    def vllm_transfer(self) -> str: ...
-
-    @property
-    def vllm_requests(self) -> int: ...
-
-    @property
-    def vllm_time_limit(self) -> float: ...
-
-    @property
-    def vllm_urls(self) -> list[str]: ...
-
-    @property
-    def longest_sequence(self) -> int: ...
 
 
 class Publisher:
@@ -74,7 +52,7 @@ class Publisher:
     def __init__(
         self,
         context: Context,
-        config: ServedConfig,
+        config: PolicyConfig,
         policy: PackedModel,
         version: Callable[[], int] = int,
         *,
@@ -95,7 +73,7 @@ class Publisher:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
         self.bring = self.transfer(config)
 
-    def transfer(self, config: ServedConfig) -> Callable[[], None]:
+    def transfer(self, config: SamplerConfig) -> Callable[[], None]:
         """What brings weights to the servers."""
         if config.vllm_transfer == "nccl":
             return NCCLTransfer(self.accelerator, self.policy, self.precision.weights, self.servers)
@@ -184,7 +162,7 @@ class Publisher:
         return (got.to(own) - own).abs().mean().item()
 
 
-def shared_folder(config: ServedConfig) -> Path:
+def shared_folder(config: SamplerConfig) -> Path:
     """The folder in which servers find weights: `vllm_folder`, or one in memory for servers on this machine.
 
     Raises ValueError if it is not there, or if servers on other machines could not see it.

@@ -13,7 +13,7 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_se
 from datasets import Dataset
 from transformers.utils.logging import disable_progress_bar
 
-from fastp3o.config import StageConfig
+from fastp3o.config import DataConfig, StageConfig
 from fastp3o.context import Caller, Context
 from fastp3o.data import DataReport
 from fastp3o.errors import UserError
@@ -116,13 +116,12 @@ def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
 
 
 def load_examples(
-    context: Context, config: StageConfig, loader: Loader, option: str, split: str, limit: int | None
+    context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
-    """Loads the data set of an option, the same on all processes.
+    """Loads a data set, the same on all processes.
 
     Raises ValueError if it has fewer examples than processes.
     """
-    source = getattr(config, option)
     examples, report = loader(
         source,
         context.tokenizer,
@@ -138,8 +137,6 @@ def load_examples(
     return examples
 
 
-def load_eval_examples(context: Context, config: StageConfig, loader: Loader, option: str) -> Dataset | None:
-    """Loads the evaluation data of an option, None if it is not set."""
-    if not getattr(config, option):
-        return None
-    return load_examples(context, config, loader, option, config.eval_split, config.eval_limit)
+def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
+    """Loads the evaluation data, None if there are none."""
+    return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None

@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import TrainableConfig
 from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import scores_responses, whole_model
@@ -45,7 +44,7 @@ def save_trained(
     texts in the folder, by the names of their files.
     """
     accelerator, model, config = optimizer.accelerator, optimizer.model, training.config
-    parts = config.lora_save if isinstance(config, TrainableConfig) else "merged"
+    parts = config.lora_save
     card = partial(training.card, classifies=scores_responses(model))
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastp3o.context import Caller, Context
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import require_same_vocabulary
+from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
@@ -21,10 +21,10 @@ from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.served.publisher import Publisher
 from fastp3o.stages.models import (
-    load_frozen_policy,
     load_named_reward,
     load_reference,
-    load_trainable_policy,
+    load_reference_model,
+    load_trained,
     sampled_model,
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
@@ -75,7 +75,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         )
     data = load_data(context, config)
     objective = config.build()
-    policy = load_trainable_policy(config)
+    policy = load_trained(config, partial(load_policy, trains=True))
     sampled = sampled_model(config, policy, context)
     objective.add_to(policy)
     rewards = load_rewards(context, config, data)
@@ -133,14 +133,14 @@ def load_data(context: Context, config: OnlineConfig) -> Data:
     columns = asked_columns(config.rewards, config)
     gold = [config.gold_reward] if config.gold_reward else []
     load = partial(load_prompts, columns=columns)
-    prompts = load_examples(context, config, load, "prompts", config.split, config.limit)
+    prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
     load = partial(load_prompts, columns=columns | asked_columns(gold, config))
-    eval_prompts = load_eval_examples(context, config, load, "eval_prompts")
+    eval_prompts = load_eval_examples(context, config, load, config.eval_prompts)
     if not config.ptx_data:
         return Data(prompts, eval_prompts, None)
     check_divisible(context.accelerator, config.ptx_batch_size, "ptx_batch_size")
     load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
-    return Data(prompts, eval_prompts, load_examples(context, config, load, "ptx_data", config.split, None))
+    return Data(prompts, eval_prompts, load_examples(context, config, load, config.ptx_data, config.split, None))
 
 
 def load_rewards(context: Context, config: OnlineConfig, data: Data) -> dict[str, Reward]:
@@ -165,7 +165,7 @@ def make_evaluation(
     if eval_prompts is None:
         return None
     if config.reference_moves:
-        frozen = load_frozen_policy(context, config)
+        frozen = load_reference_model(context, config)
         reference = SecondModel(frozen, context.device, context.mesh, offload=True)
     return Evaluation(
         context.accelerator,
