@@ -145,7 +145,7 @@ def load_policy(
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
     model, loading = from_checkpoint(AutoModelForCausalLM, base, **options)
     require_whole(base, loading)
-    require_finite(base, model)
+    require_finite_weights(base, model)
     if base != name:
         model = with_adapters(model, name)
     checked(model)
@@ -203,7 +203,7 @@ def load_reward_model(
         raise UserError(f"{name} has {outputs} outputs; a reward model has one")
     headless = "score.weight" in loading["missing_keys"]
     require_whole(base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
-    require_finite(base, model)
+    require_finite_weights(base, model)
     if headless:
         nn.init.zeros_(head.weight)
     if base != name:
@@ -285,7 +285,7 @@ def require_whole(
         raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {found}")
 
 
-def require_finite(name: str, model: nn.Module) -> None:
+def require_finite_weights(name: str, model: nn.Module) -> None:
     """Raises ValueError for weights that are NaN or infinite, also where no token of a trial uses them."""
     bad = [
         key

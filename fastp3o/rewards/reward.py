@@ -131,7 +131,7 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     return sums | values
 
 
-def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
+def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
     """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
 
     longest: tokens that a response may have. Raises as `rewarded` does.
@@ -145,17 +145,17 @@ def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, l
 
 def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
     """The penalties that are on, 0 or more, by the names of their metrics. longest: tokens that a response may have."""
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     if config.missing_eos_penalty:
-        found["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
+        parts["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
     if config.length_penalty:
-        found["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
+        parts["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
     if config.repetition_penalty:
         shares = [[repeated_share(r.ids, config.repetition_ngram) for r in group.responses] for group in groups]
-        found["repetition"] = config.repetition_penalty * torch.tensor(shares)
+        parts["repetition"] = config.repetition_penalty * torch.tensor(shares)
     if config.overlong_margin:
-        found["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
-    return {f"penalty/{name}": values for name, values in found.items()}
+        parts["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
+    return {f"penalty/{name}": values for name, values in parts.items()}
 
 
 def repeated_share(ids: list[int], n: int) -> float:

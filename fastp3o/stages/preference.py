@@ -245,6 +245,8 @@ def sampled_evaluation(
     sampled = sampled_model(config, model, context)
     if config.sampler == "vllm":
         # Every evaluation comes after other steps.
-        sampled = sampled._replace(publisher=Publisher(context, config, model, count().__next__))
+        sampled = sampled._replace(
+            publisher=Publisher(context, config, config.longest_sequence, model, count().__next__)
+        )
     sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
     return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)

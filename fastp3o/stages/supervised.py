@@ -21,9 +21,9 @@ from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.models import load_trained
 from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
-from fastp3o.training.late import Moment
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
+from fastp3o.training.reporting import Moment
 from fastp3o.training.run import Run, Steps
 
 Row = TypeVar("Row", bound=PackedRow)

@@ -16,7 +16,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from fastp3o.training.durable import naming, whole_file
+from fastp3o.training.durable import naming, sync, whole_file
+from fastp3o.training.run_files import LOGS
 
 
 def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -84,6 +85,13 @@ def finish(path: Path) -> None:
     ):
         shutil.copyfileobj(plain, packed)
     path.unlink()
+
+
+def sync_logs(folder: Path) -> None:
+    """Flushes the logs of a run to the disk."""
+    for path in (*(folder / name for name in LOGS), folder):
+        if path.exists():
+            sync(path)
 
 
 def compressed(path: Path) -> Path:

@@ -4,7 +4,6 @@ It holds no paths but the last part of a local name, no addresses and no keys, s
 writes the same bytes as an unbroken one.
 """
 
-import json
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from fastp3o import __version__
 from fastp3o.config import StageConfig
 from fastp3o.data.sources import FILE_SUFFIXES
 from fastp3o.rewards.config import is_endpoint, is_function, reward_names
+from fastp3o.training.log import read
 
 CARD = "README.md"
 HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")  # of a model, or of a data set and its configuration
@@ -100,7 +100,7 @@ class Training:
         return "\n".join([kind, "", *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values)])
 
     def tables(self) -> list[str]:
-        evaluation = last_evaluation(self.evaluations)
+        evaluation: dict[str, Any] = [{}, *read(self.evaluations)][-1]
         step = evaluation.pop("step", None)
         evaluated = {name: f"{value:.4g}" for name, value in evaluation.items() if value is not None}
         return [
@@ -119,11 +119,6 @@ def options(config: StageConfig) -> dict[str, Any]:
         if plain and matters and not flag.name.startswith(LEFT_OUT):
             chosen[flag.name] = value
     return chosen
-
-
-def last_evaluation(path: Path) -> dict[str, Any]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1]) if lines else {}
 
 
 def table(first: str, second: str, rows: dict[str, Any]) -> str:

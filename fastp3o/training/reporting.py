@@ -1,6 +1,7 @@
 """Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
 
 import json
+import multiprocessing
 import resource
 import sys
 import time
@@ -8,13 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
 from fastp3o.training import log
 from fastp3o.training.log import LoggedGroup, prompt_end, visible
@@ -23,6 +27,21 @@ from fastp3o.training.run_files import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
 
 # Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
+
+
+class ThreadsLock(TqdmDefaultWriteLock):
+    """tqdm's lock without the part that forks share: one that is killed while it prints would stop the run for ever."""
+
+    def __init__(self) -> None:
+        self.locks = [self.th_lock]
+
+    @property
+    def mp_lock(self) -> Any:
+        """For tqdm's process_map, which gives it to its processes."""
+        return multiprocessing.RLock()
+
+
+tqdm.set_lock(ThreadsLock())
 
 
 class Reporter:
@@ -164,6 +183,37 @@ def with_deviations(metrics: dict[str, float]) -> str:
         f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
         for name, value in means.items()
     )
+
+
+class Moment:
+    """When the device has done all that was launched before; on a CPU that is when this is made."""
+
+    def __init__(self, device: torch.device):
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Call after both events have completed."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+class LateNumbers(Moment):
+    """Numbers that are on their way to the host, and the moment of their arrival: the host launches more meanwhile."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers.to("cpu", non_blocking=True)
+        super().__init__(numbers.device)
+
+    def read(self) -> list[float]:
+        """Waits until they have arrived, and not for what was launched since."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()
 
 
 class Phases:

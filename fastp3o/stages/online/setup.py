@@ -16,7 +16,7 @@ from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import short_names
-from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
+from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.served.publisher import Publisher
@@ -37,7 +37,7 @@ from fastp3o.training.order import derived_seed, examples_of_step, process_share
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.processes import require_finite
 from fastp3o.training.run import Run, Steps
-from fastp3o.training.states.store import Carried
+from fastp3o.training.states.store import RunState
 
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
@@ -86,6 +86,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         publisher = Publisher(
             context,
             config,
+            config.longest_sequence,
             policy,
             lambda: optimizer.steps,
             # Where `Rounds.require_policys_own` cannot tell.
@@ -108,7 +109,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         Steps(type(objective).__name__, "update", config.updates),
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
-        carried=Carried(objective.stateful_parts, tensors, rounds),
+        state=RunState(objective.stateful_parts, tensors, rounds),
     )
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
@@ -195,7 +196,7 @@ def make_resampling(
 
 
 def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
-    rewards = less_penalties(reward, groups, config, config.max_response_tokens)
+    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens)
     require_finite(context.accelerator, "a reward", rewards["reward"])
     return rewards
 

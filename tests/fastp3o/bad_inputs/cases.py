@@ -575,7 +575,7 @@ MESSAGES = [
     ),
     (
         {"messages": [{**USER, "name": "<end>"}, REPLY]},
-        " field 'messages[0]': expected special tokens, if any, in the content alone, got one in another field",
+        " field 'messages[0]': expected a message without the text of a special token, got one with it",
     ),
     (
         {"messages": [{**USER, "content": "refuse"}, REPLY]},

@@ -1,4 +1,5 @@
 import gzip
+import itertools
 import json
 import os
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from fastp3o.training import log
 from fastp3o.training.log import LoggedGroup, LoggedResponse
 from fastp3o.training.reporting import Reporter
+from tests.fastp3o.training.faults.injection import KILLED, FileCalls, in_child
 
 
 def append(path: Path, *numbers: int) -> None:
@@ -149,6 +151,28 @@ def test_a_compressed_log_that_is_damaged_keeps_its_lines_before(path: Path, dam
     assert before == list(range(1, len(before) + 1))
     assert log.cut_after(path, 5)[-1] == f"{path} line {len(before) + 1} is damaged and left out"
     assert (os.listdir(path.parent), steps(path)) == ([path.name], before)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power-lost"])
+@pytest.mark.parametrize("work", [log.finish, lambda path: log.cut_after(path, 4)], ids=["finish", "cut"])
+def test_a_log_is_whole_wherever_a_process_ends(path: Path, work, power: bool):
+    if work is not log.finish:
+        log.finish(path)
+    content = {file: file.read_bytes() for file in path.parent.iterdir()}
+    for number in itertools.count(1):
+        for file in path.parent.iterdir():
+            file.unlink()
+        for file, whole in content.items():
+            file.write_bytes(whole)
+        calls = FileCalls(path.parent, kill_before=number, power=power)
+        status = in_child(lambda: work(path), Path(os.devnull), calls.install)
+        assert steps(path) in ([1, 2, 3, 4, 5], [1, 2, 3, 4])
+        assert log.cut_after(path, 4) == []
+        assert steps(path) == [1, 2, 3, 4]
+        if not status:
+            break
+        assert status == KILLED
+    assert number > 5
 
 
 def group(step: int, prompt: str = "Say tree:") -> LoggedGroup:
