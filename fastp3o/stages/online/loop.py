@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from fastp3o.given import NOTHING, Given
+from fastp3o.context import Caller
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rollouts.groups import finished
 from fastp3o.stages.online.report import Update, report_update
@@ -24,15 +24,15 @@ from fastp3o.training.processes import require_finite
 from fastp3o.training.sampler_logprobs import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 
 
-def train(config: OnlineConfig, given: Given = NOTHING) -> None:
+def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     """Trains a policy and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
 
-    config: of the objective to train with. given: data and rewards, instead of those that the configuration names.
+    config: of the objective to train with. caller: a program in Python that has started the run.
 
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
-    buffer, score, resample, objective, policy, reference, step, run = set_up(config, given)
+    buffer, score, resample, objective, policy, reference, step, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:

@@ -7,11 +7,10 @@ from typing import NamedTuple
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import Given
-from fastp3o.models.loading import require_same_vocabulary
+from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
@@ -22,10 +21,10 @@ from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.served.publisher import Publisher
 from fastp3o.stages.models import (
-    load_frozen_policy,
     load_named_reward,
     load_reference,
-    load_trainable_policy,
+    load_reference_model,
+    load_trained,
     sampled_model,
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
@@ -65,9 +64,9 @@ class Online(NamedTuple):
     run: Run
 
 
-def set_up(config: OnlineConfig, given: Given) -> Online:
+def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
-    context = make_context(config, "fp16", given, prompts_per_update=config.prompts_per_update)
+    context = make_context(config, "fp16", caller, prompts_per_update=config.prompts_per_update)
     note_idle_processes(context, config)
     note_truncation(context, config)
     if config.reference:
@@ -76,7 +75,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         )
     data = load_data(context, config)
     objective = config.build()
-    policy = load_trainable_policy(config)
+    policy = load_trained(config, partial(load_policy, trains=True))
     sampled = sampled_model(config, policy, context)
     objective.add_to(policy)
     rewards = load_rewards(context, config, data)
@@ -132,18 +131,17 @@ def note_idle_processes(context: Context, config: OnlineConfig) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> Data:
     """Loads all data."""
-    given = context.given.rewards
-    columns = asked_columns(config.rewards, config, given)
+    columns = asked_columns(config.rewards, config)
     gold = [config.gold_reward] if config.gold_reward else []
     load = partial(load_prompts, columns=columns)
-    prompts = load_examples(context, config, load, "prompts", config.split, config.limit)
-    load = partial(load_prompts, columns=columns | asked_columns(gold, config, given))
-    eval_prompts = load_eval_examples(context, config, load, "eval_prompts")
+    prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
+    load = partial(load_prompts, columns=columns | asked_columns(gold, config))
+    eval_prompts = load_eval_examples(context, config, load, config.eval_prompts)
     if not config.ptx_data:
         return Data(prompts, eval_prompts, None)
     check_divisible(context.accelerator, config.ptx_batch_size, "ptx_batch_size")
     load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
-    return Data(prompts, eval_prompts, load_examples(context, config, load, "ptx_data", config.split, None))
+    return Data(prompts, eval_prompts, load_examples(context, config, load, config.ptx_data, config.split, None))
 
 
 def load_rewards(context: Context, config: OnlineConfig, data: Data) -> dict[str, Reward]:
@@ -168,7 +166,7 @@ def make_evaluation(
     if eval_prompts is None:
         return None
     if config.reference_moves:
-        frozen = load_frozen_policy(context, config)
+        frozen = load_reference_model(context, config)
         reference = SecondModel(frozen, context.device, context.mesh, offload=True)
     return Evaluation(
         context.accelerator,
