@@ -87,6 +87,7 @@ class Endpoint:
             raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
+        background(os.getpid(), self.proxy)  # made here once, rather than in all threads that ask first
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         """Posts a body as JSON, or sends a GET without one, and returns `read_answer` of the answer's bytes. On a wrong
@@ -114,7 +115,8 @@ class Endpoint:
 
     def attempt(self, content: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         try:
-            answered = asyncio.run_coroutine_threadsafe(self.request(content), event_loop(os.getpid()))
+            loop, client = background(os.getpid(), self.proxy)
+            answered = asyncio.run_coroutine_threadsafe(self.request(client, content), loop)
             status, retry_after, answer = cancel_when(stopped, answered) if self.abandons else answered.result()
         except TimeoutError as error:
             late = f"timed out, no end of the answer within {self.timeout:g} s"
@@ -132,14 +134,13 @@ class Endpoint:
             return read_answer(answer)
         except AnswerError as error:
             raise EndpointError(f"{self.url} {what} — {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # of JSON that is nested too deeply
             raise AttemptError(f"{what} — {error}") from error
 
-    async def request(self, content: bytes) -> tuple[int, str | None, bytes]:
+    async def request(self, client: httpx.AsyncClient, content: bytes) -> tuple[int, str | None, bytes]:
         """The status, the Retry-After header and the body of the answer. Raises TimeoutError; httpx's own time limits
         begin anew with every byte.
         """
-        client = http_client(os.getpid(), self.proxy)
         async with (
             asyncio.timeout(self.timeout),
             client.stream("POST" if content else "GET", self.url, content=content, headers=self.headers) as response,
@@ -163,9 +164,13 @@ class Endpoint:
 
 
 @cache
-def http_client(process: int, proxy: str | None) -> httpx.AsyncClient:
-    """The client whose connections all requests of a process share. It keeps no cookies."""
-    return httpx.AsyncClient(
+def background(process: int, proxy: str | None) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient]:
+    """The client whose connections all requests of a process share, which keeps no cookies; and its event loop, in a
+    thread of its own, since a caller's thread may run one.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop, httpx.AsyncClient(
         verify=ssl.create_default_context(),
         proxy=proxy,
         trust_env=False,
@@ -173,14 +178,6 @@ def http_client(process: int, proxy: str | None) -> httpx.AsyncClient:
         limits=httpx.Limits(keepalive_expiry=KEEPALIVE),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
     )
-
-
-@cache
-def event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of a process's requests, in a thread of its own: a caller's thread may run a loop already."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="requests").start()
-    return loop
 
 
 def cancel_when(stopped: threading.Event, answered: Future[Answer]) -> Answer:

@@ -1,14 +1,15 @@
 """Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
 
 import json
+import multiprocessing
 import resource
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,17 +18,30 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
 from fastp3o.training import log
 from fastp3o.training.log import LoggedGroup, prompt_end, visible
 from fastp3o.training.progress import draw_progress
 from fastp3o.training.run_files import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
 
-# Forks share tqdm's own lock: one that is killed while it prints would stop the run at its next line.
-tqdm.set_lock(threading.RLock())
-
 # Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
+
+
+class ThreadsLock(TqdmDefaultWriteLock):
+    """tqdm's lock without the part that forks share: one that is killed while it prints would stop the run for ever."""
+
+    def __init__(self) -> None:
+        self.locks = [self.th_lock]
+
+    @property
+    def mp_lock(self) -> Any:
+        """For tqdm's process_map, which gives it to its processes."""
+        return multiprocessing.RLock()
+
+
+tqdm.set_lock(ThreadsLock())
 
 
 class Reporter:

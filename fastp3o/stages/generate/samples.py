@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import takewhile
 from pathlib import Path
 
 from fastp3o.data.layouts import Message
@@ -60,10 +59,12 @@ class SamplesFile:
 
     def whole_batches(self, batch_size: int, total: int) -> int:
         """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
-        records = enumerate(log.record(line, "number") for line in log.lines(self.path))
-        names = {field.name for field in fields(Samples)}
-        whole = takewhile(lambda r: r[1] is not None and r[1].keys() == names and r[1]["number"] == r[0], records)
-        done = min(sum(1 for _ in whole), total)
+        names, done = {field.name for field in fields(Samples)}, 0
+        for line in log.lines(self.path):
+            values = log.record(line, "number")
+            if done == total or values is None or values.keys() != names or values["number"] != done:
+                break
+            done += 1
         return done if done == total else done // batch_size * batch_size
 
     def cut_after(self, prompts: int) -> None:

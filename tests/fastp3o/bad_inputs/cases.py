@@ -575,7 +575,7 @@ MESSAGES = [
     ),
     (
         {"messages": [{**USER, "name": "<end>"}, REPLY]},
-        " field 'messages[0]': expected special tokens, if any, in the content alone, got one in another field",
+        " field 'messages[0]': expected a message without the text of a special token, got one with it",
     ),
     (
         {"messages": [{**USER, "content": "refuse"}, REPLY]},
@@ -702,10 +702,10 @@ MODELS = [
     ("p3o", "--model models/not_finite", "has weights that are NaN or infinite in torch.float32: model.norm.weight"),
     ("p3o", "--model models/not_finite_where_unused", "NaN or infinite in torch.float32: model.embed_tokens.weight"),
     ("p3o", "--model models/int8", "int8/model.safetensors has model.norm.weight in I8; quantized weights are not"),
-    ("p3o", "--model models/rope", "models/rope/config.json has the rope type 'nosuch' in rope_parameters"),
+    ("p3o", "--model models/rope", "cannot load models/rope: its JSON files lack 'nosuch', or name it"),
     ("p3o", "--model models/list_config", "models/list_config/config.json must hold a JSON object, got a list"),
     ("p3o", "--model models/list_tokenizer", "tokenizer_config.json must hold a JSON object, got a list"),
-    ("p3o", "--model models/empty_tokenizer", "empty_tokenizer/tokenizer.json lacks model and added_tokens"),
+    ("p3o", "--model models/empty_tokenizer", "empty_tokenizer: its JSON files lack 'added_tokens', or name it"),
     ("p3o", "--model models/adapter_of_nothing", "its adapter_config.json names no base model"),
     ("p3o", "--model models/adapter_of_no_folder", "names the base model runs/no/model, and there is no such folder"),
     ("p3o", "--model models/reward", "it lacks lm_head.weight; it also has score.weight"),
