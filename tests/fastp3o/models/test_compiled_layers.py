@@ -130,10 +130,14 @@ def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(traced):
     fits_rows_of_any_length(as_exact_as_eager("llama"))
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_where_attention_is_one_operation_so_is_a_layer(family, traced, one_operation):
+def test_where_attention_is_one_operation_so_is_a_layer(family, checkpointed, traced, one_operation):
     """Rows in which prompts are shared once, three times, and have one token: a graph for each."""
-    model = compiled(PackedModel(random_model(family)))
+    model = PackedModel(random_model(family)).train()
+    if checkpointed:
+        model.recompute_activations()
+    compiled(model)
     fits_rows_of_any_length(model)
     assert graphs() == 3
     assert not counters["graph_break"]
