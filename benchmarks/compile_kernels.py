@@ -110,7 +110,7 @@ def configurations(vocabularies: tuple[int, ...]) -> Iterator[Configuration]:
         tensors = dict.fromkeys(("first_ptr", "second_ptr", "third_ptr", "fourth_ptr"), dtype)
         yield configuration("scale_kernel", dtype, tensors, {"BLOCK": scale_kernel.BLOCK})
     for entropy in (False, True):
-        constants = {"LARGEST": backward.LARGEST, "HIGHEST": backward.HIGHEST, "HAS_ENTROPY": entropy}
+        constants = {"LARGEST": backward.LARGEST_SCALED, "HIGHEST": backward.HIGHEST_SCALE, "HAS_ENTROPY": entropy}
         constants |= {"BLOCK": scale_kernel.BLOCK}
         yield configuration("lowered_scale_kernel", "entropy" * entropy, {}, constants)
     for D in HEAD_SIZES:

@@ -4,6 +4,7 @@ An objective is a function of `Groups` and sums over pairs; of P pairs each way 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -111,13 +112,24 @@ def token_objective(loss: Callable[..., Tensor], advantages: str, *known: str) -
 
 def grpo(groups: Groups) -> Tensor:
     advantages = groups.per_token(groups["advantages"])
-    tokens = losses.grpo(groups.token_logprobs, groups["old tokens"], advantages, groups["ref tokens"])
+    tokens = losses.ppo_clip(groups.token_logprobs, groups["old tokens"], advantages)
+    tokens = tokens + 0.04 * losses.k3(groups.token_logprobs, groups["ref tokens"])
     return groups.means(tokens).mean(1).sum()
+
+
+def ppg(logprobs: Tensor, rewards: Tensor) -> Tensor:
+    return losses.reinforce(logprobs, rewards - rewards.mean(1, keepdim=True)).sum(1) / (rewards.shape[1] - 1)
+
+
+def grpo_plus(logprobs: Tensor, old: Tensor, advantages: Tensor, complete: Tensor) -> Tensor:
+    return losses.ppo_clip(logprobs, old, advantages, clip_high=0.28).masked_fill(~complete, 0.0)
 
 
 def gspo(groups: Groups) -> Tensor:
     means = groups.means(groups.token_logprobs)
-    return losses.gspo(means, groups["old means"], groups["advantages"]).mean(1).sum()
+    return (
+        losses.ppo_clip(means, groups["old means"], groups["advantages"], clip_low=3e-4, clip_high=4e-4).mean(1).sum()
+    )
 
 
 def ipo(groups: Groups) -> Tensor:
@@ -126,18 +138,18 @@ def ipo(groups: Groups) -> Tensor:
 
 OBJECTIVES: dict[str, Objective] = {
     **{f"P3O, {clipping}": p3o(clipping) for clipping in ("joint", "separate", "none", "token")},
-    "PPG": pair_objective(losses.ppg, "rewards"),
+    "PPG": pair_objective(ppg, "rewards"),
     "REINFORCE": response_objective(losses.reinforce, "centred"),
     "RLOO": response_objective(losses.ppo_clip, "old", "leave one out"),
     "PPO": token_objective(losses.ppo_clip, "advantages"),
     "GRPO": grpo,
     "Dr. GRPO": token_objective(losses.ppo_clip, "centred"),
-    "DAPO": token_objective(losses.dapo, "advantages"),
-    "GRPO+": token_objective(losses.grpo_plus, "advantages", "complete"),
+    "DAPO": token_objective(partial(losses.ppo_clip, clip_high=0.28), "advantages"),
+    "GRPO+": token_objective(grpo_plus, "advantages", "complete"),
     "GSPO": gspo,
     "REBEL": pair_objective(losses.rebel, "old", "rewards"),
     "DPO": pair_objective(losses.dpo, "ref"),
-    "BPO": pair_objective(losses.bpo, "old"),
+    "BPO": pair_objective(losses.dpo, "old"),
     "IPO": ipo,
     "APO-zero": pair_objective(losses.apo_zero, "ref"),
     "APO-down": pair_objective(losses.apo_down, "ref"),

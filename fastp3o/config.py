@@ -470,6 +470,11 @@ class ModelConfig(LoadingConfig):
 
 
 @options
+class PolicyConfig(SamplerConfig, DataConfig, LoadingConfig):
+    """A policy that is loaded and sampled."""
+
+
+@options
 class EvaluationConfig(Flags):
     """Evaluations during a run, and what they decide."""
 

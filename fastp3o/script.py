@@ -22,6 +22,7 @@ def run_script(main: Callable[[], None]) -> None:
 
     `--debug` among the arguments, which main does not see, keeps the traceback.
     """
+    UserError.names_flags = True
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
     with lasting_output():

@@ -29,7 +29,7 @@ from fastp3o.data.layouts import (
     find_layout,
     margin,
 )
-from fastp3o.data.sources import Record, Records, read_records
+from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
 
 BATCH = 1000  # records tokenised at once
@@ -91,7 +91,7 @@ Loaded = tuple[Dataset, DataReport]
 
 
 def load_prompts(
-    source: str | Records,
+    source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
     columns: Asked | None = None,
@@ -130,21 +130,21 @@ def load_prompts(
 
 
 def load_demonstrations(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one."""
     return Loader(tokenizer, ("response_ids",), max_response_tokens, **options).load(source)
 
 
 def load_preferences(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """`chosen_ids`, `rejected_ids`. A record whose two responses are equal, also once truncated, cannot be used."""
     return Loader(tokenizer, ("chosen_ids", "rejected_ids"), max_response_tokens, **options).load(source)
 
 
 def load_rankings(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model; and
     `margin` (float64), by which the chosen response of a preference is better, 0 if the record has none.
@@ -153,7 +153,7 @@ def load_rankings(
 
 
 def load_unpaired_preferences(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
     """`response_ids` and `desirable` (bool), for KTO: `prompt, completion, label` with a boolean label."""
     return UnpairedLoader(tokenizer, ("response_ids",), max_response_tokens, **options).load(source)
@@ -181,7 +181,7 @@ class Loader:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
         self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
 
-    def load(self, source: str | Records) -> Loaded:
+    def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
         """

@@ -10,8 +10,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -20,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+from fastp3o.config import Named
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.errors import UserError
 
@@ -44,25 +44,14 @@ class Record(NamedTuple):
     content: object
 
 
-@dataclass(frozen=True)
-class Records:
-    """A source that is no file: a Dataset, or any other records that can be read twice. name: in messages."""
-
-    name: str
-    content: Iterable[object]
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def read_records(source: str | Records, split: str) -> Iterator[Record]:
+def read_records(source: str, split: str) -> Iterator[Record]:
     """The records of local files, or of a split of a hub data set; several sources, separated by commas, follow one
     another. Raises DataError if `source` cannot be read.
     """
-    if isinstance(source, Records):
+    if isinstance(source, Named):  # a Dataset, or any other records that can be read twice
         if split != WHOLE:
-            raise DataError(f"{source}: there is no split '{split}' of records that are given: give those of the split")
-        yield from (Record(source.name, number, content) for number, content in enumerate(source.content, 1))
+            raise DataError(f"{source}: there is no split '{split}' of records in memory: take those of the split")
+        yield from (Record(str(source), number, content) for number, content in enumerate(source.content, 1))
         return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):

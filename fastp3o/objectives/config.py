@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from fastp3o.config import SamplerConfig, StageConfig, option, options, required
+from fastp3o.config import PolicyConfig, StageConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
@@ -10,7 +10,7 @@ from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 
 
 @options
-class OnlineConfig(SamplerConfig, RewardConfig, PenaltyConfig, StageConfig):
+class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether

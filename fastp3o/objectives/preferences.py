@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastp3o.config import Condition, Needs, SamplerConfig, SupervisedConfig, objective_name, option, options
+from fastp3o.config import Condition, Needs, PolicyConfig, SupervisedConfig, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics, with_count
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
@@ -24,7 +24,7 @@ from fastp3o_kernels import Groups, losses
 
 
 @options
-class PreferenceConfig(SamplerConfig, RewardConfig, SupervisedConfig):
+class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     """Learning from fixed preferences; objectives add their own settings.
 
     needs_reference: whether the loss takes log-probs of a reference. offload: models that only evaluations need wait on

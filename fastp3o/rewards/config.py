@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from math import isfinite
 
-from fastp3o.config import Condition, Flags, option, options, required
+from fastp3o.config import Condition, Flags, Named, option, options, required
 from fastp3o.errors import UserError
 
 # Fields of the request to an endpoint that are not columns.
@@ -193,6 +193,8 @@ def reward_names(names: str) -> list[str]:
     """Splits the names of several rewards, separated by commas; the name of a path that exists may hold commas."""
     if not names:
         return []
+    if isinstance(names, Named):
+        return names.content if isinstance(names.content, list) else [names]
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
 
 

@@ -4,7 +4,6 @@ P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.config import Named
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
@@ -23,7 +23,7 @@ from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rollouts.groups import Group, finished, lengths
-from fastp3o_kernels.overlong_penalty import overlong_penalty
+from fastp3o_kernels.losses import overlong_penalty
 
 Reward = Callable[[list[Group]], Tensor]
 
@@ -31,11 +31,13 @@ Reward = Callable[[list[Group]], Tensor]
 def load_reward(
     name: str, policy_tokenizer: PreTrainedTokenizerBase, *, remote: RemoteConfig | None = None, **loading: Any
 ) -> Reward:
-    """Loads a reward: `module:function` is a Python function, http(s)://... an endpoint, and anything else a reward
-    model's folder or hub name.
+    """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
+    and anything else a reward model's folder or hub name.
 
     remote: settings of endpoints and functions. loading: further arguments of `load_model_reward`.
     """
+    if isinstance(name, Named):
+        return name.content
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
@@ -62,15 +64,12 @@ def load_model_reward(
     return ModelReward(model, tokenizer, policy_tokenizer, device=device, packing=packing, mesh=mesh, offload=offload)
 
 
-def asked_columns(
-    names: Iterable[str], config: RemoteConfig, loaded: Mapping[str, Reward] = MappingProxyType({})
-) -> dict[str, str]:
-    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words.
-
-    loaded: rewards that are there already, by name.
-    """
+def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
+    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words."""
     functions = {
-        name: loaded.get(name) or FunctionReward(name) for name in names if name in loaded or is_function(name)
+        name: name.content if isinstance(name, Named) else FunctionReward(name)
+        for name in names
+        if isinstance(name, Named) or is_function(name)
     }
     return dict.fromkeys(config.columns, "--reward_columns") | {
         column: f"the reward function {name}"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fastp3o.config import TOKENS_PER_ROW, DataConfig, LoadingConfig, SamplerConfig, options, required
+from fastp3o.config import TOKENS_PER_ROW, PolicyConfig, options, required
 from fastp3o.packing.settings import Packing
 
 if TYPE_CHECKING:
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @options
-class SamplingConfig(SamplerConfig, DataConfig, LoadingConfig):
+class SamplingConfig(PolicyConfig):
     """The prompts that are responded to."""
 
     prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")

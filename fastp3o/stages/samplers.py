@@ -1,9 +1,10 @@
 """Samplers of a model that may be spread over processes, and of its mixture with the reference."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.config import PolicyConfig
 from fastp3o.context import Context
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sampling_copy import SamplingCopy
@@ -15,10 +16,6 @@ from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
 from fastp3o.rollouts.sampler import Sampler, sampling_settings
 from fastp3o.served.publisher import Publisher
 from fastp3o.served.sampler import VLLMSampler
-
-if TYPE_CHECKING:  # a run imports its own stage only
-    from fastp3o.objectives.preferences import PreferenceConfig
-    from fastp3o.stages.generate.config import GenerateConfig
 
 
 class SampledModel(NamedTuple):
@@ -65,7 +62,7 @@ def note_truncation(context: Context, config: OnlineConfig) -> None:
 
 
 def policy_sampler(
-    config: "OnlineConfig | PreferenceConfig | GenerateConfig",
+    config: PolicyConfig,
     policy: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import get_scheduler
 
-from fastp3o.config import StageConfig
+from fastp3o.config import OptimizerConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import compute_in
@@ -40,7 +40,7 @@ class Optimizer:
         accelerator: Accelerator,
         model: PackedModel,
         precision: Precision,
-        config: StageConfig,
+        config: OptimizerConfig,
         steps: int,
         learning_rates: Mapping[str, float] | None = None,
         mesh: DeviceMesh | None = None,

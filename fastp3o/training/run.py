@@ -15,10 +15,9 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.config import StageConfig
-from fastp3o.context import Context
+from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.given import Callback
 from fastp3o.named_function import FunctionError, ends_forks, restored
 from fastp3o.training.best import Best, read_best
 from fastp3o.training.checkpoints import save_trained
@@ -88,7 +87,7 @@ class Run:
     ):
         self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
-        self.given = context.given
+        self.on_update, self.on_evaluation = context.caller or Caller()
         self.pending = None if state is None else state.pending
         self.folder = claim(self.accelerator, config)
         try:
@@ -110,7 +109,7 @@ class Run:
             stage=steps.stage,
             first_step=done,
             steps=steps.last,
-            ends_processes=not self.given.program_goes_on,
+            ends_processes=context.caller is None,
         )
         self.phases = Phases()
         self.stops = Stops(self.accelerator)
@@ -253,7 +252,7 @@ class Run:
             | {f"seconds_{phase}": value for phase, value in seconds.items()}
         )
         self.reporter.step(step, metrics, shown=shown)
-        if self.given.on_update is not None:
+        if self.on_update is not None:
             self.reported.append({"step": step, **metrics})
 
     def report_later(
@@ -323,8 +322,8 @@ class Run:
                 self.save_model(self.folder / BEST_MODEL, self.best.file)
             # Only noted here: a step without one may be the last of a resumed run, and then one is due.
             self.note_progress(step, evaluated=True)
-            if self.given.on_evaluation is not None:
-                self.end_if_asked(self.given.on_evaluation, step, {"step": step, **metrics})
+            if self.on_evaluation is not None:
+                self.end_if_asked(self.on_evaluation, step, {"step": step, **metrics})
         if self.best is not None and 0 < self.config.early_stopping <= self.best.since:
             self.reporter.print(f"--early_stopping: no evaluation since was better than {self.best}")
             self.last = step
@@ -341,8 +340,8 @@ class Run:
         """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
         reported, self.reported = self.reported, []
         for metrics in reported:
-            assert self.given.on_update is not None
-            self.end_if_asked(self.given.on_update, step, metrics)
+            assert self.on_update is not None
+            self.end_if_asked(self.on_update, step, metrics)
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """Saves the state if the callback raises, so that the run can go on."""
@@ -416,9 +415,7 @@ class Run:
         """files: texts that go with it, by name."""
         precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
         step = self.progress.step
-        training = Training(
-            self.config, self.steps.stage, step, self.steps.last, precision, evaluations, self.given.base
-        )
+        training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
         save_trained(self.optimizer, self.tokenizer, folder, training, files)
 
 

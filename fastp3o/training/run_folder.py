@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 from accelerate import Accelerator
 
-from fastp3o.config import RunConfig
+from fastp3o.config import Named, RunConfig
 from fastp3o.errors import UserError
 from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, write_file
 from fastp3o.training.processes import on_main_process
@@ -59,7 +59,8 @@ def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     for option in MODELS:
         for name in names_in(config, option):
-            if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
+            inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
+            if inside and not isinstance(name, Named):
                 raise UserError(
                     f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
                     "another --output_dir"

@@ -10,8 +10,7 @@ from fastp3o_kernels.head.linear_logprobs import linear_logprobs
 from fastp3o_kernels.head.linear_loss import LinearLossOutput, linear_loss
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
 from fastp3o_kernels.p3o.losses import logits_p3o_loss, p3o_loss, token_p3o_loss
-from fastp3o_kernels.p3o.output import P3OLossOutput
-from fastp3o_kernels.p3o.settings import P3OSettings
+from fastp3o_kernels.p3o.settings import P3OLossOutput, P3OSettings
 from fastp3o_kernels.response_tokens import ResponseTokens, response_tokens
 from fastp3o_kernels.rows.sequence_logprobs import sequence_logprobs
 from fastp3o_kernels.rows.token_logprobs import TokenOutputs, token_logprobs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastp3o_kernels.head.head import Head
-from fastp3o_kernels.operation import uncompiled
+from fastp3o_kernels.operation import graph_break
 from fastp3o_kernels.rows.rows import LogitsTransform, transformed
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -105,7 +105,7 @@ def nobody_reduces(model: nn.Module) -> bool:
     return not any(type(module).__name__.startswith("FSDP") for module in model.modules())
 
 
-@uncompiled
+@graph_break
 def called(head_loss: Callable[[Tensor, Head], Any], hidden: Tensor, model: Any) -> Any:
     if not model._head_was_tried:
         # The trial waits for the first call: many models cannot run before they are on their device.

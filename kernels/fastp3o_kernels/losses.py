@@ -13,24 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from fastp3o_kernels.overlong_penalty import overlong_penalty as overlong_penalty
-from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT
-
-# --- Samples of something else than the old policy --------------------------------------------------------------------
-
-
-def truncated_ratios(log_ratios: Tensor, cap: float) -> Tensor:
-    """min(π_old / μ, C), constants that weigh the losses of what μ sampled in the place of the old policy; any shape.
-
-    log_ratios: log π_old − log μ. μ is the old policy in another engine or precision, or an older one. Since
-    E_π_old[f(y)] = E_μ[π_old(y) / μ(y) f(y)], losses of whole responses are weighed by ratios of these, and losses of
-    pairs by the product of their two, a sum of log-ratios. The cap C bounds the variance and biases towards μ
-    (truncated importance sampling, Ionides 2008). Losses of tokens are weighed by the ratio of each token alone (Yao et
-    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). That leaves the tokens before
-    it as μ sampled them, for far less variance.
-    """
-    return log_ratios.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
-
+from fastp3o_kernels.p3o.settings import truncated_ratios as truncated_ratios
 
 # --- Estimators of the KL ---------------------------------------------------------------------------------------------
 # Estimators of KL(π ‖ π_ref) from samples of π, tokens or responses (Schulman, "Approximating KL divergence", 2020).
@@ -60,12 +43,6 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 # --- Policy gradients: losses of responses or tokens with advantages --------------------------------------------------
-# GRPO and its kin differ in the advantages and in what the sum over tokens is divided by:
-#
-#     GRPO      grpo, group_advantages; the mean over a response's tokens, then over responses
-#     Dr. GRPO  ppo_clip, group_advantages(scale=False); the sum over tokens divided by a constant, the longest response
-#     DAPO      dapo, group_advantages; the mean over all tokens of the batch; groups of equal rewards are sampled again
-#     GRPO+     grpo_plus: DAPO without responses that were cut off, no KL, no entropy bonus
 
 # Added to the standard deviation, as DeepSeek's successors and TRL do.
 SMALL = 1e-4
@@ -74,7 +51,9 @@ SMALL = 1e-4
 def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """−A log π of each response or token (Williams 1992), A = r − b for any baseline b that it does not depend on.
 
-    On-policy: the policy that is differentiated has sampled. Any shape.
+    On-policy: the policy that is differentiated has sampled. Any shape. With A = r − mean r over a prompt's K responses
+    the sum over these, divided by K − 1, is the pairwise policy gradient (PPG, arXiv 2310.00212, equation 6): the mean
+    over pairs of −(r1 − r2) / 2 (log π(y1) − log π(y2)), a K-th of the sum that RLOO takes.
     """
     return -advantages.detach() * logprobs
 
@@ -91,17 +70,6 @@ def rloo_advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
 
 
-def ppg(logprobs: Tensor, rewards: Tensor) -> Tensor:
-    """The pairwise policy gradient, on-policy (arXiv 2310.00212, equation 6): −(r1 − r2) / 2 (log π(y1) − log π(y2)),
-    the mean over pairs of a prompt's responses, [P, K] -> [P].
-
-    That mean is −Σ (r − mean r) log π / (K − 1), a K-th of the sum that RLOO takes.
-    """
-    K = rewards.shape[1]
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return reinforce(logprobs, centred).sum(1) / (K - 1)
-
-
 def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -112,7 +80,14 @@ def ppo_clip(
 ) -> Tensor:
     """PPO's clipped ratio of each token or response (arXiv 1707.06347): max(−A ρ, −A clip(ρ, 1 − ε_low, 1 + ε_high)).
 
-    Any shape. clip_high: clip_low by default; a larger one is DAPO's "clip-higher" (arXiv 2503.14476).
+    Any shape. clip_high: clip_low by default; a larger one is "clip-higher". The methods below have this loss and
+    differ in advantages, bounds and in what the sum is divided by:
+
+        GRPO      2402.03300  of tokens; group_advantages; + 0.04 k3; the mean over a response's, then over responses
+        Dr. GRPO  2503.20783  of tokens; group_advantages(scale=False); the sum divided by the longest response's length
+        DAPO      2503.14476  of tokens; clip_high 0.28; the mean over all tokens; groups of equal rewards sampled again
+        GRPO+     DeepCoder   DAPO, with 0 for the tokens of responses that were cut off; no entropy bonus
+        GSPO      2507.18071  of responses, by the means of their tokens' log-probs; clip_low 3e-4, clip_high 4e-4
     """
     ratios = (logprobs - old_logprobs.detach()).exp()
     clipped = ratios.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))
@@ -146,65 +121,15 @@ def group_advantages(rewards: Tensor, *, scale: bool = True) -> Tensor:
     return centred / (rewards.std(1, keepdim=True) + SMALL) if scale else centred
 
 
-def grpo(
-    token_logprobs: Tensor,
-    old_token_logprobs: Tensor,
-    advantages: Tensor,
-    ref_token_logprobs: Tensor | None = None,
-    *,
-    clip_range: float = 0.2,
-    kl_coef: float = 0.04,
-) -> Tensor:
-    """Group relative policy optimization (arXiv 2402.03300, equation 3): max(−A ρ, −A clip(ρ, 1 ± ε)) + β k3, [n].
+def overlong_penalty(lengths: Tensor, *, longest: int, margin: int) -> Tensor:
+    """DAPO's soft punishment, to add to rewards, any shape (arXiv 2503.14476, equation 13): 0 up to longest − margin
+    tokens, then falling to −1 at `longest`.
 
-    advantages: of each token's response. Without a reference there is no KL.
+    Raises ValueError unless 0 < margin <= longest.
     """
-    losses = ppo_clip(token_logprobs, old_token_logprobs, advantages, clip_low=clip_range)
-    if ref_token_logprobs is None:
-        return losses
-    return losses + kl_coef * k3(token_logprobs, ref_token_logprobs)
-
-
-def dapo(
-    token_logprobs: Tensor,
-    old_token_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-) -> Tensor:
-    """DAPO (arXiv 2503.14476, equation 8): clipped farther above than below, without KL, [n]."""
-    return ppo_clip(token_logprobs, old_token_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
-
-
-def grpo_plus(
-    token_logprobs: Tensor,
-    old_token_logprobs: Tensor,
-    advantages: Tensor,
-    complete: Tensor,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-) -> Tensor:
-    """GRPO+ (DeepCoder, Agentica 2025): DAPO's loss of responses that came to their end, [n]. complete: [n] bool."""
-    losses = dapo(token_logprobs, old_token_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
-    return losses.masked_fill(~complete, 0.0)
-
-
-def gspo(
-    mean_logprobs: Tensor,
-    old_mean_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> Tensor:
-    """Group sequence policy optimization (arXiv 2507.18071): max(−A s, −A clip(s)), s = ρ(y)^(1 / |y|); any shape.
-
-    That is PPO's loss of the geometric mean of a response's token ratios; the defaults are the paper's.
-    mean_logprobs: means over the tokens of each response.
-    """
-    return ppo_clip(mean_logprobs, old_mean_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    if not 0 < margin <= longest:
+        raise ValueError(f"margin must be above 0 and at most longest ({longest}), got {margin}")
+    return ((longest - margin - lengths) / margin).clamp(-1.0, 0.0)
 
 
 def rebel(logprobs: Tensor, old_logprobs: Tensor, rewards: Tensor, *, eta: float = 1.0) -> Tensor:
@@ -244,18 +169,12 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1, label_smoo
     """Direct preference optimization (arXiv 2305.18290, equation 7): −log σ(β Δ), [P, 2] -> [P].
 
     The gradient is β (σ(β Δ) − 1) (∇ log π_chosen − ∇ log π_rejected). A larger β allows less deviation from the
-    reference. label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell 2023).
+    reference. If that is the policy that sampled the pairs, this is behaviour preference optimization (BPO, arXiv
+    2406.12168). label_smoothing: the probability that a label is wrong (conservative DPO, Mitchell 2023).
     """
     difference = beta * log_ratio_difference(logprobs, ref_logprobs)
     loss = -(1 - label_smoothing) * logsigmoid(difference)
     return loss - label_smoothing * logsigmoid(-difference) if label_smoothing else loss
-
-
-def bpo(logprobs: Tensor, behavior_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:
-    """Behaviour preference optimization (arXiv 2406.12168): DPO whose reference is the policy that sampled the pairs,
-    refreshed every few updates, [P, 2] -> [P].
-    """
-    return dpo(logprobs, behavior_logprobs, beta=beta)
 
 
 def ipo(logprobs: Tensor, ref_logprobs: Tensor, *, tau: float = 0.1) -> Tensor:

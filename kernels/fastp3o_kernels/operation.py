@@ -56,7 +56,7 @@ def on_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return values.to(device, non_blocking=True)
 
 
-def uncompiled(function: Function) -> Function:
+def graph_break(function: Function) -> Function:
     """A compiled model calls the function as it is: one graph break a call, and no compilation at new shapes.
 
     A loss is matrix products and our kernels, whose number and order follow from the lengths of responses. A compiler

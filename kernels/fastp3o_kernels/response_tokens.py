@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
-from fastp3o_kernels.operation import copyable, on_device, uncompiled
+from fastp3o_kernels.operation import copyable, graph_break, on_device
 
 
 @copyable
@@ -29,7 +29,7 @@ class ResponseTokens(NamedTuple):
         return values.flatten()[self.predicted_at + 1]
 
 
-@uncompiled
+@graph_break
 def response_tokens(
     input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1, order: Tensor | None = None
 ) -> ResponseTokens:

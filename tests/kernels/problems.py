@@ -13,7 +13,7 @@ from torch import Tensor
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings
 from fastp3o_kernels.head import backward, forward
 from fastp3o_kernels.head import oracle as head_oracle
-from fastp3o_kernels.head.dtypes import HeadDtypes
+from fastp3o_kernels.head.head import HeadDtypes
 
 CLIPPINGS = ("joint", "separate", "none", "token")
 CUDA = torch.cuda.is_available()

@@ -6,7 +6,7 @@ import torch
 from fastp3o_kernels import P3OSettings, logits_p3o_loss
 from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.p3o.pair_kernel import TERMS, launch_pairs
-from fastp3o_kernels.p3o.pairs import PairInputs
+from fastp3o_kernels.p3o.pairs import Pairs
 from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 from tests.kernels.interpreted import counted_launches, counted_traffic
@@ -80,7 +80,7 @@ def test_pairs(monkeypatch, pairs, clipping, weighted):
     settings = P3OSettings(clipping=clipping)
     with counted_traffic(monkeypatch) as traffic:
         sampler_logprobs = pairs.old_logprobs if weighted else None
-        inputs = PairInputs(*given, None, old_token_logprobs, torch.tensor(2.0), sampler_logprobs)
+        inputs = Pairs(*given, old_token_logprobs, None, sampler_logprobs, torch.tensor(2.0))
         launch_pairs(pairs.old_token_logprobs, inputs, settings)
     # Two responses to two prompts. Their offsets are read for the sums, for what is empty and for the coefficients,
     # which pass from one step to the other by way of memory, as the sums do. The divisor is read for coefficients and

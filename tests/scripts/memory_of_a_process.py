@@ -17,6 +17,7 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
 from scripts.predicted_memory import Lengths, Model, sharded, update_memory
+from tests.fastp3o.backward import scaled_backward
 from tests.scripts.test_memory import DEEP, DEEP_HALF, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
 
 CASES = {
@@ -54,7 +55,7 @@ def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: b
 
     def update() -> None:
         loss, _ = OBJECTIVE.loss(model, microbatch)
-        optimizer.backward(loss)
+        scaled_backward(optimizer, loss)
 
     update()
     # Buffers of messages live longer if the other process is late.

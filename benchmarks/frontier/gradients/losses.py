@@ -90,7 +90,7 @@ def dapo(batch: Batch) -> Tensor:
 def gspo(batch: Batch, clip_range: float) -> Tensor:
     means = batch.logprobs / batch.lengths, batch.old_logprobs / batch.lengths
     advantages = losses.group_advantages(batch.rewards)
-    return losses.gspo(*means, advantages, clip_low=clip_range, clip_high=clip_range).mean(1).sum()
+    return losses.ppo_clip(*means, advantages, clip_low=clip_range, clip_high=clip_range).mean(1).sum()
 
 
 def rebel(batch: Batch) -> Tensor:

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.judge import load_judge
-from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.sharding import FrozenModel, loading_device, process_mesh
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_columns, rewarded
@@ -24,7 +24,7 @@ from fastp3o.served.publisher import Publisher
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, summary, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, make_samples
-from fastp3o.stages.models import load_named_reward, sampled_model
+from fastp3o.stages.models import load_frozen_policy, load_named_reward, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import make_accelerator
 from fastp3o.training.processes import on_main_process, require_finite
@@ -90,14 +90,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     """
     _, precision, tokenizer, mesh, _ = context
     reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
-    policy = load_policy(
-        config.model,
-        device=loading_device(context.device, mesh),
-        dtype=precision.weights,
-        trust_remote_code=config.trust_remote_code,
-    )
-    policy.temperature = config.temperature
-    policy.check_reach(config.longest_sequence)
+    policy = load_frozen_policy(context, config, config.model)
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)

@@ -3,9 +3,9 @@
 R slots, P prompts, H heads (Hkv of keys), D the size of a head.
 """
 
+import torch
 from torch import Tensor
 
-from fastp3o_kernels.decoding import fallback
 from fastp3o_kernels.decoding.cache import LayerCache, Slots
 from fastp3o_kernels.operation import HAS_TRITON, use_triton
 
@@ -49,7 +49,7 @@ def decode_attention(
     check_step(query, key, value, cache, slots, window)
     if use_triton(impl, query, cache.own_keys) and len(query):
         return launch_decode_attention(query, key, value, cache, slots, scale, window, softcap)
-    return fallback.decode_attention(query, key, value, cache, slots, scale, window, softcap)
+    return attend(query, key, value, cache, slots, scale, window, softcap)
 
 
 def check_step(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, slots: Slots, window: int | None) -> None:
@@ -78,3 +78,69 @@ def check_step(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, slo
         )
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: LayerCache,
+    slots: Slots,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`decode_attention` in PyTorch, on a CPU and in fp64.
+
+    One matrix product multiplies the keys of a prompt with the queries of its K responses and of the G = H / Hkv heads
+    of a group, so keys are read once. Queries are therefore brought from the order of slots into that of responses
+    ("grouped"). Products with a slot's own keys join them for one softmax. The weights of own keys and the results then
+    go back to the order of slots. P, Lp and Lr are the shapes within the host's bounds.
+    """
+    R, H, D = query.shape
+    Hkv, K = key.shape[1], slots.responses_per_prompt
+    G = H // Hkv
+    cache.own_keys[slots.number, :, slots.steps] = key
+    cache.own_values[slots.number, :, slots.steps] = value
+    bounds = slice(slots.prompt_range.start, slots.prompt_range.stop), slice(None), slice(slots.longest_prompt)
+    prompt_keys, prompt_values = cache.prompt_keys[bounds], cache.prompt_values[bounds]
+    own_keys, own_values = (own[:, :, : slots.longest_response] for own in (cache.own_keys, cache.own_values))
+    P, Lp, Lr = len(prompt_keys), prompt_keys.shape[2], own_keys.shape[2]
+    if P == 0:
+        return torch.zeros_like(query)
+
+    query = query * scale
+    grouped = query.index_select(0, slots.grouped).view(P, K, Hkv, G, D).transpose(1, 2).reshape(P, Hkv, K * G, D)
+    # Keys times queries: on a CPU up to twice as fast as queries times keys.
+    prompt_part = (prompt_keys @ grouped.transpose(2, 3)).transpose(2, 3)
+    own_part = query.reshape(R, Hkv, G, D) @ own_keys.transpose(2, 3)
+    own_part = own_part.index_select(0, slots.grouped).view(P, K, Hkv, G, Lr).transpose(1, 2)
+    products = torch.cat([prompt_part.unflatten(2, (K, G)), own_part], dim=4)
+    products = products.to(torch.promote_types(products.dtype, torch.float32))
+    if softcap is not None:
+        products = products.div_(softcap).tanh_().mul_(softcap)
+    if window not in slots.masks:
+        slots.masks[window] = hidden_keys(slots, Lp, Lr, window)
+    products += slots.masks[window]
+    weights = products.softmax(4).to(query.dtype)
+
+    prompt_part, own_part = weights.split([Lp, Lr], dim=4)
+    result = prompt_part.flatten(2, 3) @ prompt_values
+    result = result.view(P, Hkv, K, G, D).transpose(1, 2).reshape(P * K, Hkv, G, D).index_select(0, slots.place)
+    own_part = own_part.transpose(1, 2).reshape(P * K, Hkv, G, Lr).index_select(0, slots.place)
+    return result.add_(own_part @ own_values).view(R, H, D)
+
+
+def hidden_keys(slots: Slots, Lp: int, Lr: int, window: int | None) -> Tensor:
+    """[P, 1, K, 1, Lp + Lr] fp32: 0 for keys that the token sees, -inf for the others."""
+    prompts, device = slots.prompt_range, slots.steps.device
+    lengths = slots.cached_lengths[prompts.start : prompts.stop, None, None]
+    steps = slots.steps[slots.grouped].view(len(prompts), -1, 1)
+    # Number of tokens from each key to the step's token.
+    prompt_distance = lengths + steps - torch.arange(Lp, device=device)
+    own_distance = steps - torch.arange(Lr, device=device)
+    hidden = torch.cat([prompt_distance <= steps, own_distance < 0], dim=2)
+    if window is not None:
+        hidden |= torch.cat([prompt_distance, own_distance], dim=2) >= window
+    mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+    return mask[:, None, :, None]

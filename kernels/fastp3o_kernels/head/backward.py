@@ -16,11 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.head.dtypes import multiply
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.head import Head, multiply
 from fastp3o_kernels.operation import HAS_TRITON, on_device
-from fastp3o_kernels.rows import fallback
+from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
@@ -33,9 +32,9 @@ ROWS_MOVED = 32
 # fp16 ends at 65504 and is coarse below 6e-5, so coefficients of fp16 products are multiplied by a power of two that
 # brings the largest one here. At a sixteenth of it a probability of 1e-6 keeps three digits, and products with large
 # weights stay finite.
-LARGEST = 1024.0
+LARGEST_SCALED = 1024.0
 # The scale while no coefficient is above 0.
-HIGHEST = 2.0**64
+HIGHEST_SCALE = 2.0**64
 
 Moves = list[tuple[Tensor, Tensor]]
 
@@ -101,7 +100,7 @@ class HeadGradients:
         self.dbias = hidden.new_zeros(plan.V, dtype=self.logits_dtype) if needs_bias else None
         # Factor of the gradients until `results`, 0-d on the device; None: 1.
         fp16 = plan.dtypes.multiplied == torch.float16
-        self.scale = torch.full((), HIGHEST, device=hidden.device) if fp16 else None
+        self.scale = torch.full((), HIGHEST_SCALE, device=hidden.device) if fp16 else None
 
     def backward(self, spans: list[slice], coefficients: Tensor, entropy_coefficients: Tensor | None = None) -> None:
         """Adds neighbouring spans through which the head has gone forward, with dL/d(log-prob) of all their tokens, and
@@ -124,10 +123,10 @@ class HeadGradients:
             return coefficients, entropy_coefficients
         given = [values for values in (coefficients, entropy_coefficients) if values is not None]
         if self.triton:
-            self.scale, ratio, given = launch_lowered_scale(self.scale, given, LARGEST, HIGHEST)
+            self.scale, ratio, given = launch_lowered_scale(self.scale, given, LARGEST_SCALED, HIGHEST_SCALE)
         else:
             largest = torch.stack([values.abs().max() for values in given]).max()
-            lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST / largest))), self.scale)
+            lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST_SCALED / largest))), self.scale)
             self.scale, ratio, given = lowered, lowered / self.scale, [values * lowered for values in given]
         waiting = self.dlogits_buffer[: self.waiting.number]
         scale_in_place([waiting, self.dhidden, self.dweight, self.dbias], ratio, triton=self.triton)
@@ -162,7 +161,7 @@ class HeadGradients:
         self.waiting.add(tokens, flags)
         out = self.dlogits_buffer[first : self.waiting.number, : chunked.plan.V]
         if not self.triton:
-            fallback.dlogits(rows, coefficients, entropy_coefficients, out)
+            oracle.dlogits(rows, coefficients, entropy_coefficients, out)
             return
         given = rows, chunked.row_max[tokens], chunked.log_sum[tokens], coefficients, out
         if entropy_coefficients is None:

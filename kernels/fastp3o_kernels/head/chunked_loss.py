@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import Chunk, plan_chunks
-from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.head import Head, HeadDtypes
 from fastp3o_kernels.operation import first_derivatives_only
 from fastp3o_kernels.rows.rows import NO_LABEL
 

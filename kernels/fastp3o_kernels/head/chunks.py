@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import ceil
 from typing import NamedTuple
 
-from fastp3o_kernels.head.dtypes import HeadDtypes
+from fastp3o_kernels.head.head import HeadDtypes
 
 # Bytes of scratch for logits and their gradient. Every chunk reads the weight, every full gradient buffer reads it once
 # more and reads and writes the fp32 sum of its gradient: the larger the buffers, the fewer of both.

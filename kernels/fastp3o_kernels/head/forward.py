@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.head.chunks import HeadPlan
-from fastp3o_kernels.head.dtypes import multiply
-from fastp3o_kernels.head.head import Head
+from fastp3o_kernels.head.head import Head, multiply
 from fastp3o_kernels.operation import HAS_TRITON
-from fastp3o_kernels.rows import fallback
+from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import Rows
 
 if HAS_TRITON:
@@ -69,9 +68,9 @@ class ChunkedHead:
             if self.statistics:
                 statistics = launch_statistics(rows, row_max, log_sum)
         else:
-            logprobs = fallback.logprobs(rows)
+            logprobs = oracle.logprobs_in_parts(rows)
             if self.statistics:
-                statistics = fallback.statistics(rows)
+                statistics = oracle.statistics_in_parts(rows)
         self.logprobs[span] = logprobs
         for all_tokens, values in zip(self.statistics, statistics, strict=True):
             all_tokens[span] = values

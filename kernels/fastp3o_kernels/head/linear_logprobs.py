@@ -13,10 +13,9 @@ from fastp3o_kernels.checks import bounds_of_prompts, checked_cu_seqlens
 from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
-from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, check_head, save_for_backward, saved_tensors
-from fastp3o_kernels.operation import first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.head.head import Head, HeadDtypes, check_head, save_for_backward, saved_tensors
+from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
 
 
@@ -86,7 +85,7 @@ def linear_logprobs(
     memory_budget: int | None = None,
     impl: str | None = None,
 ) -> TokenOutputs: ...
-@uncompiled
+@graph_break
 def linear_logprobs(
     hidden: Tensor,
     head: Head | Tensor,

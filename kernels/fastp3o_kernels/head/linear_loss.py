@@ -15,11 +15,10 @@ from fastp3o_kernels.checks import bounds_of_prompts, check_divisor, checked_cu_
 from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
-from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.groups import Groups, GroupTensors
-from fastp3o_kernels.head.head import Head, check_head
-from fastp3o_kernels.operation import copyable, on_device, uncompiled, use_triton
+from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.operation import copyable, graph_break, on_device, use_triton
 from fastp3o_kernels.rows.rows import NO_LABEL
 from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
 
@@ -96,7 +95,7 @@ class ObjectiveSums:
         return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
 
 
-@uncompiled
+@graph_break
 def linear_loss(
     hidden: Tensor,
     head: Head | Tensor,

@@ -14,15 +14,13 @@ from fastp3o_kernels.checks import bounds_of_prompts, offsets_tensor
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
-from fastp3o_kernels.head.dtypes import HeadDtypes
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, check_head
-from fastp3o_kernels.operation import HAS_TRITON, uncompiled, use_triton
+from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
+from fastp3o_kernels.operation import HAS_TRITON, graph_break, use_triton
 from fastp3o_kernels.p3o import oracle
 from fastp3o_kernels.p3o.losses import loss_output
-from fastp3o_kernels.p3o.output import P3OLossOutput
-from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
+from fastp3o_kernels.p3o.pairs import Pairs
+from fastp3o_kernels.p3o.settings import DEFAULTS, P3OLossOutput, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
 
 if HAS_TRITON:
@@ -34,7 +32,7 @@ class PairLoss:
 
     statistics = False
 
-    def __init__(self, pairs: PairInputs, settings: P3OSettings):
+    def __init__(self, pairs: Pairs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
         self.terms: Tensor | None = None  # what each prompt adds, with Triton, filled in chunk by chunk
         self.output: P3OLossOutput | None = None  # without a gradient, of the last chunk and then of all
@@ -74,7 +72,7 @@ class PairLoss:
         return self.output.loss
 
 
-@uncompiled
+@graph_break
 def linear_p3o_loss(
     hidden: Tensor,
     head: Head | Tensor,
@@ -125,19 +123,9 @@ def linear_p3o_loss(
     """
     head, cu_seqlens = Head.from_weight(head), offsets_tensor(cu_seqlens)
     check_head(hidden, head, labels, ignore_index=None)
-    pairs = PairInputs.checked(
-        "hidden",
-        hidden,
-        cu_seqlens,
-        old_logprobs,
-        ref_logprobs,
-        rewards,
-        settings,
-        valid_responses=valid_responses,
-        old_token_logprobs=old_token_logprobs,
-        sampler_logprobs=sampler_logprobs,
-        divisor=divisor,
-    )
+    pairs = Pairs(
+        cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
+    ).checked("hidden", hidden, settings)
     triton = use_triton(impl, hidden, head.weight, head.bias, *pairs.floating.values())
     if impl == "eager" or len(hidden) == 0:
         rounded = HeadDtypes.for_hidden(hidden).rounded

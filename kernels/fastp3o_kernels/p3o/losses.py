@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_shape
-from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.checks import check_floating, check_shape, offsets_tensor
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.p3o import oracle
-from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
-from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
+from fastp3o_kernels.p3o.pairs import Pairs
+from fastp3o_kernels.p3o.settings import DEFAULTS, METRICS, SAMPLER_METRICS, P3OLossOutput, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
 from fastp3o_kernels.rows.token_logprobs import token_logprobs as label_logprobs
 
@@ -46,7 +45,17 @@ def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
     return P3OLossOutput(loss, {name: values[name] for name in averaged}, counts)
 
 
-@uncompiled
+def loss_of_tokens(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, impl: str | None) -> P3OLossOutput:
+    if token_logprobs.dim() != 1:
+        raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
+    check_floating("token_logprobs", token_logprobs)
+    pairs = pairs.checked("token_logprobs", token_logprobs, settings)
+    if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
+        return oracle.token_loss(token_logprobs, pairs, settings)
+    return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
+
+
+@graph_break
 def token_p3o_loss(
     token_logprobs: Tensor,
     cu_seqlens: Tensor | Sequence[int],
@@ -80,28 +89,14 @@ def token_p3o_loss(
     Raises:
         ValueError: as in `p3o_loss` and `sequence_logprobs`.
     """
-    if token_logprobs.dim() != 1:
-        raise ValueError(f"token_logprobs must have shape [N], got {list(token_logprobs.shape)}")
-    check_floating("token_logprobs", token_logprobs)
-    pairs = PairInputs.checked(
-        "token_logprobs",
-        token_logprobs,
-        cu_seqlens,
-        old_logprobs,
-        ref_logprobs,
-        rewards,
-        settings,
-        valid_responses=valid_responses,
-        old_token_logprobs=old_token_logprobs,
-        sampler_logprobs=sampler_logprobs,
-        divisor=divisor,
+    cu_seqlens = offsets_tensor(cu_seqlens)
+    pairs = Pairs(
+        cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
     )
-    if not use_triton(impl, token_logprobs, *pairs.floating.values()) or len(token_logprobs) == 0:
-        return oracle.token_loss(token_logprobs, pairs, settings)
-    return loss_output(*TokenP3OLoss.apply(token_logprobs.float().contiguous(), pairs, settings))
+    return loss_of_tokens(token_logprobs, pairs, settings, impl)
 
 
-@uncompiled
+@graph_break
 def logits_p3o_loss(
     logits: Tensor,
     labels: Tensor,
@@ -139,22 +134,14 @@ def logits_p3o_loss(
     logprobs = label_logprobs(
         logits, labels, temperature=temperature, ignore_index=NO_LABEL, inplace_backward=inplace_backward, impl=impl
     )
-    return token_p3o_loss(
-        logprobs,
-        cu_seqlens,
-        old_logprobs,
-        ref_logprobs,
-        rewards,
-        settings,
-        old_token_logprobs=old_token_logprobs,
-        valid_responses=valid_responses,
-        sampler_logprobs=sampler_logprobs,
-        divisor=divisor,
-        impl=impl,
+    cu_seqlens = offsets_tensor(cu_seqlens)
+    pairs = Pairs(
+        cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
     )
+    return loss_of_tokens(logprobs, pairs, settings, impl)
 
 
-@uncompiled
+@graph_break
 def p3o_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -216,7 +203,5 @@ def p3o_loss(
     check_shape("rewards", rewards, tuple(logprobs.shape), "as logprobs")
     # A response whose sum is known is a response of one token.
     one_token_each = torch.arange(logprobs.numel() + 1, dtype=torch.int32, device=logprobs.device)
-    given = logprobs.flatten(), one_token_each, old_logprobs, ref_logprobs, rewards, settings
-    return token_p3o_loss(
-        *given, valid_responses=valid_responses, sampler_logprobs=sampler_logprobs, divisor=divisor, impl=impl
-    )
+    pairs = Pairs(one_token_each, old_logprobs, ref_logprobs, rewards, None, valid_responses, sampler_logprobs, divisor)
+    return loss_of_tokens(logprobs.flatten(), pairs, settings, impl)

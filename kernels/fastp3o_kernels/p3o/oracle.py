@@ -7,14 +7,19 @@ prompt (Q = P K (K − 1) / 2). fp64 inputs are computed in fp64; narrower ones 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.losses import truncated_ratios
-from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
-from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
+from fastp3o_kernels.p3o.pairs import Pairs
+from fastp3o_kernels.p3o.settings import (
+    LOG_RATIO_LIMIT,
+    METRICS,
+    SAMPLER_METRICS,
+    P3OLossOutput,
+    P3OSettings,
+    truncated_ratios,
+)
 from fastp3o_kernels.rows.oracle import at_least_fp32, sequence_logprobs
 
 
-def token_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
+def token_loss(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> P3OLossOutput:
     """The loss from log-probs of tokens [N], in any clipping mode."""
     logprobs = sequence_logprobs(token_logprobs, pairs.cu_seqlens).view(pairs.rewards.shape)
     old = logprobs.detach() if pairs.old_logprobs is None else pairs.old_logprobs
@@ -23,7 +28,7 @@ def token_loss(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings)
     return response_loss(logprobs, old, pairs, settings)
 
 
-def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
+def response_loss(logprobs: Tensor, old: Tensor, pairs: Pairs, settings: P3OSettings) -> P3OLossOutput:
     """log π and log π_old [P, K] -> the mean over pairs of the joint, separate or unclipped loss.
 
     arXiv 2310.00212 calls them P3O-V2 and V1, and an ablation.
@@ -65,7 +70,7 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
     return loss_output(loss, logprobs, old, pairs, settings, zero_prompts, sampler_ratios, counts, means)
 
 
-def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
+def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: Pairs, settings: P3OSettings) -> P3OLossOutput:
     """The first author's later variant: every token is clipped separately in each pair of its response. The mean is
     over these N (K − 1) cases.
     """
@@ -109,7 +114,7 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     return loss_output(loss, response_logprobs, old, pairs, settings, ~has_gradient, sampler_ratios, counts, means)
 
 
-def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
+def all_pairs(logprobs: Tensor, old: Tensor, pairs: Pairs) -> tuple[Tensor, list[Tensor]]:
     """Flags of the pairs that count, [Q], and from [P, K] each: log π, log π_old, log π_ref and rewards of every pair's
     two responses, [Q, 2]. All are 0 in a pair that does not count: so are its advantage difference, loss and gradient.
     """
@@ -138,7 +143,7 @@ def advantage_difference(
     return (rewards[:, 0] - rewards[:, 1] - settings.kl_coef * preference(policy, ref_logprobs)).detach()
 
 
-def pair_sampler_ratios(old: Tensor, pairs: PairInputs, settings: P3OSettings) -> Tensor | None:
+def pair_sampler_ratios(old: Tensor, pairs: Pairs, settings: P3OSettings) -> Tensor | None:
     """The importance weights min(π_old/μ(y1) π_old/μ(y2), C), [Q], of pairs that μ sampled; None if they have none.
 
     old: log π_old, [P, K].
@@ -170,7 +175,7 @@ def loss_output(
     loss: Tensor,
     logprobs: Tensor,
     old: Tensor,
-    pairs: PairInputs,
+    pairs: Pairs,
     settings: P3OSettings,
     zero_prompts: Tensor,
     sampler_ratios: Tensor | None,

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.p3o.output import COUNTS, METRICS, SAMPLER_METRICS
-from fastp3o_kernels.p3o.pairs import PairInputs
-from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
+from fastp3o_kernels.p3o.pairs import Pairs
+from fastp3o_kernels.p3o.settings import COUNTS, LOG_RATIO_LIMIT, METRICS, SAMPLER_METRICS, P3OSettings
 from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
 
 # Prompts of a program. Its sums over them go to memory, one a prompt, and a second launch adds them in a fixed order:
@@ -497,14 +496,14 @@ def results_kernel(
         tl.store(results_ptr + 12, mean(tl.sum(capped, axis=0), all_pairs))
 
 
-def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
+def launch_pairs(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
     """RESULTS [11] or [13], and dL/d log π of each token of the pairs [N], undefined for other tokens; two launches."""
     terms = empty_terms(pairs)
     coefficients = launch_coefficients(token_logprobs, pairs, settings, terms)
     return launch_results(terms, pairs, settings), coefficients
 
 
-def empty_terms(pairs: PairInputs) -> Tensor:
+def empty_terms(pairs: Pairs) -> Tensor:
     """[TERMS, P] fp32, with SAMPLER_TERMS more where pairs have importance weights; not yet filled in."""
     terms = TERMS if pairs.sampler_logprobs is None else TERMS + SAMPLER_TERMS
     return torch.empty(terms, len(pairs.rewards), dtype=torch.float32, device=pairs.rewards.device)
@@ -515,7 +514,7 @@ def mean_over(K: int, settings: P3OSettings) -> int:
     return K - 1 if settings.clipping == "token" else K * (K - 1)
 
 
-def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings, terms: Tensor) -> Tensor:
+def launch_coefficients(token_logprobs: Tensor, pairs: Pairs, settings: P3OSettings, terms: Tensor) -> Tensor:
     """dL/d log π of each token of the pairs [N], undefined for other tokens; one launch.
 
     It fills in terms [TERMS, P], which may be columns of a larger tensor: what each prompt adds to the results.
@@ -565,7 +564,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3O
     return coefficients
 
 
-def launch_results(terms: Tensor, pairs: PairInputs, settings: P3OSettings) -> Tensor:
+def launch_results(terms: Tensor, pairs: Pairs, settings: P3OSettings) -> Tensor:
     """What each prompt adds [TERMS, P] -> RESULTS [11], or [13] where pairs have importance weights; one launch."""
     (P, K), weighted = pairs.rewards.shape, pairs.sampler_logprobs is not None
     count = len(RESULTS) if weighted else len(RESULTS) - len(SAMPLER_METRICS)

@@ -1,16 +1,33 @@
-"""The numbers that define P3O's objective: defaults, meanings and bounds."""
+"""The numbers that define P3O's objective, with defaults, meanings and bounds, and the numbers that come out of it."""
 
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from fastp3o_kernels.checks import check_number
+from fastp3o_kernels.operation import copyable
 
 CLIPPING = ("joint", "separate", "none", "token")
 KL_REWARD = ("current", "rollout")
 
 # Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
 LOG_RATIO_LIMIT = 60.0
+
+# How many pairs count, their responses, the prompts of these, and the cases of clipping: pairs, responses or tokens.
+COUNTS = ("pairs", "responses", "prompts", "cases")
+# The count that each metric is a mean over; None for a maximum.
+METRICS = {
+    "ratio_mean": "responses",
+    "ratio_max": None,
+    "clip_fraction": "cases",
+    "advantage_mean_abs": "pairs",
+    "zero_gradient_fraction": "prompts",
+    "kl": "responses",
+}
+# Further metrics where pairs have importance weights.
+SAMPLER_METRICS = {"sampler_ratio_mean": "pairs", "sampler_ratio_capped": "pairs"}
 
 
 def described(default: Any, help: str, **metadata: Any) -> Any:
@@ -60,3 +77,43 @@ class P3OSettings:
 
 
 DEFAULTS = P3OSettings()
+
+
+@copyable
+class P3OLossOutput(NamedTuple):
+    """A loss, its metrics, and how many things each metric is a mean over.
+
+    loss: 0-d, differentiable.
+    metrics: detached 0-d tensors, never read by the host inside an operation; means over the pairs that count, their
+        responses or the tokens of these, whatever the divisor, and 0 where no pair counts:
+        ratio_mean, ratio_max: of π/π_old over the responses;
+        clip_fraction: share outside the clip range: of pairs (joint; also reported by none, which clips nothing), of
+            responses (separate) or of tokens (token);
+        advantage_mean_abs: mean |q| over pairs;
+        zero_gradient_fraction: share of prompts none of whose responses' tokens has a gradient;
+        kl: mean over responses of log π − log π_ref, in nats;
+        sampler_ratio_mean, sampler_ratio_capped: only where sampler_logprobs were given: the mean of the pairs'
+            importance weights, and the share of them that is at its cap.
+    counts: by metric, but ratio_max, how many responses, pairs, prompts, tokens it is a mean over: 0-d, fp32, on the
+        device. The metric of several batches is the sum of metric times count over the sum of counts.
+
+    `copy.deepcopy` gives the values without their graph. torch.load(weights_only=True) takes what torch.save wrote,
+    once fastp3o_kernels is imported; so it does with the outputs of the other operations.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    counts: dict[str, Tensor]
+
+
+def truncated_ratios(log_ratios: Tensor, cap: float) -> Tensor:
+    """min(π_old / μ, C), constants that weigh the losses of what μ sampled in the place of the old policy; any shape.
+
+    log_ratios: log π_old − log μ. μ is the old policy in another engine or precision, or an older one. Since
+    E_π_old[f(y)] = E_μ[π_old(y) / μ(y) f(y)], losses of whole responses are weighed by ratios of these, and losses of
+    pairs by the product of their two, a sum of log-ratios. The cap C bounds the variance and biases towards μ
+    (truncated importance sampling, Ionides 2008). Losses of tokens are weighed by the ratio of each token alone (Yao et
+    al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). That leaves the tokens before
+    it as μ sampled them, for far less variance.
+    """
+    return log_ratios.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.rows.approximations_kernel import LN2, LOG2E, exp2, reciprocal
+from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.rows.rows import Rows
 
 # One program reads one row: V is hundreds of kilobytes in practice, enough to stream, and rows are enough programs.
@@ -22,6 +22,31 @@ LOAD_BYTES = 16
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Base-2 log-probability below which a probability is 0; a product with it is 0, too, and not NaN.
 LEAST_LOG2 = tl.constexpr(-256.0)
+INTERPRETED = tl.constexpr(INTERPRET)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+# The next two take one special-function instruction each and are right to an ulp or two of fp32. Tiny results are 0.
+
+
+@triton.jit
+def exp2(x):
+    """2^x; 0 where it is below 2^-126.
+
+    tl.exp and tl.exp2 give those results too, for four more instructions an element. A probability loses nothing
+    without them, nor does a sum with a term of 1.
+    """
+    if INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x; 0 where it is below 2^-126."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
-"""Log-probabilities and statistics as PyTorch graphs: the tests' oracle, the benchmarks' baseline.
+"""Log-probabilities and statistics as PyTorch graphs: the tests' oracle, the benchmarks' baseline, the CPU's way.
 
-N tokens, V vocabulary, S sequences. fp64 inputs are computed in fp64; narrower ones in fp32.
+N tokens, n of them in a part, V vocabulary, S sequences. fp64 inputs are computed in fp64; narrower ones in fp32.
 """
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.rows.rows import NO_LABEL, gather_indices
+from fastp3o_kernels.rows.rows import NO_LABEL, Rows, gather_indices, slope, transformed
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
@@ -46,3 +46,58 @@ def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sums over each sequence, [N] -> [S], in fixed order."""
     lengths = cu_seqlens.long().diff()
     return torch.segment_reduce(at_least_fp32(token_logprobs), "sum", lengths=lengths, unsafe=True)
+
+
+# The kernels' work follows, for the chunked head where they do not run. A few rows go at a time, so that temporaries
+# stay small.
+ROWS_AT_ONCE = 32
+
+
+def logprobs_in_parts(rows: Rows) -> Tensor:
+    """[n]."""
+    ignored, indices = gather_indices(rows.labels, rows.ignore_index)
+    label_logprobs = [
+        transformed(logits, rows.transform).log_softmax(dim=1).gather(1, index)
+        for logits, index in zip(rows.logits.split(ROWS_AT_ONCE), indices.split(ROWS_AT_ONCE), strict=True)
+    ]
+    return torch.cat(label_logprobs).squeeze(1).masked_fill(ignored, 0.0)
+
+
+def statistics_in_parts(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Entropies, mean logits and is_top, [n] each."""
+    parts = [
+        statistics(transformed(logits, rows.transform), labels, rows.ignore_index)
+        for logits, labels in zip(rows.logits.split(ROWS_AT_ONCE), rows.labels.split(ROWS_AT_ONCE), strict=True)
+    ]
+    entropy, mean_logit, is_top = (torch.cat(values) for values in zip(*parts, strict=True))
+    return entropy, mean_logit, is_top
+
+
+def dlogits(rows: Rows, coefficients: Tensor, entropy_coefficients: Tensor | None, out: Tensor) -> None:
+    """out [n, V] = the gradient of the logits, given dL/d(log-prob) of each row and, if it counts, dL/d(entropy).
+    Leaves the logits as they are.
+    """
+    ignored, indices = gather_indices(rows.labels, rows.ignore_index)
+    coefficients = coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
+    if entropy_coefficients is not None:
+        entropy_coefficients = entropy_coefficients.masked_fill(ignored, 0.0).unsqueeze(1)
+    for begin in range(0, len(out), ROWS_AT_ONCE):
+        part = slice(begin, begin + ROWS_AT_ONCE)
+        # In the dtype of the logits, which may be wider than that of `out`: rounded once, at the end.
+        scaled = transformed(rows.logits[part], rows.transform)
+        gradient = torch.softmax(scaled, dim=1)
+        gradient.scatter_add_(1, indices[part], gradient.new_full((len(gradient), 1), -1.0)).mul_(-coefficients[part])
+        gradient += 0.0 if entropy_coefficients is None else entropy_coefficients[part] * entropy_slope(scaled)
+        out[part] = gradient.mul_(slope(rows.logits[part], rows.transform))
+    # Rows of zero coefficient hold 0 times what may be NaN.
+    nothing = coefficients == 0
+    out.masked_fill_(nothing if entropy_coefficients is None else nothing & (entropy_coefficients == 0), 0.0)
+
+
+def entropy_slope(logits: Tensor) -> Tensor:
+    """d entropy / d logits = −p (log p + entropy), [n, V]."""
+    logprobs = logits.log_softmax(1)
+    p = logprobs.exp()
+    logprobs = logprobs.masked_fill_(p == 0, 0.0)
+    entropy = -(p * logprobs).sum(1, keepdim=True)
+    return -p * (logprobs + entropy)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_floating, checked_cu_seqlens
-from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, on_device, uncompiled, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, on_device, use_triton
 from fastp3o_kernels.rows import oracle
 
 if HAS_TRITON:
@@ -32,7 +32,7 @@ class SequenceSums(torch.autograd.Function):
         return grad_sums.repeat_interleave(cu_seqlens.long().diff(), output_size=ctx.tokens), None
 
 
-@uncompiled
+@graph_break
 def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int], *, impl: str | None = None) -> Tensor:
     """Log-probability of each sequence: the sum over its tokens, in fixed order; differentiable.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_logits
-from fastp3o_kernels.operation import HAS_TRITON, copyable, first_derivatives_only, uncompiled, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, copyable, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 
@@ -112,7 +112,7 @@ def token_logprobs(
     inplace_backward: bool = False,
     impl: str | None = None,
 ) -> TokenOutputs: ...
-@uncompiled
+@graph_break
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,

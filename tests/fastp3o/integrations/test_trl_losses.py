@@ -127,23 +127,25 @@ def token_objective(loss: Callable, advantages: str, **options) -> Callable[[Gro
 
 
 def grpo(groups: Groups) -> Tensor:
-    advantages, known = groups.per_token(groups["grpo"]), (groups["old_tokens"], groups["ref_tokens"])
-    tokens = losses.grpo(groups.token_logprobs, known[0], advantages, known[1], clip_range=0.05, kl_coef=BETA)
-    return groups.means(tokens).sum()
+    kl = losses.k3(groups.token_logprobs, groups["ref_tokens"])
+    return groups.means(clipped(groups) + BETA * kl).sum()
+
+
+def clipped(groups: Groups) -> Tensor:
+    advantages = groups.per_token(groups["grpo"])
+    return losses.ppo_clip(groups.token_logprobs, groups["old_tokens"], advantages, clip_low=0.05)
 
 
 def grpo_with_weighted_kl(groups: Groups) -> Tensor:
     ratios = (groups.token_logprobs - groups["old_tokens"]).exp()
     kl = ratios * losses.k3(groups.token_logprobs, groups["ref_tokens"])
-    advantages = groups.per_token(groups["grpo"])
-    tokens = losses.grpo(groups.token_logprobs, groups["old_tokens"], advantages, clip_range=0.05)
-    return groups.means(tokens + BETA * kl).sum()
+    return groups.means(clipped(groups) + BETA * kl).sum()
 
 
 def gspo(groups: Groups) -> Tensor:
     old = groups.means(groups["old_tokens"])
     means = groups.means(groups.token_logprobs)
-    return losses.gspo(means, old, groups["grpo"], clip_low=0.01, clip_high=0.02).sum()
+    return losses.ppo_clip(means, old, groups["grpo"], clip_low=0.01, clip_high=0.02).sum()
 
 
 def kto(responses: Groups) -> Tensor:
@@ -196,7 +198,7 @@ OBJECTIVES = {
     "DAPO": (
         GRPO,
         OFF_POLICY | {"loss_type": "dapo", "epsilon": 0.03, "epsilon_high": 0.06, "beta": 0.0},
-        token_objective(losses.dapo, "grpo", clip_low=0.03, clip_high=0.06),
+        token_objective(losses.ppo_clip, "grpo", clip_low=0.03, clip_high=0.06),
     ),
     "GSPO": (
         GRPO,

@@ -26,6 +26,7 @@ from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.states.content import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
+from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model
 
 CPU = torch.device("cpu")
@@ -164,7 +165,7 @@ def optimizer_for(precision: str) -> Optimizer:
 def step(optimizer: Optimizer) -> None:
     rows = ROWS if optimizer.accelerator.num_processes == 1 else [ROWS[dist.get_rank()]]
     for row in rows:
-        optimizer.backward(compute_loss(optimizer.model, row) / len(rows))
+        scaled_backward(optimizer, compute_loss(optimizer.model, row) / len(rows))
     optimizer.step(torch.zeros(()))
 
 
@@ -178,7 +179,7 @@ def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
     step(optimizer)
     here = dist.get_rank() == process
     loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])
-    optimizer.backward(loss * 1e7 if here and within == "pass" else loss)
+    scaled_backward(optimizer, loss * 1e7 if here and within == "pass" else loss)
     if here and within == "part":
         optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
     before = training_state(optimizer)

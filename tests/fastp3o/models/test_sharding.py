@@ -13,6 +13,7 @@ from fastp3o.models import sharding
 from fastp3o.models.sharding import process_mesh, whole
 from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
+from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, compute_loss, go_on, optimizer_for, step, tied
 from tests.fastp3o.together import together
 
@@ -87,7 +88,7 @@ def test_a_mesh_of_one_has_the_bits_of_none(group_of_one, precision):
             losses = []
             for row in ROWS:
                 losses.append(compute_loss(optimizer.model, row))
-                optimizer.backward(losses[-1])
+                scaled_backward(optimizer, losses[-1])
             optimizer.step(losses[-1].detach())
         moved.append([*losses, *(whole(parameter) for parameter in optimizer.parameters.values())])
     assert all(torch.equal(*both) for both in zip(*moved, strict=True))

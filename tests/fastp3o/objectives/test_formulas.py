@@ -320,16 +320,16 @@ def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, problem,
         ref,
         sums[0][order],
         sums[1][order],
-        1.0,
         sampler_token_logprobs=sampler,
-        counted=counts[order] if config.mask_truncated else None,
+        loss_mask=counts[order] if config.mask_truncated else None,
     )
     policy = PackedModel(model)
     ((prepared,),) = objective.prepare(policy, [[microbatch]], lambda sums: sums)
-    loss, metrics = objective.loss(policy, prepared)
+    loss, metrics = objective.loss(policy, prepared, objective.divisor(row, prepared.loss_mask) or 1)
     if not on_policy:  # whose loss is a constant on-policy
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-8)
     found = torch.autograd.grad(loss, weights)
     for weight, gradient in zip(wanted, found, strict=True):
         torch.testing.assert_close(gradient, weight, rtol=1e-4, atol=1e-7)  # the norms compute in fp32
-    assert all(metric.dim() == 0 and not metric.requires_grad for metric in metrics.values())
+    assert not any(metric.requires_grad for metric in metrics.values())
+    assert all(metric.shape == (() if name.endswith("_max") else (2,)) for name, metric in metrics.items())

@@ -22,7 +22,13 @@ from fastp3o.objectives.policy_gradient import (
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.training.minibatches import make_microbatches, pack_minibatches, policy_logprobs
+from fastp3o.training.minibatches import (
+    MetricSums,
+    make_microbatches,
+    mean_over_steps,
+    pack_minibatches,
+    policy_logprobs,
+)
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
@@ -53,17 +59,15 @@ def row_metrics(config, counted, tokens_per_row: int, apart: float | None = None
             pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row)),
             torch.arange(P * K).view(P, K) % 3.0,
             counted,
-            objective,
         ),
         lambda sums: sums,
     )
-    metrics: dict[str, float] = {}
+    sums = MetricSums()
     for microbatch in minibatch:
         if apart is not None:
             microbatch = replace(microbatch, sampler_token_logprobs=microbatch.old_token_logprobs - apart)
-        for name, value in objective.loss(policy, microbatch)[1].items():
-            metrics[name] = metrics.get(name, 0.0) + microbatch.metrics_weight * value.item()
-    return metrics
+        sums.add(objective.loss(policy, microbatch, 1.0)[1])
+    return {name: value.item() for name, value in mean_over_steps(accelerator, [sums.read()]).items()}
 
 
 @pytest.mark.parametrize("tokens_per_row", [1000, 30])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch
@@ -14,8 +15,9 @@ from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.online import train
+from fastp3o.training.minibatches import MetricSums, mean_over_steps
 from fastp3o_kernels import P3OLossOutput
-from fastp3o_kernels.p3o.output import METRICS
+from fastp3o_kernels.p3o.settings import METRICS
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start
 
 UPDATES = 4
@@ -44,17 +46,19 @@ def test_p3o_ends_with_the_same_bits(workplace, tiny_model, clipping, K):
 
 @pytest.mark.parametrize("clipping", ["token", "joint"])
 def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_lengths(clipping):
-    """One of four prompts fills its own row, with nine tenths of the tokens."""
-    objective = P3O(P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=clipping))
-    fraction = 0.0
-    for without_gradient, prompts, tokens in ((1.0, 0.25, 0.9), (0.0, 0.75, 0.1)):
-        metrics = dict.fromkeys(METRICS, torch.tensor(without_gradient))
-        weight, unused = tokens if clipping == "token" else prompts, [torch.empty(0)] * 5
-        row = SimpleNamespace(labelled_at=None)
-        microbatch = Microbatch(row, *unused, weight, metrics_weight=weight, response_share=prompts)
-        _, metrics = objective.loss(lambda *_, found=metrics: P3OLossOutput(torch.zeros(()), found, {}), microbatch)
-        fraction += microbatch.metrics_weight * metrics["zero_gradient_fraction"].item()
-    assert fraction == pytest.approx(0.25)
+    """One of four prompts fills its own row."""
+    objective, sums = (
+        P3O(P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=clipping)),
+        MetricSums(),
+    )
+    for without_gradient, prompts in ((1.0, 1.0), (0.0, 3.0)):
+        means = dict.fromkeys(METRICS, torch.tensor(without_gradient))
+        counts = dict.fromkeys(set(METRICS) - {"ratio_max"}, torch.tensor(prompts))
+        output = P3OLossOutput(torch.zeros(()), means, counts)
+        microbatch = Microbatch(SimpleNamespace(labelled_at=None), *[torch.empty(0)] * 5)
+        sums.add(objective.loss(lambda *_, output=output: output, microbatch, 1.0)[1])
+    fraction = mean_over_steps(Accelerator(cpu=True), [sums.read()])["zero_gradient_fraction"]
+    assert fraction.item() == pytest.approx(0.25)
 
 
 def test_the_bound_is_reached(workplace, tiny_model):

@@ -11,6 +11,7 @@ from fastp3o.objectives.kl_coefficient import StepKLCoefficient
 from fastp3o.objectives.ppo import PPO, PPOConfig, ppo_loss
 from fastp3o.stages.online import train
 from fastp3o_kernels.losses import step_kl
+from tests.fastp3o.backward import means
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 
@@ -21,7 +22,7 @@ def run(model: str, folder: str, **changes) -> None:
 def given(old_logprobs: Tensor, old_values: Tensor, advantages: Tensor, returns: Tensor) -> Microbatch:
     unused = torch.empty(0)
     prepared = {"old_values": old_values, "advantages": advantages, "returns": returns}
-    return Microbatch(None, unused, old_logprobs, unused, unused, unused, 1.0, prepared=prepared)
+    return Microbatch(None, unused, old_logprobs, unused, unused, unused, prepared=prepared)
 
 
 def settings(**changes) -> PPOConfig:
@@ -33,11 +34,16 @@ def test_the_first_step_is_the_policy_gradient():
     values = torch.randn(9, dtype=torch.float64, requires_grad=True)
     advantages, returns = torch.randn(2, 9, dtype=torch.float64)
     loss, metrics = ppo_loss(
-        logprobs, values, given(logprobs.detach(), values.detach(), advantages, returns), settings(value_coef=0.5)
+        logprobs,
+        values,
+        given(logprobs.detach(), values.detach(), advantages, returns),
+        len(logprobs),
+        settings(value_coef=0.5),
     )
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -advantages / 9)
     torch.testing.assert_close(values.grad, 0.5 * (values.detach() - returns) / 9)
+    metrics = means(metrics)
     assert metrics["ratio_mean"] == metrics["ratio_max"] == 1
     assert metrics["clip_fraction"] == metrics["value_clip_fraction"] == 0
 
@@ -49,10 +55,11 @@ def test_importance_weights_are_of_the_policys_loss_alone():
     microbatch = given(logprobs.detach(), values.detach(), advantages, returns)
     ratios = torch.tensor([0.5, 1.0, 1.9, 1e300], dtype=torch.float64)
     weighted = replace(microbatch, sampler_token_logprobs=logprobs.detach() - ratios.log())
-    loss, metrics = ppo_loss(logprobs, values, weighted, settings(value_coef=0.5, sampler_ratio_cap=2.0))
+    loss, metrics = ppo_loss(logprobs, values, weighted, 4, settings(value_coef=0.5, sampler_ratio_cap=2.0))
     loss.backward()
     torch.testing.assert_close(logprobs.grad, -advantages * ratios.clamp(max=2) / 4)
     torch.testing.assert_close(values.grad, 0.5 * (values.detach() - returns) / 4)
+    metrics = means(metrics)
     assert metrics["sampler_ratio_mean"].item() == pytest.approx((0.5 + 1 + 1.9 + 2) / 4)
     assert metrics["sampler_ratio_capped"] == 0.25
 
@@ -64,11 +71,15 @@ def test_a_ratio_outside_the_range_is_only_drawn_back(log_ratio, advantage, move
     old, logprobs = torch.tensor([-1.0]), torch.tensor([-1.0 + log_ratio], requires_grad=True)
     zero = torch.zeros(1)
     loss, metrics = ppo_loss(
-        logprobs, zero.clone().requires_grad_(), given(old, zero, torch.tensor([float(advantage)]), zero), settings()
+        logprobs,
+        zero.clone().requires_grad_(),
+        given(old, zero, torch.tensor([float(advantage)]), zero),
+        len(logprobs),
+        settings(),
     )
     loss.backward()
     assert bool(logprobs.grad.ne(0)) == moves
-    assert metrics["clip_fraction"] == 1
+    assert means(metrics)["clip_fraction"] == 1
 
 
 def test_the_penaltys_gradient_is_that_of_the_kl_from_the_old_policy():
@@ -88,7 +99,9 @@ def test_a_penalty_takes_the_place_of_clipping_or_joins_it(bound):
     old, advantages = torch.randn(2, 8, dtype=torch.float64)
     logprobs = (old + 0.4 * torch.randn(8, dtype=torch.float64)).requires_grad_()
     zero = torch.zeros(8, dtype=torch.float64)
-    loss, _ = ppo_loss(logprobs, zero, given(old, zero, advantages, zero), settings(step_bound=bound, step_kl_coef=0.6))
+    loss, _ = ppo_loss(
+        logprobs, zero, given(old, zero, advantages, zero), 8, settings(step_bound=bound, step_kl_coef=0.6)
+    )
     expected = 0.0
     for now, before, a in zip(logprobs, old, advantages, strict=True):
         ratio = torch.exp(now) / torch.exp(before)
@@ -143,7 +156,7 @@ def test_a_value_that_has_moved_far_towards_its_return_stays(value, moves):
     """Its clipped distance to the return, 1, is the longer one then."""
     values = torch.tensor([value], requires_grad=True)
     zero = torch.zeros(1)
-    loss, _ = ppo_loss(zero.clone().requires_grad_(), values, given(zero, zero, zero, torch.ones(1)), settings())
+    loss, _ = ppo_loss(zero.clone().requires_grad_(), values, given(zero, zero, zero, torch.ones(1)), 1, settings())
     loss.backward()
     assert bool(values.grad.ne(0)) == moves
 

@@ -1,6 +1,5 @@
 from functools import partial
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +7,10 @@ from accelerate import Accelerator
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import SecondModel
+from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.groups import Group
-from fastp3o.training.minibatches import make_microbatches, pack_minibatches, policy_logprobs
+from fastp3o.training.minibatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import logprobs_alone, random_model
 
@@ -40,8 +40,8 @@ def test_every_prompt_is_in_one_minibatch_and_minibatches_are_of_equal_counts(ro
             assert row.labels.tolist() == expected
 
 
-@pytest.mark.parametrize("averages_tokens", [False, True])
-def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_tokens):
+@pytest.mark.parametrize("objective", ["joint", "token"])
+def test_microbatches_hold_what_belongs_to_their_groups(rollouts, objective):
     accelerator = Accelerator(cpu=True)
     policy, reference = (PackedModel(random_model(family)) for family in ("llama", "gpt2"))
     rewards = torch.arange(P * K).view(P, K).float()
@@ -52,22 +52,19 @@ def test_microbatches_hold_what_belongs_to_their_groups(rollouts, averages_token
         pack_minibatches(accelerator, rollouts, 2, Packing(30)),
         rewards,
         None,
-        SimpleNamespace(averages_tokens=averages_tokens, metric_count=lambda counted: int(counted.sum())),
     )
-    for minibatch in minibatches:
-        assert sum(microbatch.weight for microbatch in minibatch) == pytest.approx(1)
+    p3o = P3OConfig(model="m", output_dir="o", prompts="p", reward="r", clipping=objective).build()
+    passes = equal_passes(accelerator, minibatches, None, p3o)
+    for minibatch, (rows, divisor) in zip(minibatches, passes, strict=True):
+        assert rows == [(microbatch, True) for microbatch in minibatch]
+        tokens = sum(len(microbatch.row.labels) for microbatch in minibatch)
+        assert divisor == (tokens if objective == "token" else P // 2)
         for microbatch in minibatch:
             row, groups = microbatch.row, list(microbatch.row.groups)
             assert torch.equal(microbatch.rewards, rewards[groups])
             # Bit for bit what training computes before its first step.
             assert torch.equal(microbatch.old_token_logprobs, labelled_logprobs(policy, row).detach())
             assert not microbatch.old_logprobs.requires_grad
-            size, total = (
-                (len(row.labels), sum(len(one.row.labels) for one in minibatch))
-                if averages_tokens
-                else (len(groups), P // 2)
-            )
-            assert microbatch.weight == pytest.approx(size / total)
     for model, name in ((policy, "old_logprobs"), (reference, "ref_logprobs")):
         with torch.no_grad(), model.with_own_attention() as alone:
             for microbatch in (microbatch for minibatch in minibatches for microbatch in minibatch):

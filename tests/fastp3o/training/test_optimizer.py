@@ -12,6 +12,7 @@ from fastp3o.models.trainable import freeze_below
 from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Masters, Optimizer
 from fastp3o.training.processes import NotFiniteError
+from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import PAIRS
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -47,7 +48,7 @@ def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
     total = torch.zeros(())
     for gradient in gradients:
         loss = optimizer.model(torch.tensor(gradient))
-        optimizer.backward(loss)
+        scaled_backward(optimizer, loss)
         total += loss.detach()
     return total
 
@@ -338,7 +339,7 @@ def test_frozen_layers_take_no_memory_for_masters(tiny_model):
     assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
     before = [parameter.clone() for parameter in policy.parameters()]
     loss = labelled_logprobs(optimizer.model, PAIRS.row()).mean()
-    optimizer.backward(loss)
+    scaled_backward(optimizer, loss)
     optimizer.step(loss.detach())
     for parameter, old in zip(policy.parameters(), before, strict=True):
         assert parameter.dtype == torch.bfloat16
@@ -355,7 +356,7 @@ def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dty
     rates = {"critic": 2**-1}
     optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
     loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
-    optimizer.backward(loss)
+    scaled_backward(optimizer, loss)
     metrics = optimizer.step(loss.detach())
     assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), "of the model, and not shrunk by the critic's"
     # Adam's first step is the learning rate.
@@ -371,7 +372,7 @@ def test_a_submodule_that_explodes_stops_the_step():
     optimizer = Optimizer(
         Accelerator(cpu=True), model, choose_precision("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
     )
-    optimizer.backward(model.weight.sum() + float("inf") * model.critic.weight.sum())
+    scaled_backward(optimizer, model.weight.sum() + float("inf") * model.critic.weight.sum())
     optimizer.step(torch.zeros(()))
     with pytest.raises(NotFiniteError):
         optimizer.require_finite()

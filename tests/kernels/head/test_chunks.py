@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o_kernels.head.chunks import TILE, plan_chunks
-from fastp3o_kernels.head.dtypes import HeadDtypes
+from fastp3o_kernels.head.head import HeadDtypes
 
 DTYPES = {2: HeadDtypes(torch.bfloat16, torch.bfloat16, torch.float32), 4: HeadDtypes(*[torch.float32] * 3)}
 

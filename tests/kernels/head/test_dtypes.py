@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
+from fastp3o_kernels.head.head import HeadDtypes, multiply
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fastp3o_kernels.head.backward import HIGHEST, LARGEST, converted, scale_in_place
+from fastp3o_kernels.head.backward import HIGHEST_SCALE, LARGEST_SCALED, converted, scale_in_place
 from fastp3o_kernels.head.scale_kernel import BLOCK, PROGRAMS, launch_lowered_scale
 from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.interpreted import counted_launches, counted_traffic
@@ -53,17 +53,17 @@ def test_a_factor_of_one_moves_no_bytes(monkeypatch, device, factor, passes):
 @pytest.mark.parametrize("size", [1, 7, BLOCK + 5])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("largest", [0.0, 1e-30, 3e-5, 0.7, 1.0, 3e9])
-@pytest.mark.parametrize("before", [HIGHEST, 1.0])
+@pytest.mark.parametrize("before", [HIGHEST_SCALE, 1.0])
 def test_the_scale_brings_the_largest_coefficient_to_a_thousand_and_never_rises(device, size, entropy, largest, before):
     torch.manual_seed(0)
     coefficients = [largest * (torch.rand(size, device=device) - 0.5) for _ in range(1 + entropy)]
     coefficients[-1][-1] = -largest
     scale = torch.tensor(before, device=device)
-    lowered, ratio, scaled = launch_lowered_scale(scale, coefficients, LARGEST, HIGHEST)
+    lowered, ratio, scaled = launch_lowered_scale(scale, coefficients, LARGEST_SCALED, HIGHEST_SCALE)
     assert lowered.log2() == lowered.log2().round()
     assert ratio * scale == lowered <= scale
-    assert lowered == scale or LARGEST / 2 <= lowered * largest < LARGEST
-    assert lowered < scale or largest * scale <= LARGEST
+    assert lowered == scale or LARGEST_SCALED / 2 <= lowered * largest < LARGEST_SCALED
+    assert lowered < scale or largest * scale <= LARGEST_SCALED
     for got, values in zip(scaled, coefficients, strict=True):
         assert torch.equal(got, values * lowered)
 
@@ -71,5 +71,7 @@ def test_the_scale_brings_the_largest_coefficient_to_a_thousand_and_never_rises(
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(device, value):
     coefficients = torch.tensor([1.0, value, 0.5], device=device)
-    _, _, (scaled,) = launch_lowered_scale(torch.tensor(HIGHEST, device=device), [coefficients], LARGEST, HIGHEST)
+    _, _, (scaled,) = launch_lowered_scale(
+        torch.tensor(HIGHEST_SCALE, device=device), [coefficients], LARGEST_SCALED, HIGHEST_SCALE
+    )
     assert not scaled[1].isfinite()

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import Head, checks, linear_logprobs, sequence_logprobs
-from fastp3o_kernels.rows.fallback import ROWS_AT_ONCE
+from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
 from tests.kernels.problems import (
     CHUNKED,
     DEVICE,

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.peak_memory import PeakMemory
 from fastp3o_kernels import P3OSettings, linear_logprobs, linear_p3o_loss, sequence_logprobs
 from fastp3o_kernels.operation import INTERPRET
-from fastp3o_kernels.rows.fallback import ROWS_AT_ONCE
+from fastp3o_kernels.rows.oracle import ROWS_AT_ONCE
 from tests.kernels.interpreted import counted_launches
 from tests.kernels.problems import (
     CHUNKED,

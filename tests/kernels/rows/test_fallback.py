@@ -1,6 +1,6 @@
 import torch
 
-from fastp3o_kernels.rows import fallback
+from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 from tests.kernels.problems import DEVICE
 
@@ -9,11 +9,11 @@ def test_a_gradient_of_another_dtype_is_rounded_once():
     """Half-precision products on a GPU without triton: fp32 logits, and their gradient in half precision."""
     torch.manual_seed(0)
     transform = LogitsTransform(softcap=5.0, temperature=0.7)
-    logits = torch.randn(2 * fallback.ROWS_AT_ONCE + 3, 40, device=DEVICE)
+    logits = torch.randn(2 * oracle.ROWS_AT_ONCE + 3, 40, device=DEVICE)
     labels, coefficients = torch.randint(40, (len(logits),), device=DEVICE), torch.randn(len(logits), device=DEVICE)
     exact, rounded = torch.empty_like(logits), torch.empty_like(logits, dtype=torch.bfloat16)
     for out in (exact, rounded):
-        fallback.dlogits(Rows(logits, labels, transform), coefficients, None, out)
+        oracle.dlogits(Rows(logits, labels, transform), coefficients, None, out)
     assert torch.equal(rounded, exact.bfloat16())
 
 
@@ -29,5 +29,5 @@ def test_the_slope_at_the_cap_is_small_and_not_a_rounding_of_zero():
     (logprobs * coefficients).sum().backward()
 
     got = torch.empty(40, 30, device=DEVICE)
-    fallback.dlogits(Rows(logits.float(), labels, transform), coefficients, None, got)
+    oracle.dlogits(Rows(logits.float(), labels, transform), coefficients, None, got)
     torch.testing.assert_close(got.double(), exact.grad, rtol=2e-5, atol=0)

@@ -43,11 +43,12 @@ def head_of(dtype, **options):
 
 
 OBJECTIVES = {
-    "grpo": lambda g: losses.grpo(g.token_logprobs, g["old"], g.per_token(losses.group_advantages(g["rewards"]))).sum(),
-    "dapo": lambda g: losses.dapo(g.token_logprobs, g["old"], g.per_token(g["rewards"])).sum(),
-    "gspo": lambda g: losses.gspo(g.means(g.token_logprobs), g["ref"], g["rewards"]).sum(),
+    "grpo": lambda g: (
+        losses.ppo_clip(g.token_logprobs, g["old"], g.per_token(losses.group_advantages(g["rewards"])))
+        + losses.k3(g.token_logprobs, g["old"])
+    ).sum(),
+    "gspo": lambda g: losses.ppo_clip(g.means(g.token_logprobs), g["ref"], g["rewards"]).sum(),
     "reinforce": lambda g: losses.reinforce(g.logprobs, losses.rloo_advantages(g["rewards"])).sum(),
-    "ppg": lambda g: losses.ppg(g.logprobs, g["rewards"]).sum(),
     "weighted": lambda g: (
         losses.reinforce(g.logprobs, g["rewards"]) * losses.truncated_ratios(g["ref"] - g["rewards"], 2.0)
     ).sum(),

@@ -18,6 +18,7 @@ from fastp3o.rollouts.prefill import layer_shapes
 from fastp3o.training.optimizer import Optimizer
 from fastp3o_kernels.decoding import response_keys
 from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
+from tests.fastp3o.backward import scaled_backward
 from tests.scripts.test_memory import random_model, random_row
 
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response.
@@ -60,7 +61,7 @@ def test_an_update_takes_what_is_predicted_within_a_tenth(sizes, precision, chec
     def add_gradients() -> None:
         with torch.autocast("cuda", torch.bfloat16) if precision.autocast else nullcontext():
             loss, _ = objective.loss(model, microbatch)
-        optimizer.backward(loss)
+        scaled_backward(optimizer, loss)
 
     # The first step makes the moments. In the second, the row after the first finds gradients of everything.
     add_gradients()

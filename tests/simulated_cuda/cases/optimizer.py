@@ -9,6 +9,7 @@ from fastp3o.config import StageConfig
 from fastp3o.precision import choose_precision
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import NotFiniteError
+from tests.fastp3o.backward import scaled_backward
 from tests.simulated_cuda.record import recorded
 
 LAUNCHES = {"fp32": 20, "bf16": 20, "fp16": 30}  # of a step, however many parameters there are
@@ -22,14 +23,14 @@ def test_steps_wait_nowhere_and_the_host_reads_of_them_once(precision):
     x = torch.ones(2, 4, device="cuda", dtype=optimizer.precision.weights)
     for _ in range(2):
         loss = model(x).float().sum()
-        optimizer.backward(loss)
+        scaled_backward(optimizer, loss)
         with recorded() as record:
             optimizer.step(loss.detach())
         assert not record.waits, record.table()
     # The first step makes the moments.
     assert record.launches.total() <= LAUNCHES[precision], record.table()
     before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
-    optimizer.backward(model(x).float().sum())
+    scaled_backward(optimizer, model(x).float().sum())
     optimizer.step(torch.full((), float("nan"), device="cuda"))
     with recorded() as record, pytest.raises(NotFiniteError, match="the loss"):
         optimizer.require_finite()

@@ -21,6 +21,7 @@ from fastp3o.training.processes import NotFiniteError
 from fastp3o.training.states import content, store
 from fastp3o.training.states.manifest import CorruptStateError, Manifest, content_checksum, read_manifest
 from fastp3o.training.states.store import RunState, States
+from tests.fastp3o.backward import scaled_backward
 
 CONFIG = {"learning_rate": 0.1}
 
@@ -47,7 +48,7 @@ class Trainer:
         for step in range(first, last + 1):
             x = torch.full((1, 3), random.random(), dtype=next(self.optimizer.model.parameters()).dtype)
             loss = self.optimizer.model(x).float().sum() * (1 + np.random.random())
-            self.optimizer.backward(loss)
+            scaled_backward(self.optimizer, loss)
             self.optimizer.step(loss.detach())
             self.scaler(torch.randn(4, 2))
             if save:
