@@ -21,8 +21,15 @@ from fastp3o.objectives.preferences import DPOConfig as DPOConfig
 from fastp3o.objectives.preferences import IPOConfig as IPOConfig
 from fastp3o.objectives.preferences import KTOConfig as KTOConfig
 from fastp3o.objectives.preferences import NashMDConfig as NashMDConfig
+from fastp3o.objectives.preferences import OnlineAPODownConfig as OnlineAPODownConfig
+from fastp3o.objectives.preferences import OnlineAPOZeroConfig as OnlineAPOZeroConfig
+from fastp3o.objectives.preferences import OnlineCPOConfig as OnlineCPOConfig
+from fastp3o.objectives.preferences import OnlineDiscoPOPConfig as OnlineDiscoPOPConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig as OnlineDPOConfig
 from fastp3o.objectives.preferences import OnlineIPOConfig as OnlineIPOConfig
+from fastp3o.objectives.preferences import OnlineORPOConfig as OnlineORPOConfig
+from fastp3o.objectives.preferences import OnlineSimPOConfig as OnlineSimPOConfig
+from fastp3o.objectives.preferences import OnlineSLiCConfig as OnlineSLiCConfig
 from fastp3o.objectives.preferences import ORPOConfig as ORPOConfig
 from fastp3o.objectives.preferences import SimPOConfig as SimPOConfig
 from fastp3o.objectives.preferences import SLiCConfig as SLiCConfig

@@ -18,6 +18,13 @@ OBJECTIVES = {
     "ppo": ppo.PPOConfig,
     "online_dpo": preferences.OnlineDPOConfig,
     "online_ipo": preferences.OnlineIPOConfig,
+    "online_simpo": preferences.OnlineSimPOConfig,
+    "online_orpo": preferences.OnlineORPOConfig,
+    "online_cpo": preferences.OnlineCPOConfig,
+    "online_slic": preferences.OnlineSLiCConfig,
+    "online_apo_zero": preferences.OnlineAPOZeroConfig,
+    "online_apo_down": preferences.OnlineAPODownConfig,
+    "online_discopop": preferences.OnlineDiscoPOPConfig,
     "bpo": preferences.BPOConfig,
     "nash_md": preferences.NashMDConfig,
 }

@@ -1,18 +1,18 @@
 """Preferences between responses, given once (offline) or by the rewards of fresh responses (online).
 
-DPO, IPO, SimPO, ORPO, CPO, SLiC, APO, DiscoPOP and KTO learn from given preferences. Online DPO, BPO and online IPO
-have the same formulas, which are functions of `fastp3o_kernels.losses`. Nash-MD learns from preference probabilities.
+DPO, IPO, SimPO, ORPO, CPO, SLiC, APO and DiscoPOP are losses of pairs, fixed or fresh; their formulas are functions of
+`fastp3o_kernels.losses`. KTO learns from single fixed responses, Nash-MD from probabilities of preference.
 
 Shapes: P prompts with K responses each. In a pair, column 0 is the chosen response and column 1 the rejected one.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from fastp3o.config import Condition, Needs, PolicyConfig, SupervisedConfig, objective_name, option, options
+from fastp3o.config import Condition, Flags, Needs, PolicyConfig, SupervisedConfig, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics, with_count
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
@@ -27,11 +27,9 @@ from fastp3o_kernels import Groups, losses
 class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     """Learning from fixed preferences; objectives add their own settings.
 
-    needs_reference: whether the loss takes log-probs of a reference. offload: models that only evaluations need wait on
-    the CPU.
+    offload: models that only evaluations need wait on the CPU.
     """
 
-    needs_reference: ClassVar[bool] = True
     offload: ClassVar[bool] = True
     further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
         ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory", "compile_rollouts"),
@@ -69,48 +67,119 @@ class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     )
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
 
-    def losses(self, groups: Groups) -> Tensor:
-        """The loss of each pair or response of P groups, [P] or [P, 1]. `groups` has `reference`, log π_ref [P, K]."""
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss takes log-probs of a reference."""
+        return True
+
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        """The loss of P groups, summed, and its metrics. `groups` has `ref`, log π_ref [P, K], if that is needed."""
         raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
 
-    def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        """Metrics other than the loss, summed over the groups, 0-d."""
-        raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
+
+# --- Pairs ----------------------------------------------------------------------------------------------------------
 
 
 @options
-class PairConfig(PreferenceConfig):
-    """Learning from pairs. per_token: log-probs are means over a response's tokens instead of sums."""
+class PairLoss(Flags):
+    """A loss of pairs, with its settings: the same one for fixed pairs and for fresh ones that rewards label.
 
+    anchor: the log-probs that the policy's are compared with, `ref` or `old`; "" if the loss has none. per_token:
+    log-probs are means over a response's tokens instead of sums.
+    """
+
+    anchor: ClassVar[str] = "ref"
     per_token: ClassVar[bool] = False
 
-    def logprobs(self, groups: Groups) -> Tensor:
-        """log π of each response, [P, 2]: sums over its tokens, or means."""
-        return groups.means(groups.token_logprobs) if self.per_token else groups.logprobs
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        """Losses of pairs, [n, 2] each -> [n]; column 0 is the chosen response. anchor: zeros if the loss has none."""
+        raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
 
-    def ref_logprobs(self, groups: Groups) -> Tensor:
-        """log π_ref of each response, [P, 2], likewise."""
-        return groups["reference"] / groups.lengths if self.per_token else groups["reference"]
+    def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Further metrics of pairs, [P, M]. scores: [P, K]. labels: as in `pair_sums`."""
+        return {}
 
-    def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        """The objective ranks responses by a score: log π/π_ref, or log π if it has no reference; in nats per response,
-        or per token if per_token.
 
-        accuracy: 1 if the chosen response has the higher score, a half if they are equal. margin: the difference.
-        log_ratio_chosen, log_ratio_rejected (logprob_chosen, logprob_rejected): the scores. k2: see `square_kl`.
+def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) -> LossAndMetrics:
+    """The mean of a loss over all M pairs of each prompt's responses, summed over P prompts, and its metrics.
+
+    The response with the higher reward is chosen; pairs with equal rewards have no label, and count as zero. The
+    objective ranks responses by a score: the difference of log-probs to its anchor, or log π if it has none; in nats
+    per response, or per token.
+
+    accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. margin: the
+    difference of scores, chosen less rejected.
+    """
+    logprobs = groups.means(groups.token_logprobs) if loss.per_token else groups.logprobs
+    anchor = groups[loss.anchor] if loss.anchor else torch.zeros_like(logprobs)
+    if loss.per_token:
+        anchor = anchor / groups.lengths.clamp(min=1)
+    labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
+    values = loss.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
+    values = values.view_as(labels)
+    scores = logprobs.detach() - anchor
+    margins = labels * differences(scores)
+    metrics = {"accuracy": (1 + margins.sign()) / 2, "margin": margins, **loss.pair_metrics(groups, scores, labels)}
+    if sampler_ratio_cap:
+        log_ratios = pairs(groups.sums(groups["sampler_log_ratios"])).sum(-1)
+        ratios = losses.truncated_ratios(log_ratios, sampler_ratio_cap)
+        values = values * ratios
+        metrics |= sampler_ratio_metrics(ratios, sampler_ratio_cap)
+    total = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
+    sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
+    return total, with_count(sums, loss_mask.sum())
+
+
+def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
+    """Puts the chosen response of pairs [P, M, 2] first; labels [P, M] is −1 if it is the second one."""
+    return values.flip(-1).where(labels.unsqueeze(-1) < 0, values)
+
+
+@options
+class PairConfig(PairLoss, PreferenceConfig):
+    """Learning from fixed pairs, whose chosen response has a reward of 1 and whose rejected one has 0."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.anchor)
+
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        return pair_sums(self, groups)
+
+    def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """log_ratio_chosen, log_ratio_rejected (logprob_chosen, logprob_rejected without a reference): the scores. k2:
+        see `square_kl`.
         """
-        scores = self.logprobs(groups)
-        if self.needs_reference:
-            scores = scores - self.ref_logprobs(groups)
-        margins = scores[:, 0] - scores[:, 1]
         kind = "log_ratio" if self.needs_reference else "logprob"
-        metrics = {
-            "accuracy": ((margins.sign() + 1) / 2).sum(),
-            "margin": margins.sum(),
-            f"{kind}_chosen": scores[:, 0].sum(),
-            f"{kind}_rejected": scores[:, 1].sum(),
-        }
-        return metrics | ({"k2": square_kl(groups).sum()} if self.needs_reference else {})
+        metrics = {f"{kind}_chosen": scores[:, :1], f"{kind}_rejected": scores[:, 1:]}
+        return metrics | ({"k2": square_kl(groups)[:, None]} if self.needs_reference else {})
+
+
+@options
+class FreshPairConfig(PairLoss, OnlineConfig):
+    """Learning from fresh pairs that rewards label."""
+
+    compares_with_old: ClassVar[bool] = False
+    assumes_own_samples: ClassVar[bool] = False
+
+    def build(self) -> "FreshPairs":
+        return FreshPairs(self)
+
+    def pair_metrics(self, groups: Groups, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """tied: share of pairs with equal rewards."""
+        return {"tied": (labels == 0).float()}
+
+
+class FreshPairs(GroupwiseObjective):
+    """A loss of all pairs of each prompt's fresh responses."""
+
+    def __init__(self, config: FreshPairConfig):
+        self.config, self.sampler_ratio_cap = config, config.sampler_ratio_cap
+        # Only the order of the rewards matters.
+        self.scaler = AbsoluteScaler(0.0, scale=False)
+
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        return pair_sums(self.config, groups, self.sampler_ratio_cap)
 
 
 def square_kl(groups: Groups) -> Tensor:
@@ -119,14 +188,13 @@ def square_kl(groups: Groups) -> Tensor:
     It is about the KL to the reference, in nats per response, if the policy is near it and the responses are like its
     own.
     """
-    return losses.k2(groups.logprobs, groups["reference"]).mean(1)
+    return losses.k2(groups.logprobs, groups["ref"]).mean(1)
 
 
 @options
-class DPOConfig(PairConfig):
-    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
+class DPO(PairLoss):
+    """Loss and settings of DPO."""
 
-    objective: str = objective_name("dpo")
     beta: float = option(
         0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
@@ -138,35 +206,46 @@ class DPOConfig(PairConfig):
         changeable=True,
     )
 
-    def losses(self, groups: Groups) -> Tensor:
-        logprobs, ref_logprobs = self.logprobs(groups), self.ref_logprobs(groups)
-        return losses.dpo(logprobs, ref_logprobs, beta=self.beta, label_smoothing=self.label_smoothing)
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.dpo(logprobs, anchor, beta=self.beta, label_smoothing=self.label_smoothing)
 
 
 @options
-class IPOConfig(PairConfig):
+class DPOConfig(DPO, PairConfig):
+    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
+
+    objective: str = objective_name("dpo")
+
+
+@options
+class IPO(PairLoss):
+    """Loss and settings of IPO."""
+
+    per_token: ClassVar[bool] = True
+    tau: float = option(
+        0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
+    )
+
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.ipo(logprobs, anchor, tau=self.tau)
+
+
+@options
+class IPOConfig(IPO, PairConfig):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
     Log-ratios are means over a response's tokens, as the authors advise.
     """
 
-    per_token: ClassVar[bool] = True
     objective: str = objective_name("ipo")
-    tau: float = option(
-        0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
-    )
-
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.ipo(self.logprobs(groups), self.ref_logprobs(groups), tau=self.tau)
 
 
 @options
-class SimPOConfig(PairConfig):
-    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
+class SimPO(PairLoss):
+    """Loss and settings of SimPO."""
 
-    needs_reference: ClassVar[bool] = False
+    anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
-    objective: str = objective_name("simpo")
     beta: float = option(
         2.0, "Beta: scale of the difference of mean log-probs (paper: 2 to 2.5).", above=0, changeable=True
     )
@@ -174,46 +253,85 @@ class SimPOConfig(PairConfig):
         1.0, "Gamma: the target margin, beta included (paper: 0.3 to 1.6).", at_least=0, changeable=True
     )
 
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.simpo(self.logprobs(groups), beta=self.beta, gamma=self.gamma)
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.simpo(logprobs, beta=self.beta, gamma=self.gamma)
 
 
 @options
-class ORPOConfig(PairConfig):
-    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
+class SimPOConfig(SimPO, PairConfig):
+    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
 
-    needs_reference: ClassVar[bool] = False
+    objective: str = objective_name("simpo")
+
+
+@options
+class OnlineSimPOConfig(SimPO, FreshPairConfig):
+    """SimPO of fresh pairs."""
+
+    objective: str = objective_name("online_simpo")
+
+
+@options
+class ORPO(PairLoss):
+    """Loss and settings of ORPO."""
+
+    anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
-    objective: str = objective_name("orpo")
     odds_weight: float = option(
         0.1, "Lambda, the odds ratio's weight; the chosen's likelihood has 1 (paper: 0.1).", at_least=0, changeable=True
     )
 
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.orpo(self.logprobs(groups), weight=self.odds_weight)
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.orpo(logprobs, weight=self.odds_weight)
 
 
 @options
-class CPOConfig(PairConfig):
-    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
+class ORPOConfig(ORPO, PairConfig):
+    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
 
-    needs_reference: ClassVar[bool] = False
-    objective: str = objective_name("cpo")
+    objective: str = objective_name("orpo")
+
+
+@options
+class OnlineORPOConfig(ORPO, FreshPairConfig):
+    """ORPO of fresh pairs."""
+
+    objective: str = objective_name("online_orpo")
+
+
+@options
+class CPO(PairLoss):
+    """Loss and settings of CPO."""
+
+    anchor: ClassVar[str] = ""
     beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
     nll_weight: float = option(
         1.0, "Weight of the chosen response's negative log-likelihood (paper: 1).", at_least=0, changeable=True
     )
 
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.cpo(self.logprobs(groups), beta=self.beta, weight=self.nll_weight)
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.cpo(logprobs, beta=self.beta, weight=self.nll_weight)
 
 
 @options
-class SLiCConfig(PairConfig):
-    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
+class CPOConfig(CPO, PairConfig):
+    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
 
-    needs_reference: ClassVar[bool] = False
-    objective: str = objective_name("slic")
+    objective: str = objective_name("cpo")
+
+
+@options
+class OnlineCPOConfig(CPO, FreshPairConfig):
+    """CPO of fresh pairs."""
+
+    objective: str = objective_name("online_cpo")
+
+
+@options
+class SLiC(PairLoss):
+    """Loss and settings of SLiC."""
+
+    anchor: ClassVar[str] = ""
     delta: float = option(
         1.0, "Delta: the margin of log-probs that is enough, in nats per response.", at_least=0, changeable=True
     )
@@ -221,42 +339,76 @@ class SLiCConfig(PairConfig):
         1.0, "Lambda, the weight of the chosen response's negative log-likelihood.", at_least=0, changeable=True
     )
 
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.slic(self.logprobs(groups), delta=self.delta, weight=self.nll_weight)
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.slic(logprobs, delta=self.delta, weight=self.nll_weight)
 
 
 @options
-class APOZeroConfig(PairConfig):
+class SLiCConfig(SLiC, PairConfig):
+    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
+
+    objective: str = objective_name("slic")
+
+
+@options
+class OnlineSLiCConfig(SLiC, FreshPairConfig):
+    """SLiC of fresh pairs."""
+
+    objective: str = objective_name("online_slic")
+
+
+@options
+class APOZero(PairLoss):
+    """Loss and settings of APOZero."""
+
+    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
+
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.apo_zero(logprobs, anchor, beta=self.beta)
+
+
+@options
+class APOZeroConfig(APOZero, PairConfig):
     """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
 
     objective: str = objective_name("apo_zero")
-    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
-
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.apo_zero(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
 
 
 @options
-class APODownConfig(PairConfig):
+class OnlineAPOZeroConfig(APOZero, FreshPairConfig):
+    """APOZero of fresh pairs."""
+
+    objective: str = objective_name("online_apo_zero")
+
+
+@options
+class APODown(PairLoss):
+    """Loss and settings of APODown."""
+
+    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
+
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.apo_down(logprobs, anchor, beta=self.beta)
+
+
+@options
+class APODownConfig(APODown, PairConfig):
     """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
 
     objective: str = objective_name("apo_down")
-    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
-
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.apo_down(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
 
 
 @options
-class DiscoPOPConfig(PairConfig):
-    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
+class OnlineAPODownConfig(APODown, FreshPairConfig):
+    """APODown of fresh pairs."""
 
-    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favours
-    the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
-    raise tau to 0.11 if it falls.
-    """
+    objective: str = objective_name("online_apo_down")
 
-    objective: str = objective_name("discopop")
+
+@options
+class DiscoPOP(PairLoss):
+    """Loss and settings of DiscoPOP."""
+
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
     tau: float = option(
         0.05,
@@ -266,8 +418,27 @@ class DiscoPOPConfig(PairConfig):
         changeable=True,
     )
 
-    def losses(self, groups: Groups) -> Tensor:
-        return losses.discopop(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta, tau=self.tau)
+    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
+        return losses.discopop(logprobs, anchor, beta=self.beta, tau=self.tau)
+
+
+@options
+class DiscoPOPConfig(DiscoPOP, PairConfig):
+    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
+
+    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favours
+    the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
+    raise tau to 0.11 if it falls.
+    """
+
+    objective: str = objective_name("discopop")
+
+
+@options
+class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig):
+    """DiscoPOP of fresh pairs."""
+
+    objective: str = objective_name("online_discopop")
 
 
 # --- Offline: fixed single responses --------------------------------------------------------------------------------
@@ -293,17 +464,18 @@ class KTOConfig(PreferenceConfig):
     )
     undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
 
-    def losses(self, groups: Groups) -> Tensor:
-        """`groups` has `desirable`, bool, and `reference_point`, z0, both [P, 1]."""
-        return losses.kto(
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        """`groups` has `desirable`, bool, and `reference_point`, z0, both [P, 1], and `share` of `metrics`."""
+        values = losses.kto(
             groups.logprobs,
-            groups["reference"],
+            groups["ref"],
             groups["desirable"],
             groups["reference_point"],
             beta=self.beta,
             desirable_weight=self.desirable_weight,
             undesirable_weight=self.undesirable_weight,
         )
+        return values.sum(), with_count(self.metrics(groups), len(values))
 
     def metrics(self, groups: Groups) -> dict[str, Tensor]:
         """In nats per response:
@@ -315,7 +487,7 @@ class KTOConfig(PreferenceConfig):
         `groups` also has `share`, [P, 1]: the share of a response's kind in the batch.
         """
         desirable = groups["desirable"]
-        log_ratios = groups.logprobs - groups["reference"]
+        log_ratios = groups.logprobs - groups["ref"]
         sides = (log_ratios - groups["reference_point"]).sign()
         means = log_ratios / groups["share"]
         mean_desirable, mean_undesirable = ((means * kind).sum() for kind in (desirable, ~desirable))
@@ -330,84 +502,29 @@ class KTOConfig(PreferenceConfig):
         }
 
 
-# --- Online: pairs that rewards label -------------------------------------------------------------------------------
-
-
-class LabelledPairs(GroupwiseObjective):
-    """The mean of a loss over all pairs of each prompt's responses; the one with the higher reward is chosen.
-
-    Pairs with equal rewards have no label, and count as zero. anchor: the log-probs that the policy's are compared
-    with, `ref` or `old`. per_token: log-probs are means over a response's tokens instead of sums.
-    """
-
-    anchor: ClassVar[str] = "ref"
-    per_token: ClassVar[bool] = False
-
-    def __init__(self, config: OnlineConfig):
-        self.config, self.sampler_ratio_cap = config, config.sampler_ratio_cap
-        # Only the order of the rewards matters.
-        self.scaler = AbsoluteScaler(0.0, scale=False)
-
-    @abstractmethod
-    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        """Losses of pairs, [n, 2] each -> [n]; column 0 is the chosen response."""
-
-    def sums(self, groups: Groups) -> LossAndMetrics:
-        """accuracy: share of pairs that the policy orders as the rewards do, a half if either is undecided. tied: share
-        with equal rewards. margin: the difference of log-ratios, chosen less rejected.
-        """
-        logprobs, anchor = groups.logprobs, groups[self.anchor]
-        if self.per_token:
-            logprobs, anchor = groups.means(groups.token_logprobs), anchor / groups.lengths.clamp(min=1)
-        labels = differences(groups["rewards"]).sign()
-        loss_mask = pairs(groups["loss_mask"]).all(-1)
-        values = self.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
-        values = values.view_as(labels)
-        margins = labels * differences(logprobs.detach() - anchor)
-        metrics = {"accuracy": (1 + margins.sign()) / 2, "tied": (labels == 0).float(), "margin": margins}
-        if self.sampler_ratio_cap:
-            log_ratios = pairs(groups.sums(groups["sampler_log_ratios"])).sum(-1)
-            ratios = losses.truncated_ratios(log_ratios, self.sampler_ratio_cap)
-            values = values * ratios
-            metrics |= sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
-        loss = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
-        sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
-        return loss, with_count(sums, loss_mask.sum())
-
-
-def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
-    """Puts the chosen response of pairs [P, M, 2] first; labels [P, M] is −1 if it is the second one."""
-    return values.flip(-1).where(labels.unsqueeze(-1) < 0, values)
+# --- Fresh pairs with settings of their own --------------------------------------------------------------------------
 
 
 @options
-class OnlineDPOConfig(OnlineConfig):
+class OnlineDPOConfig(FreshPairConfig):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
-    compares_with_old: ClassVar[bool] = False
-    assumes_own_samples: ClassVar[bool] = False
     objective: str = objective_name("online_dpo")
     kl_coef: float = option(
         0.1, "Beta of DPO's implicit reward, the weight of the KL to the reference.", above=0, changeable=True
     )
 
-    def build(self) -> "OnlineDPO":
-        return OnlineDPO(self)
-
-
-class OnlineDPO(LabelledPairs):
-    """DPO's loss of fresh responses (Guo et al. 2024), as in the P3O paper."""
-
-    config: OnlineDPOConfig
-
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return losses.dpo(logprobs, anchor, beta=self.config.kl_coef)
+        return losses.dpo(logprobs, anchor, beta=self.kl_coef)
 
 
 @options
 class BPOConfig(OnlineDPOConfig):
-    """BPO (arXiv 2406.12168): online DPO against the policy that sampled."""
+    """BPO (arXiv 2406.12168): online DPO against the policy that sampled, another one in every update; evaluations keep
+    the reference.
+    """
 
+    anchor: ClassVar[str] = "old"
     compares_with_old: ClassVar[bool] = True
     objective: str = objective_name("bpo")
     kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
@@ -419,22 +536,11 @@ class BPOConfig(OnlineDPOConfig):
                 "--reference_every and --reference_decay change nothing: the loss compares with the policy that sampled"
             )
 
-    def build(self) -> "BPO":
-        return BPO(self)
-
-
-class BPO(OnlineDPO):
-    """DPO's loss against the policy that sampled, another one in every update; evaluations keep the reference."""
-
-    anchor = "old"
-
 
 @options
-class OnlineIPOConfig(MixtureConfig):
+class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
-    compares_with_old: ClassVar[bool] = False
-    assumes_own_samples: ClassVar[bool] = False
     objective: str = objective_name("online_ipo")
     tau: float = option(
         0.1, "Weight of the KL to the reference; log-ratios are means over tokens.", above=0, changeable=True
@@ -443,19 +549,6 @@ class OnlineIPOConfig(MixtureConfig):
     @property
     def from_mixture(self) -> int:
         return self.responses_per_prompt if self.mixture else 0
-
-    def build(self) -> "OnlineIPO":
-        return OnlineIPO(self)
-
-
-class OnlineIPO(LabelledPairs):
-    """IPO's loss (arXiv 2310.12036) of fresh responses, log-ratios averaged over tokens."""
-
-    config: OnlineIPOConfig
-    per_token = True
-
-    def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
-        return losses.ipo(logprobs, anchor, tau=self.config.tau)
 
 
 # --- Online: probabilities of preference ----------------------------------------------------------------------------

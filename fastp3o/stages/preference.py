@@ -20,7 +20,7 @@ from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.objectives.base import LossAndMetrics, with_count
+from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
@@ -36,7 +36,7 @@ from fastp3o.training.order import Examples
 from fastp3o.training.processes import on_main_process
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
 from fastp3o.training.states.fingerprints import model_fingerprint
-from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequence_logprobs
+from fastp3o_kernels import Head, LinearLossOutput, linear_loss, sequence_logprobs
 from fastp3o_kernels.losses import kto_reference_point
 
 
@@ -120,16 +120,13 @@ class Preferences(SupervisedTask[PreferenceRow]):
         return [PreferenceRow(**vars(row), response_tensors=tensors) for row, tensors in zip(rows, own, strict=True)]
 
     def loss(self, model: nn.Module, row: PreferenceRow, divisor: float | Tensor) -> LossAndMetrics:
-        def sums(groups: Groups) -> LossAndMetrics:
-            return self.config.losses(groups).sum(), with_count(self.config.metrics(groups), len(groups.lengths))
-
         def head_loss(hidden: Tensor, head: Head) -> LinearLossOutput:
             return linear_loss(
                 hidden,
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                sums,
+                self.config.sums,
                 responses_per_group=row.responses_per_prompt or 1,
                 response_tensors=row.response_tensors,
                 divisor=divisor,
@@ -150,8 +147,11 @@ class PreferencePairs(Preferences):
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
         responses = list(zip(examples["chosen_ids"], examples["rejected_ids"], strict=True))
-        reference = {"reference": torch.tensor(examples["reference"])} if self.config.needs_reference else {}
-        return self.rows(examples, responses, reference)
+        rewards = torch.tensor([[1.0, 0.0]]).expand(len(responses), 2)
+        tensors = {"rewards": rewards, "loss_mask": torch.ones(rewards.shape, dtype=torch.bool)}
+        if self.config.needs_reference:
+            tensors["ref"] = torch.tensor(examples["reference"])
+        return self.rows(examples, responses, tensors)
 
 
 class UnpairedPreferences(Preferences):
@@ -167,7 +167,7 @@ class UnpairedPreferences(Preferences):
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
         response_tensors = {
-            "reference": torch.tensor(examples["reference"])[:, :1],
+            "ref": torch.tensor(examples["reference"])[:, :1],
             "desirable": torch.tensor(examples["desirable"])[:, None],
         }
         return self.rows(examples, [[ids] for ids in examples["response_ids"]], response_tensors)

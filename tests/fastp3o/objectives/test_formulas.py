@@ -24,7 +24,7 @@ from fastp3o.objectives.policy_gradient import (
     REINFORCEConfig,
     RLOOConfig,
 )
-from fastp3o.objectives.preferences import BPOConfig, NashMDConfig, OnlineDPOConfig, OnlineIPOConfig
+from fastp3o.objectives.preferences import BPOConfig, NashMDConfig, OnlineDPOConfig, OnlineIPOConfig, OnlineSimPOConfig
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9
@@ -180,6 +180,13 @@ def ipo(groups: Groups, tau: float, *, cap: float | None = None) -> Tensor:
     return summed_by_label(groups, loss)
 
 
+def simpo(groups: Groups, beta: float, gamma: float) -> Tensor:
+    def loss(chosen: Response, rejected: Response) -> Tensor:
+        return -torch.sigmoid(beta * (chosen.now.mean() - rejected.now.mean()) - gamma).log()
+
+    return summed_by_label(groups, loss)
+
+
 def ppg(groups: Groups, *, cap: float | None = None) -> Tensor:
     """Equation 6, the mean over pairs; the KL to the reference is a part of the rewards."""
     total, count = 0.0, 0
@@ -221,6 +228,7 @@ CASES = {
     "online_dpo": (OnlineDPOConfig, {"kl_coef": 0.3}, lambda groups: dpo(groups, "ref", 0.3)),
     "bpo": (BPOConfig, {}, lambda groups: dpo(groups, "old", 0.1)),
     "online_ipo": (OnlineIPOConfig, {"tau": 0.2}, lambda groups: ipo(groups, 0.2)),
+    "online_simpo": (OnlineSimPOConfig, {"beta": 2.5, "gamma": 0.4}, lambda groups: simpo(groups, 2.5, 0.4)),
     "nash_md": (NashMDConfig, {"responses_per_prompt": K}, nash),
     "ppg": (PPGConfig, {"reward_scaling": "none", "reward_clip": 0.0}, ppg),
 }

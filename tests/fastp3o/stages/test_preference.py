@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from fastp3o.cli import parse_chosen
 from fastp3o.data import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages import models, supervised
 from fastp3o.stages.preference import train, with_other_prompts
@@ -130,7 +131,7 @@ def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> Tensor:
 
 @pytest.mark.parametrize("objective", OFFLINE_OBJECTIVES)
 def test_an_update_is_that_of_the_formula(objective, workplace, tiny_model, other_model, tokenizer):
-    needs_reference = OFFLINE_OBJECTIVES[objective].needs_reference
+    needs_reference = getattr(OFFLINE_OBJECTIVES[objective], "anchor", "ref") != ""
     named = {"reference": other_model} if needs_reference else {}
     examples = 16 if objective == "kto" else 8
     run(objective, "run", tiny_model, batch_size=examples, max_grad_norm=1e9, tokens_per_row=60, **named)
@@ -353,18 +354,18 @@ def test_a_stop_does_not_wait_for_the_references_logprobs(workplace, tiny_model,
 def test_a_resumed_run_is_the_uninterrupted_one(objective, changes, workplace, tiny_model, loads, monkeypatch):
     changes = {"epochs": 3, "lr_schedule": "cosine", "eval_data": data_file(objective), "save_every": 1} | changes
     run(objective, "whole", tiny_model, **changes)
-    config, losses, calls = OFFLINE_OBJECTIVES[objective], OFFLINE_OBJECTIVES[objective].losses, []
+    config, sums, calls = OFFLINE_OBJECTIVES[objective], OFFLINE_OBJECTIVES[objective].sums, []
 
-    def breaks_off(*arguments) -> Tensor:
+    def breaks_off(*arguments) -> LossAndMetrics:
         calls.append(None)
         if len(calls) == 5:  # an evaluation and three steps, of one row each, are over
             raise KeyboardInterrupt
-        return losses(*arguments)
+        return sums(*arguments)
 
-    monkeypatch.setattr(config, "losses", breaks_off)
+    monkeypatch.setattr(config, "sums", breaks_off)
     with pytest.raises(KeyboardInterrupt):
         run(objective, "resumed", tiny_model, **changes)
-    monkeypatch.setattr(config, "losses", losses)
+    monkeypatch.setattr(config, "sums", sums)
     loads.references = 0
     run(objective, "resumed", tiny_model, resume=True, **changes)
     assert loads.references == 0, "its log-probs are there"
