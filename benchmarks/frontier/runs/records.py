@@ -60,7 +60,7 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
     runs.insert(0, "name", Series(names, dtype=object))
-    runs.insert(1, "group", runs["task"].str.rpartition("-")[0])
+    runs.insert(1, "group", runs["task"].map(lambda task: task.rpartition("-")[0]))
     evaluations = DataFrame(
         [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in evaluations_of(line)],
         columns=list(EVALUATION_FIELDS),
