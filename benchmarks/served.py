@@ -88,7 +88,7 @@ def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, roun
         vllm_url=given.url,
         max_prompt_tokens=PROMPT,
     )
-    publisher = Publisher(context, config, policy, lambda: next(versions))
+    publisher = Publisher(context, config, config.longest_sequence, policy, lambda: next(versions))
     publish_seconds = list(timed(publisher, times=4))[1:]
     publisher.version = lambda: publisher.published or 0
     samplers["vLLM"] = VLLMSampler(publisher, tokenizer, max_response_tokens=RESPONSE)

@@ -1,26 +1,40 @@
-"""The processes, precision and tokenizer of a run, made once, and what its caller gives."""
+"""The processes, precision and tokenizer of a run, made once, and the program that has started it."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.given import NOTHING, Given
 from fastp3o.precision import Precision
+
+# Gets the metrics of a step, or of an evaluation, with `step`. If it returns True, the run ends there.
+Callback = Callable[[dict[str, Any]], bool | None]
+
+
+class Caller(NamedTuple):
+    """A program in Python that goes on after the run: another run may follow in its processes, and a process group that
+    was destroyed cannot be joined again safely.
+
+    on_update: called after each step of the loop. on_evaluation: after each evaluation.
+    """
+
+    on_update: Callback | None = None
+    on_evaluation: Callback | None = None
 
 
 class Context(NamedTuple):
-    """The processes, their arithmetic, and the policy's tokenizer. mesh: None for a single process. given: in the place
-    of names.
+    """The processes, their arithmetic, and the policy's tokenizer. mesh: None for a single process. caller: None for a
+    command.
     """
 
     accelerator: Accelerator
     precision: Precision
     tokenizer: PreTrainedTokenizerBase
     mesh: DeviceMesh | None
-    given: Given = NOTHING
+    caller: Caller | None = None
 
     @property
     def device(self) -> torch.device:

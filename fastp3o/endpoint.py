@@ -1,22 +1,20 @@
 """JSON posted to a URL: time limits, retries while the server is busy or unreachable, concurrent requests."""
 
 import asyncio
-import base64
-import html
 import json
 import os
 import random
 import re
 import ssl
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed, wait
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from itertools import groupby
-from operator import itemgetter
+from functools import cache
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from itertools import count
 from typing import Generic, TypeVar
-from urllib.parse import quote
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -27,18 +25,14 @@ Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
 STARS = "***"
-PART = 16  # characters of a key that are not shown either
 SHORTEST_SECRET = 8  # characters; a placeholder for servers without keys ("EMPTY", "x") may occur in answers
 LONGEST_BODY = 2**24  # bytes; no answer comes near it
 EXCERPT = 300  # characters
+KEEPALIVE = 2.0  # seconds; servers close what is idle for 5 or more, and one of the two must be sure to be first
 
 
 class EndpointError(UserError):
     """The endpoint refuses the request, or fails after all retries. The message names URL, status and answer."""
-
-
-class StoppedError(Exception):
-    """The caller no longer wants the answer."""
 
 
 class AttemptError(Exception):
@@ -60,7 +54,7 @@ class Endpoint:
         url: http or https, without a user.
         key_variable: environment variable of the key, if there is one. The key is only sent in the Authorization
             header. No redirect is followed. Only https goes through the environment's proxy, which cannot read the key
-            then. Stars replace a key that an answer repeats, also encoded, or most of it.
+            then. Stars replace a key that an answer repeats.
         timeout: seconds that one attempt may take, from its connection to its last byte.
         retries: attempts after the first, if the endpoint is busy (408, 429), broken (5xx, an answer that cannot be
             read), too slow or unreachable. Any other status except 200 stops at once.
@@ -93,51 +87,44 @@ class Endpoint:
             raise UserError(f"the environment variable {key_variable} holds characters that no HTTP header can")
         authorization = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         self.headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **authorization}
-        self.certificates = ssl.create_default_context()
+        background(os.getpid(), self.proxy)  # made here once, rather than in all threads that ask first
 
     def post(self, body: object, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
-        """Posts a JSON body and returns `read_answer` of the answer's bytes. On a wrong answer `read_answer` raises
-        AnswerError, or ValueError if another attempt may help.
+        """Posts a body as JSON, or sends a GET without one, and returns `read_answer` of the answer's bytes. On a wrong
+        answer `read_answer` raises AnswerError, or ValueError if another attempt may help.
 
-        Raises EndpointError if the endpoint refuses or all attempts fail, and StoppedError in place of a retry once
+        Raises EndpointError if the endpoint refuses or all attempts fail, and CancelledError in place of a retry once
         `stopped` is set.
         """
-        return self.send("POST", json.dumps(body).encode(), read_answer, stopped)
-
-    def get(self, read_answer: Callable[[bytes], Answer]) -> Answer:
-        """As `post`, without a body."""
-        return self.send("GET", b"", read_answer, threading.Event())
-
-    def send(
-        self, method: str, body: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event
-    ) -> Answer:
-        attempt = 0
-        while True:
-            attempt += 1
+        content = b"" if body is None else json.dumps(body).encode()
+        for attempt in count(1):
             try:
-                return self.attempt(method, body, read_answer, stopped)
+                return self.attempt(content, read_answer, stopped)
             except AttemptError as failure:
                 if attempt > self.retries or failure.wait > self.longest_wait:
                     asked = f", and asks to wait {failure.wait:.0f} s" if failure.wait else ""
                     raise EndpointError(f"{self.url} {failure} (attempts: {attempt}{asked})") from failure
-                wait = max(self.backoff * 2 ** (attempt - 1) * random.uniform(1, 1.5), failure.wait)
-            if stopped.wait(wait):
-                raise StoppedError
+                pause = max(self.backoff * 2 ** (attempt - 1) * random.uniform(1, 1.5), failure.wait)
+            if stopped.wait(pause):
+                break
+        raise CancelledError
 
-    def attempt(
-        self, method: str, body: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event
-    ) -> Answer:
-        request = self.request(method, body)
+    def get(self, read_answer: Callable[[bytes], Answer]) -> Answer:
+        """As `post`, without a body."""
+        return self.post(None, read_answer, threading.Event())
+
+    def attempt(self, content: bytes, read_answer: Callable[[bytes], Answer], stopped: threading.Event) -> Answer:
         try:
-            status, retry_after, answer = asyncio.run(unless(stopped, request) if self.abandons else request)
+            loop, client = background(os.getpid(), self.proxy)
+            answered = asyncio.run_coroutine_threadsafe(self.request(client, content), loop)
+            status, retry_after, answer = cancel_when(stopped, answered) if self.abandons else answered.result()
         except TimeoutError as error:
             late = f"timed out, no end of the answer within {self.timeout:g} s"
             raise AttemptError(f"does not answer: TimeoutError: {late}") from error
         except (httpx.HTTPError, OSError) as error:
             cause = first_cause(error)
             # An answer that is no HTTP is quoted.
-            said = self.without_key(str(cause))
-            raise AttemptError(f"does not answer: {type(cause).__name__}: {said}") from error
+            raise AttemptError(f"does not answer: {type(cause).__name__}: {self.without_key(str(cause))}") from error
         what = f"answered with status {status}: {self.excerpt(answer)}"
         if status in (408, 429) or status >= 500:
             raise AttemptError(what, retry_after_seconds(retry_after))
@@ -147,17 +134,16 @@ class Endpoint:
             return read_answer(answer)
         except AnswerError as error:
             raise EndpointError(f"{self.url} {what} — {error}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # of JSON that is nested too deeply
             raise AttemptError(f"{what} — {error}") from error
 
-    async def request(self, method: str, body: bytes) -> tuple[int, str | None, bytes]:
+    async def request(self, client: httpx.AsyncClient, content: bytes) -> tuple[int, str | None, bytes]:
         """The status, the Retry-After header and the body of the answer. Raises TimeoutError; httpx's own time limits
         begin anew with every byte.
         """
         async with (
             asyncio.timeout(self.timeout),
-            httpx.AsyncClient(verify=self.certificates, proxy=self.proxy, trust_env=False, timeout=None) as client,
-            client.stream(method, self.url, content=body, headers=self.headers) as response,
+            client.stream("POST" if content else "GET", self.url, content=content, headers=self.headers) as response,
         ):
             answer = bytearray()
             async for part in response.aiter_raw():
@@ -167,8 +153,8 @@ class Endpoint:
             return response.status_code, response.headers.get("Retry-After"), bytes(answer)
 
     def without_key(self, text: str) -> str:
-        """The text with stars in the place of the key, or of a part of it that is long enough to be a secret."""
-        return without_secrets(text, key_shapes(self.key)) if len(self.key) >= SHORTEST_SECRET else text
+        """The text with stars in the place of the key, if it is long enough to be a secret."""
+        return text.replace(self.key, STARS) if len(self.key) >= SHORTEST_SECRET else text
 
     def excerpt(self, body: bytes) -> str:
         """The beginning of an answer on one line, without control characters and without the key."""
@@ -177,49 +163,34 @@ class Endpoint:
         return (text[:EXCERPT] + "…" if len(text) > EXCERPT else text) or "(nothing)"
 
 
-def without_secrets(text: str, secrets: Iterable[str]) -> str:
-    """The text with stars in the place of every run of PART characters of a secret, or of a whole one that has fewer.
-    Upper and lower case are the same, unless the text has letters that become several.
+@cache
+def background(process: int, proxy: str | None) -> tuple[asyncio.AbstractEventLoop, httpx.AsyncClient]:
+    """The client whose connections all requests of a process share, which keeps no cookies; and its event loop, in a
+    thread of its own, since a caller's thread may run one.
     """
-    same = len(text.lower()) == len(text)
-    folded = text.lower() if same else text
-    hidden = [False] * len(text)
-    for secret in secrets:
-        size, secret = min(PART, len(secret)), secret.lower() if same else secret
-        parts = {secret[start : start + size] for start in range(len(secret) - size + 1)}
-        if any(part in folded for part in parts):
-            for start in range(len(text) - size + 1):
-                if folded[start : start + size] in parts:
-                    hidden[start : start + size] = [True] * size
-    runs = groupby(zip(text, hidden, strict=True), key=itemgetter(1))
-    return "".join(STARS if is_hidden else "".join(letter for letter, _ in run) for is_hidden, run in runs)
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop, httpx.AsyncClient(
+        verify=ssl.create_default_context(),
+        proxy=proxy,
+        trust_env=False,
+        timeout=None,
+        limits=httpx.Limits(keepalive_expiry=KEEPALIVE),
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
+    )
 
 
-def key_shapes(key: str) -> Iterator[str]:
-    """The key as it is, as it stands in a URL, in JSON, in HTML and in hexadecimal digits, and in base64, which depends
-    on the number of bytes before it.
-    """
-    yield from dict.fromkeys([key, quote(key, safe=""), json.dumps(key)[1:-1], html.escape(key), key.encode().hex()])
-    for before in range(3):
-        content = bytes(before) + key.encode()
-        for encoded in (base64.b64encode(content), base64.urlsafe_b64encode(content)):
-            # The first characters hold bits of what stands before the key, the last one of what follows.
-            yield encoded.decode()[(0, 2, 3)[before] : 8 * len(content) // 6]
-
-
-async def unless(stopped: threading.Event, request: Coroutine[None, None, Answer]) -> Answer:
-    """Raises StoppedError in place of the request's answer, soon after `stopped` is set."""
-    task = asyncio.create_task(request)
-    while not (await asyncio.wait([task], timeout=0.2))[0]:
+def cancel_when(stopped: threading.Event, answered: Future[Answer]) -> Answer:
+    """The answer. Cancels the request and raises CancelledError soon after `stopped` is set."""
+    while not wait([answered], timeout=0.2).done:
         if stopped.is_set():
-            task.cancel()
-            raise StoppedError
-    return task.result()
+            answered.cancel()
+    return answered.result()
 
 
 class Answers(Generic[Answer]):
-    """Answers to questions that are asked in the background, with this many requests at a time. `ask` gets an event
-    that is set once no more answers are wanted.
+    """Answers to questions that are asked in the background, `requests` at a time. `ask` gets an event that is set once
+    no more answers are wanted.
 
     Iterating yields answers as they come. After an error or an interrupt no more requests are sent, and pending answers
     are waited for.
@@ -240,25 +211,10 @@ class Answers(Generic[Answer]):
             self.stop()
             self.pool.shutdown()
 
-    @property
-    def done(self) -> bool:
-        return all(future.done() for future in self.futures)
-
-    def wait(self) -> None:
-        """Waits for all answers, whatever they are."""
-        wait(self.futures)
-
     def stop(self) -> None:
         """Sends no more requests, and does not wait for those under way."""
         self.stopped.set()
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def at_once(
-    ask: Callable[[Question, threading.Event], Answer], questions: Iterable[Question], requests: int
-) -> Iterator[Answer]:
-    """Yields answers as they come (`Answers`)."""
-    return iter(Answers(ask, questions, requests))
 
 
 def check_url(url: str) -> str:
@@ -307,6 +263,6 @@ def retry_after_seconds(header: str | None) -> float:
         return float(header)
     try:
         date = parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

@@ -1,4 +1,4 @@
-"""Imports and calls a user's Python function, given by name."""
+"""Imports a user's Python function by name, and calls it with a time limit."""
 
 import asyncio
 import importlib
@@ -12,64 +12,67 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from types import FrameType
+from typing import TypeVar
 
 import torch
 
 from fastp3o.errors import UserError
-from fastp3o.time_limit import TookTooLongError, time_limit
 
 Result = TypeVar("Result")
+
+GRACE = 2.0  # seconds
+LONG = 60.0  # seconds, after which a line says that a call takes long
+
+# One for all calls: a client that a module keeps belongs to the loop in which it was first used.
+EVENT_LOOP = asyncio.Runner()
 
 
 class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
 
-GRACE = 2.0  # seconds
-LONG = 60.0  # seconds, after which a call is said to take long
-
-# One for all calls: a client that a module keeps belongs to the loop in which it was first used.
-EVENT_LOOP = asyncio.Runner()
+class TookTooLongError(BaseException):
+    """Code reached its time limit. This is not an Exception, so that the code does not catch it."""
 
 
 def import_function(name: str, role: str) -> Callable:
-    """Imports the function that `name` gives as `module:function`; modules of the current directory are found, too.
+    """Imports a function; modules of the current directory are found, too.
 
     Args:
-        name: module, as Python imports it, and function.
+        name: module, as Python imports it, and function, as `module:function`.
         role: what the function is for, in error messages ("reward function").
 
     Raises:
         ValueError: the name has another form, module or function do not exist, or it is no function.
     """
-    module, _, function = name.partition(":")
-    if not module or not function:
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
         raise UserError(f"the {role} must be given as module:function, got {name!r}")
     if "/" in module or module.startswith(".") or (module.endswith(".py") and os.path.exists(module)):
         raise UserError(
-            f"the {role} {name!r} names a file: give its module as Python imports it, {Path(module).stem}:{function}, "
+            f"the {role} {name!r} names a file: give its module as Python imports it, {Path(module).stem}:{attribute}, "
             f"and start in the file's folder"
         )
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
         with restored():
-            found = getattr(importlib.import_module(module), function)
+            function = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise UserError(f"cannot load the {role} {name!r}: {kind}{error}") from error
     finally:
         with suppress(ValueError):  # the module has removed it
             sys.path.remove(folder)
-    if not callable(found):
-        raise UserError(f"cannot load the {role} {name!r}: it is a {type(found).__name__}, not a function")
-    return found
+    if not callable(function):
+        raise UserError(f"cannot load the {role} {name!r}: it is a {type(function).__name__}, not a function")
+    return function
 
 
 def call_for_list(function: Callable, name: str, *arguments: list[str], timeout: float | None = None) -> list:
     """Calls the function and returns its result as a list, with one entry for each of the last argument's. The result
-    may be a list, a tuple, an array or a tensor; an `async def` is awaited. It has `timeout` seconds, if any are given.
+    may be a list, a tuple, an array or a tensor; an `async def` is awaited. timeout: in seconds; None for no limit.
 
     The function may change the lists that it gets, the working directory and torch's defaults.
 
@@ -77,20 +80,24 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run.
     """
     expected = len(arguments[-1])
+    late = f"{name} has not returned after {timeout:g} s (--reward_timeout)" if timeout else ""
     try:
-        with restored(), ends_forks(name), stays_in_process(), said_if_late(name, timeout):
+        with restored(), ends_forks(name), warned_if_late(name, timeout, late):
             with limited(timeout):
                 result = function(*arguments)
             if inspect.iscoroutine(result):
-                result = awaited(within(result, name, timeout))
-    except (KeyboardInterrupt, FunctionError):
+                with limited(timeout and timeout + GRACE):  # it may block the loop, in which nothing else is timed
+                    result = awaited(within(result, timeout))
+    except KeyboardInterrupt:
         raise
     except TookTooLongError as error:
-        raise FunctionError(late(name, timeout) + place(error)) from error
+        *frames, last = traceback.extract_tb(error.__traceback__)
+        # If the function has gone on after the alarm, nobody knows where it was.
+        place = f": it was in {frames[-1].filename}, line {frames[-1].lineno}" if last.name == "ring" else ""
+        raise FunctionError(late + place) from error
     except SystemExit as error:
-        raise FunctionError(
-            f"{name} ended the program (sys.exit or os._exit, status {error.code!r}) instead of returning"
-        ) from error
+        ended = f"ended the program (sys.exit, status {error.code!r}) instead of returning"
+        raise FunctionError(f"{name} {ended}") from error
     except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
@@ -107,6 +114,86 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     if len(result) != expected:
         raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return list(result)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TookTooLongError after this many seconds in the context: where the code is, and at its end if it has
+    caught that.
+
+    The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no limit, and
+    code that sets an alarm of its own has that one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    rung = False
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal rung
+        rung = True
+        raise TookTooLongError
+
+    handler = signal.signal(signal.SIGALRM, ring)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        # A handler that the code has installed to stay is not ours to remove.
+        if signal.getsignal(signal.SIGALRM) is ring:
+            signal.signal(signal.SIGALRM, handler)
+    if rung:
+        raise TookTooLongError
+
+
+def limited(seconds: float | None) -> AbstractContextManager[None]:
+    """The time limit of a user's code. There is none beside an alarm of the program's own."""
+    free = signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
+    return time_limit(seconds) if seconds and free else nullcontext()
+
+
+@contextmanager
+def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None]:
+    """Says on standard error that a call takes long, and soon after its time limit that it is late: not everything can
+    be interrupted.
+    """
+    lines = {timeout + GRACE: late} if timeout else {}
+    if timeout and timeout > LONG:
+        lines[LONG] = f"{name} has not returned after {LONG:g} s; it has {timeout:g} (--reward_timeout)"
+    timers = [threading.Timer(seconds, print, [line], {"file": sys.stderr}) for seconds, line in lines.items()]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+async def within(coroutine: Coroutine[object, None, Result], timeout: float | None) -> Result:
+    """Raises TookTooLongError if the coroutine has not returned after `timeout` seconds, also if it goes on."""
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.wait({task}, timeout=timeout)
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=1)
+        raise TookTooLongError
+    return task.result()
+
+
+def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return EVENT_LOOP.run(coroutine)
+    # A thread runs one loop, and this one runs a notebook's.
+    thread = ThreadPoolExecutor(1)
+    try:
+        return thread.submit(EVENT_LOOP.run, coroutine).result()
+    finally:
+        thread.shutdown(wait=False)  # a coroutine that blocks is left behind
 
 
 @contextmanager
@@ -143,78 +230,3 @@ def ends_forks(name: str) -> Iterator[None]:
                 with suppress(OSError):
                     os.write(2, f"{name} has forked a process that left the function; it is ended\n".encode())
             os._exit(status)
-
-
-@contextmanager
-def stays_in_process() -> Iterator[None]:
-    """Makes os._exit in the main thread what sys.exit is: nobody could tell such an end from that of a finished run.
-    Forked processes end by it as ever.
-    """
-    process, leave = os.getpid(), os._exit
-
-    def leave_function(status: int) -> NoReturn:
-        if os.getpid() == process and threading.current_thread() is threading.main_thread():
-            raise SystemExit(status)
-        leave(status)
-
-    os._exit = leave_function
-    try:
-        yield
-    finally:
-        os._exit = leave
-
-
-def limited(seconds: float | None) -> AbstractContextManager[None]:
-    """The time limit of a call. There is none beside an alarm of the function's own module."""
-    free = signal.getsignal(signal.SIGALRM) in (signal.SIG_DFL, signal.SIG_IGN)
-    return time_limit(seconds) if seconds and free else nullcontext()
-
-
-@contextmanager
-def said_if_late(name: str, seconds: float | None) -> Iterator[None]:
-    """Says on standard error that a call takes long, and soon after its time limit that it is late: not everything can
-    be interrupted.
-    """
-    said = {} if seconds is None else {seconds + GRACE: late(name, seconds)}
-    if seconds is not None and seconds > LONG:
-        said[LONG] = f"{name} has not returned after {LONG:g} s; it has {seconds:g} (--reward_timeout)"
-    clocks = [threading.Timer(after, print, [line], {"file": sys.stderr}) for after, line in said.items()]
-    for clock in clocks:
-        clock.daemon = True
-        clock.start()
-    try:
-        yield
-    finally:
-        for clock in clocks:
-            clock.cancel()
-
-
-def late(name: str, seconds: float | None) -> str:
-    return f"{name} has not returned after {seconds:g} s (--reward_timeout)"
-
-
-def place(error: TookTooLongError) -> str:
-    """Where the alarm has rung, in words; "" if the function has gone on after it."""
-    *frames, last = traceback.extract_tb(error.__traceback__)
-    return f": it was in {frames[-1].filename}, line {frames[-1].lineno}" if last.name == "stop" else ""
-
-
-async def within(coroutine: Coroutine[object, None, Result], name: str, timeout: float | None) -> Result:
-    """Raises FunctionError if the coroutine has no result after `timeout` seconds, also if it takes no cancelling."""
-    task = asyncio.ensure_future(coroutine)
-    await asyncio.wait({task}, timeout=timeout)
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=1)
-        raise FunctionError(late(name, timeout))
-    return task.result()
-
-
-def awaited(coroutine: Coroutine[object, None, Result]) -> Result:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return EVENT_LOOP.run(coroutine)
-    # A thread runs one loop, and this one runs a notebook's.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(EVENT_LOOP.run, coroutine).result()

@@ -22,6 +22,7 @@ def run_script(main: Callable[[], None]) -> None:
 
     `--debug` among the arguments, which main does not see, keeps the traceback.
     """
+    UserError.names_flags = True
     debug = DEBUG in sys.argv
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != DEBUG]
     with lasting_output():
@@ -39,20 +40,17 @@ def run_script(main: Callable[[], None]) -> None:
 
 def one_line(error: BaseException) -> str | None:
     """What is said of an error in place of its traceback; None for a bug."""
-    said = " ".join(str(error).split())
+    line = " ".join(str(error).split())
     if isinstance(error, UserError | OSError):
-        return f"error: {said or type(error).__name__}"
+        return f"error: {line or type(error).__name__}"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     # torch's own class by its name: a script that says no more than its --help does not import torch.
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or any(t in said for t in NO_MEMORY)
-    ):
-        return f"error: out of memory; scripts/memory.py shows what a run takes: {said or type(error).__name__}"
-    if "gloo" in said and any(text in said for text in PEER_ENDED):
-        return f"error: another process of this run has ended, and says why: {said}"
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if out_of_memory or any(text in line for text in NO_MEMORY):
+        return f"error: out of memory; scripts/memory.py shows what a run takes: {line or type(error).__name__}"
+    if "gloo" in line and any(text in line for text in PEER_ENDED):
+        return f"error: another process of this run has ended, and says why: {line}"
     return None
 
 
@@ -82,26 +80,24 @@ class LastingStream:
         self.stream, self.tells = stream, tells
 
     def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError as error:
-            self.drop(error)
-            return len(text)
+        self.attempt(lambda: self.stream.write(text))
+        return len(text)
 
     def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except OSError as error:
-            self.drop(error)
+        self.attempt(self.stream.flush)
 
-    def drop(self, error: OSError) -> None:
-        """Leads the file to nowhere, also for what is in the stream's buffer and is flushed at the exit."""
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
-        if self.tells:
-            print(f"standard output takes no more ({error.strerror}): the script goes on without it", file=sys.stderr)
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Leads the file to nowhere if it fails, also for what is in the stream's buffer and is flushed at the exit."""
+        try:
+            action()
+        except OSError as error:
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.stream.fileno())
+                os.close(nowhere)
+            if self.tells:
+                lost = f"standard output takes no more ({error.strerror}): the script goes on without it"
+                print(lost, file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

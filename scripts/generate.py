@@ -3,7 +3,7 @@
 python scripts/generate.py --model runs/sft/model --reward runs/rm/model --prompts data.jsonl --output_dir runs/best
 """
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.script import run_script
 from fastp3o.stages.generate.config import GenerateConfig
 

@@ -6,15 +6,15 @@ forms, of which a reward may take one.
 
 import json
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
-from fastp3o.config import Flags, option, parse, required
+from fastp3o.cli import parse
+from fastp3o.config import Flags, option, options, required
 from fastp3o.script import run_script
 from fastp3o.training.durable import write_file
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ArithmeticConfig(Flags):
     """Sums of two numbers, each with demonstrations of two forms and its answer."""
 

@@ -1,14 +1,14 @@
 """Trains a byte-level BPE tokenizer and writes it with an untrained Llama: a model to start from without the hub."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer, decoders, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from fastp3o.config import Flags, option, parse, required
+from fastp3o.cli import parse
+from fastp3o.config import Flags, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.script import run_script
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # functions import what takes seconds, which --help does with
 END, PAD = "<|end|>", "<|pad|>"
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class TinyLlamaConfig(Flags):
     """Sizes of the model; the defaults give 1.5 M parameters."""
 

@@ -4,23 +4,25 @@ python scripts/memory.py --model MODEL --prompt_tokens 350 --response_tokens 40 
 """
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from fastp3o.config import PRECISIONS, TrainableConfig, option, parse, required
+from fastp3o.cli import parse
+from fastp3o.config import PRECISIONS, TrainableConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 from fastp3o.script import run_script
 
 if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
+    from predicted_memory import Model
+
     from fastp3o.rollouts.cache import Room
-    from fastp3o.training.memory import Model
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class MemoryConfig(TrainableConfig):
     """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
 
@@ -51,8 +53,9 @@ class MemoryConfig(TrainableConfig):
 
 
 def main(config: MemoryConfig) -> None:
+    from predicted_memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
+
     from fastp3o.precision import choose_precision
-    from fastp3o.training.memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
 
     model = sizes(config)
     lengths = Lengths.full_row(
@@ -100,12 +103,12 @@ def room(config: MemoryConfig) -> "Room":
 
 def sizes(config: MemoryConfig) -> "Model":
     import torch
+    from predicted_memory import Model
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from fastp3o.models.loading import errors_naming
     from fastp3o.models.packed_model import PackedModel
     from fastp3o.models.trainable import choose_trainable
-    from fastp3o.training.memory import Model
 
     with errors_naming(config.model):
         architecture = AutoConfig.from_pretrained(config.model)

@@ -1,6 +1,6 @@
 """Stage 3 with any objective. `python scripts/online.py --help` lists them, `--objective NAME --help` explains one."""
 
-from fastp3o.config import parse_chosen
+from fastp3o.cli import parse_chosen
 from fastp3o.objectives import p3o, policy_gradient, ppo, preferences
 from fastp3o.script import run_script
 

@@ -1,6 +1,6 @@
 """Online DPO, to compare P3O with. `python scripts/online_dpo.py --help` explains every option."""
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.script import run_script
 

@@ -1,6 +1,6 @@
 """Stage 3, P3O. `python scripts/p3o.py --help` explains every option."""
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.script import run_script
 

@@ -1,6 +1,6 @@
 """PPO, to compare P3O with. `python scripts/ppo.py --help` explains every option."""
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.script import run_script
 

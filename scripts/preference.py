@@ -1,6 +1,6 @@
 """DPO, KTO and their kin. `python scripts/preference.py --objective dpo --help` explains every option."""
 
-from fastp3o.config import parse_chosen
+from fastp3o.cli import parse_chosen
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.script import run_script
 

@@ -1,6 +1,6 @@
 """Stage 2, reward modelling. `python scripts/reward_model.py --help` explains every option."""
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.script import run_script
 from fastp3o.stages.config import RewardModelConfig
 

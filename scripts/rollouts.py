@@ -3,7 +3,7 @@
 python scripts/rollouts.py runs/p3o
 python scripts/rollouts.py runs/p3o --update 10 --compare 40
 
-Reads rollouts.jsonl.gz of a run, also while it trains.
+Reads rollouts.jsonl, or rollouts.jsonl.gz, of a run, also while it trains.
 """
 
 import argparse
@@ -19,9 +19,8 @@ from rich.text import Text
 
 from fastp3o.errors import UserError
 from fastp3o.script import run_script
-from fastp3o.training.rollout_log import LoggedGroup, LoggedResponse, read_updates
+from fastp3o.training.log import LoggedGroup, LoggedResponse, compressed, prompt_end, read_updates, visible
 from fastp3o.training.run_files import ROLLOUTS
-from fastp3o.training.shown_text import prompt_end, visible
 
 WIDTH = 110  # columns off a terminal
 
@@ -55,7 +54,7 @@ class Logged(NamedTuple):
 
 def read_logged(path: Path, update: int | None, other: int | None) -> Logged:
     """update: None for the last one. other: None for none. Raises UserError if the file or an update is missing."""
-    if not path.is_file():
+    if not any(one.is_file() for one in (path, compressed(path))):
         raise UserError(f"{path} does not exist: give the folder of an online run that logs rollouts (--log_rollouts)")
     steps: list[int] = []
     found: dict[int, list[LoggedGroup]] = {}

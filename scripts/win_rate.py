@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import WinRateConfig
 from fastp3o.script import run_script

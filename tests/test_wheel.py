@@ -36,7 +36,7 @@ with torch.no_grad():
     logprobs = fastp3o_kernels.linear_logprobs(hidden, head, labels)
     old_logprobs = fastp3o_kernels.sequence_logprobs(logprobs, cu_seqlens).view(2, 2)
 rewards = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-loss, metrics = fastp3o_kernels.linear_p3o_loss(
+loss, metrics, counts = fastp3o_kernels.linear_p3o_loss(
     hidden, head, labels, cu_seqlens, old_logprobs, old_logprobs, rewards
 )
 loss.backward()

@@ -1,10 +1,7 @@
 """Training from Python: what the scripts do, on objects.
 
-train.py          a configuration and objects to a finished run
-objects.py        objects to names in the configuration, and what these names stand for
-loaded_model.py   a model in memory to a folder from which a run begins
-surroundings.py   what a run finds in its process, and leaves as it was
-result.py         the folder of a finished run to a model, a tokenizer and a table
+train.py    a configuration and objects to a finished run
+result.py   the folder of a finished run to a model, a tokenizer and a table
 
 from fastp3o import P3OConfig, train
 

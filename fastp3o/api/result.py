@@ -16,7 +16,7 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from fastp3o.errors import UserError
-from fastp3o.training.progress import read_lines
+from fastp3o.training.log import read
 from fastp3o.training.run_files import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Result:
         import pandas as pd
 
         def table(name: str) -> pd.DataFrame:
-            lines = read_lines(self.output_dir / name)
+            lines = [*read(self.output_dir / name)]
             return pd.DataFrame(lines, columns=None if lines else ["step"]).set_index("step")
 
         return table(METRICS).join(table(EVALUATIONS).add_prefix("eval/"), how="outer")

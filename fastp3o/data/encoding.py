@@ -2,13 +2,12 @@
 
 import operator
 from collections.abc import Iterable
-from itertools import islice
 from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import LONGEST_TEXT
-from fastp3o.data.chat_template import ChatTemplate, Piece, Pieces, special_tokens, written
+from fastp3o.data.chat_template import ChatTemplate, special_tokens
 from fastp3o.data.errors import Found, RecordError
 from fastp3o.data.layouts import Message, Part
 from fastp3o.errors import UserError
@@ -22,8 +21,8 @@ class Texts(NamedTuple):
     given: the prompt as the record has it.
     """
 
-    prompt: Pieces
-    responses: tuple[Pieces, ...]
+    prompt: str
+    responses: tuple[str, ...]
     fields: tuple[str, ...]
     templated: bool
     given: str | list[Message]
@@ -89,26 +88,29 @@ class Encoder:
             before = self.template.prompt(prompt)
             replies = tuple(self.template.reply(prompt, before, response) for response in responses)
         else:
-            before, *rest = ((Piece(cast(str, part.value), False),) for part in (prompt, *responses))
+            before, *rest = (cast(str, part.value) for part in (prompt, *responses))
             replies = tuple(rest)
-        for field, pieces in zip(fields, (before, *replies), strict=True):
-            length = sum(len(piece.text) for piece in pieces)
-            if length > self.max_characters:
-                raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{length} of them"))
+        for field, text in zip(fields, (before, *replies), strict=True):
+            if len(text) > self.max_characters:
+                raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{len(text)} of them"))
         return Texts(before, replies, fields, templated, prompt.value)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""
-        prompts = tokenise(self.tokenizer, [texts.prompt for texts in batch])
-        responses = iter(tokenise(self.tokenizer, [response for texts in batch for response in texts.responses]))
+        ids: dict[tuple[bool, str], list[int]] = {}
+        for control in (True, False):
+            chosen = [texts for texts in batch if texts.templated == control]
+            keys = list(dict.fromkeys((control, text) for texts in chosen for text in (texts.prompt, *texts.responses)))
+            ids |= zip(keys, tokenise(self.tokenizer, [text for _, text in keys], control=control), strict=True)
         return [
-            self.encode_one(texts, ids, list(islice(responses, len(texts.responses))))
-            for texts, ids in zip(batch, prompts, strict=True)
+            self.encode_one(texts, [ids[texts.templated, text] for text in (texts.prompt, *texts.responses)])
+            for texts in batch
         ]
 
-    def encode_one(self, texts: Texts, prompt_ids: list[int], response_ids: list[list[int]]) -> Encoded | RecordError:
+    def encode_one(self, texts: Texts, prompt_and_response_ids: list[list[int]]) -> Encoded | RecordError:
+        prompt_ids, *response_ids = prompt_and_response_ids
         try:
-            for field, ids in zip(texts.fields, (prompt_ids, *response_ids), strict=True):
+            for field, ids in zip(texts.fields, prompt_and_response_ids, strict=True):
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
                     raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
             prompt, ids, prompt_truncated = self.encode_prompt(texts, prompt_ids)
@@ -116,7 +118,8 @@ class Encoder:
         except RecordError as problem:
             return problem
         kept = [response[: self.max_response_tokens] for response in whole]
-        special_texts = sum(map(self.template.holds_special_text, (texts.prompt, *texts.responses)))
+        plain = () if texts.templated else (texts.prompt, *texts.responses)
+        special_texts = sum(self.template.special.search(text) is not None for text in plain)
         return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts)
 
     def encode_prompt(self, texts: Texts, ids: list[int]) -> tuple[str, list[int], bool]:
@@ -129,7 +132,7 @@ class Encoder:
             first, rest = self.first_ids, ids
         room = self.max_prompt_tokens - len(first)
         if len(rest) <= room:
-            return written(texts.prompt), first + rest, False
+            return texts.prompt, first + rest, False
         kept = rest[len(rest) - room :]
         seen = first + kept if texts.templated else kept
         return cast(str, self.tokenizer.decode(seen, clean_up_tokenization_spaces=False)), first + kept, True
@@ -146,20 +149,14 @@ class Encoder:
         return [*content, eos]
 
 
-def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[Pieces]) -> list[list[int]]:
-    """The ids of each text, without what the tokenizer itself puts first or last."""
-    pieces = dict.fromkeys(piece for text in texts for piece in text)
-    ids: dict[Piece, list[int]] = {}
-    for control in (True, False):
-        chosen = [piece for piece in pieces if piece.control == control]
-        if chosen:
-            ids |= zip(chosen, plain_ids(tokenizer, [piece.text for piece in chosen], control), strict=True)
-    return [[number for piece in text for number in ids[piece]] for text in texts]
-
-
-def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str], control: bool) -> list[list[int]]:
+def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: bool) -> list[list[int]]:
+    """The ids of texts, without what the tokenizer itself puts first or last. control: whether a special token's text
+    is that token, or only text.
+    """
     # A tokenizer file may switch padding and truncation on.
     options = {"padding": False, "truncation": False, "return_attention_mask": False, "verbose": False}
+    if not texts:
+        return []
     return tokenizer(texts, add_special_tokens=False, split_special_tokens=not control, **options).input_ids
 
 

@@ -47,23 +47,10 @@ def text(record: Fields, field: str, name: str | None = None) -> str:
     value, name = record.get(field, MISSING), name or field
     if not isinstance(value, str) or value is MISSING or is_blank(value):
         raise RecordError(name, "text", value)
-    if not is_unicode(value):
-        raise RecordError(name, "text", Found("a string with half of a surrogate pair"))
-    return value
-
-
-def is_unicode(value: str) -> bool:
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def object_field(record: Fields, field: str) -> Fields:
-    value = record.get(field, MISSING)
-    if not isinstance(value, Mapping):
-        raise RecordError(field, "an object", value)
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(name, "text", Found("a string with half of a surrogate pair")) from error
     return value
 
 
@@ -120,9 +107,9 @@ def demonstration_layout(field: str) -> Layout:
 
 def the_response(record: Fields, field: str) -> Part:
     """The response. Raises RecordError if two of the fields for it differ."""
-    given = {name: record[name] for name in DEMONSTRATIONS if record.get(name) is not None}
-    if any(value != given.get(field, value) for value in given.values()):
-        raise RecordError(None, f"one response in the fields {', '.join(given)}", Found("different ones"))
+    responses = {name: record[name] for name in DEMONSTRATIONS if record.get(name) is not None}
+    if any(value != responses.get(field, value) for value in responses.values()):
+        raise RecordError(None, f"one response in the fields {', '.join(responses)}", Found("different ones"))
     return response_field(record, field)
 
 
@@ -261,7 +248,9 @@ def margin(record: Fields) -> float:
 
 def comparison_prompt(record: Fields) -> Part:
     """The post in OpenAI's format, with subreddit and title if the record has them."""
-    info = object_field(record, "info")
+    info = record.get("info", MISSING)
+    if not isinstance(info, Mapping):
+        raise RecordError("info", "an object", info)
     parts = [f"SUBREDDIT: r/{info['subreddit']}"] if has_text(info, "subreddit") else []
     parts += [f"TITLE: {info['title']}"] if has_text(info, "title") else []
     return Part("info.post", "\n\n".join([*parts, f"POST: {text(info, 'post', 'info.post')}", "TL;DR:"]))
@@ -312,8 +301,5 @@ def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYO
     for layout in accepted:
         if all(field in record for field in layout.fields):
             return layout
-    raise RecordError(None, f"the fields of {layout_names(accepted)}", record)
-
-
-def layout_names(layouts: list[Layout]) -> str:
-    return f"{'one of the layouts' if len(layouts) > 1 else 'the layout'} {', '.join(map(str, layouts))}"
+    one = "one of the layouts" if len(accepted) > 1 else "the layout"
+    raise RecordError(None, f"the fields of {one} {', '.join(map(str, accepted))}", record)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import mmap
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from fastp3o.data.layouts import (
     find_layout,
     margin,
 )
-from fastp3o.data.sources import Record, Records, read_records
+from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
 
 BATCH = 1000  # records tokenised at once
@@ -90,18 +91,18 @@ Loaded = tuple[Dataset, DataReport]
 
 
 def load_prompts(
-    source: str | Records,
+    source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
     columns: Asked | None = None,
     as_given: bool = False,
     **options: Unpack[Options],
 ) -> Loaded:
-    """The prompts of any layout (README.md lists them).
+    """The prompts of any layout (README.md lists them), for the online stage.
 
     Args:
         source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
-            glob, or a folder. If a folder's files are named after splits, only those of `split` are read. Or records.
+            glob, or a folder, of whose files those of `split` are read. Or records.
         columns: further fields to keep. Every record must have them.
         as_given: also keep the column `given`: the prompt as its record has it, not truncated, as JSON text (a string,
             or a list of messages).
@@ -114,7 +115,8 @@ def load_prompts(
 
     Raises:
         DataError: the source cannot be read, a record cannot be used, or none can.
-        ValueError: a limit leaves no room, or a field is asked for that has the name of a column.
+        ValueError: a limit leaves no room, a field is asked for that has the name of a column, or the tokenizer lacks
+            the end-of-sequence token of responses.
     """
     columns = columns or {}
     for name in PROMPT_COLUMNS:
@@ -123,59 +125,37 @@ def load_prompts(
     return Loader(tokenizer, (), None, columns=columns, as_given=as_given, **options).load(source)
 
 
+# The others add columns of responses to `prompt` and `prompt_ids`, and take and raise what `load_prompts` does. A
+# response longer than `max_response_tokens` loses its end and is counted; any other ends with an end-of-sequence token.
+
+
 def load_demonstrations(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
-    """Prompts with one response each, for SFT; a preference pair gives its chosen one. Arguments as in `load_prompts`.
-    Responses longer than `max_response_tokens` lose their end and are counted.
-
-    Returns:
-        Dataset with the columns `prompt`, `prompt_ids` and `response_ids` (list of int32); and the report.
-        `response_ids` ends with the end-of-sequence token, unless the response was truncated to `max_response_tokens`
-        (the end-of-sequence token counts).
-
-    Raises:
-        DataError, ValueError: as `load_prompts`; also if the tokenizer has no end-of-sequence token.
-    """
+    """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one."""
     return Loader(tokenizer, ("response_ids",), max_response_tokens, **options).load(source)
 
 
 def load_preferences(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
-    """Prompts with a chosen and a rejected response. Arguments and errors as in `load_demonstrations`.
-
-    Returns:
-        Dataset with the columns `prompt`, `prompt_ids`, `chosen_ids` and `rejected_ids`; and the report. Responses end
-        as in `load_demonstrations`. Records whose two responses are equal (also once truncated) cannot be used.
-    """
+    """`chosen_ids`, `rejected_ids`. A record whose two responses are equal, also once truncated, cannot be used."""
     return Loader(tokenizer, ("chosen_ids", "rejected_ids"), max_response_tokens, **options).load(source)
 
 
 def load_rankings(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
-    """Prompts with two responses or more, from best to worst, for the reward model: rankings, and preferences.
-    Arguments and errors as in `load_demonstrations`.
-
-    Returns:
-        Dataset with the columns `prompt`, `prompt_ids`, `ranked_ids` (list of lists of int32) and `margin` (float64,
-        the margin by which the chosen response of a preference is better, 0 if the record has none); and the report.
-        Responses end as in `load_demonstrations`. Records with equal responses (also once truncated) cannot be used.
+    """`ranked_ids` (list of lists of int32): two responses or more, from best to worst, for the reward model; and
+    `margin` (float64), by which the chosen response of a preference is better, 0 if the record has none.
     """
     return RankingLoader(tokenizer, (), max_response_tokens, **options).load(source)
 
 
 def load_unpaired_preferences(
-    source: str | Records, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_response_tokens: int, **options: Unpack[Options]
 ) -> Loaded:
-    """Prompts with one response that is desirable or not, for KTO: `prompt, completion, label` with a boolean label.
-    Arguments and errors as in `load_demonstrations`.
-
-    Returns:
-        Dataset with the columns `prompt`, `prompt_ids`, `response_ids` and `desirable` (bool); and the report.
-        Responses end as in `load_demonstrations`.
-    """
+    """`response_ids` and `desirable` (bool), for KTO: `prompt, completion, label` with a boolean label."""
     return UnpairedLoader(tokenizer, ("response_ids",), max_response_tokens, **options).load(source)
 
 
@@ -201,7 +181,7 @@ class Loader:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
         self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
 
-    def load(self, source: str | Records) -> Loaded:
+    def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
         name: nothing is left of it, whatever ends the process. The data set's fingerprint is a hash of its examples.
         """
@@ -222,14 +202,11 @@ class Loader:
 
     def example_batches(self, records: Iterator[Record]) -> Iterator[list[dict]]:
         readable = self.readable(records)
-        while batch := list(islice(readable, self.batch_size())):
+        # Within the limit, so that no bad record past it stops the run.
+        while batch := list(islice(readable, min(BATCH, (self.limit or sys.maxsize) - self.report.examples))):
             encoded = self.encoder.encode([texts for _, texts, _ in batch])
             examples = [self.example(*read, result) for read, result in zip(batch, encoded, strict=True)]
             yield [example for example in examples if example is not None]
-
-    def batch_size(self) -> int:
-        """Number of records to encode next. It stays within the limit, so that no bad record past it stops the run."""
-        return BATCH if self.limit is None else min(BATCH, self.limit - self.report.examples)
 
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, str]]]:
         """The records that fit the layout of their file, with their texts and the further fields that are kept."""
@@ -237,8 +214,8 @@ class Loader:
         for record in records:
             try:
                 texts = self.read(record, layouts)
-                given = {"given": prompt_json(texts.given, texts.fields[0])} if self.as_given else {}
-                kept = given | fields_json(cast(Fields, record.content), self.columns)
+                prompt = {"given": prompt_json(texts.given, texts.fields[0])} if self.as_given else {}
+                kept = prompt | fields_json(cast(Fields, record.content), self.columns)
             except RecordError as problem:
                 self.reject(record, problem)
             else:

@@ -10,15 +10,16 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
+from fastp3o.config import Named
 from fastp3o.data.errors import DataError, Found, RecordError
 from fastp3o.errors import UserError
 
@@ -33,9 +34,6 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UNREADABLE = (OSError, EOFError, zlib.error, pa.ArrowException, ValueError, OverflowError, RecursionError)
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 WHOLE = "train"  # the split that files and folders without one have
-HASH = r"(-[0-9a-f]{16})?"
-SHARD = rf"([-_]?\d+(-of-\d+)?{HASH})?"  # what may follow the name of a split: train-00000-of-00002
-SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 class Record(NamedTuple):
@@ -46,25 +44,14 @@ class Record(NamedTuple):
     content: object
 
 
-@dataclass(frozen=True)
-class Records:
-    """A source that is no file: a Dataset, or any other records that can be read twice. name: in messages."""
-
-    name: str
-    content: Iterable[object]
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def read_records(source: str | Records, split: str) -> Iterator[Record]:
+def read_records(source: str, split: str) -> Iterator[Record]:
     """The records of local files, or of a split of a hub data set; several sources, separated by commas, follow one
     another. Raises DataError if `source` cannot be read.
     """
-    if isinstance(source, Records):
+    if isinstance(source, Named):  # a Dataset, or any other records that can be read twice
         if split != WHOLE:
-            raise DataError(f"{source}: there is no split '{split}' of records that are given: give those of the split")
-        yield from (Record(source.name, number, content) for number, content in enumerate(source.content, 1))
+            raise DataError(f"{source}: there is no split '{split}' of records in memory: take those of the split")
+        yield from (Record(str(source), number, content) for number, content in enumerate(source.content, 1))
         return
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
@@ -124,43 +111,30 @@ def local_files(source: str, split: str) -> list[Path] | None:
 
 
 def split_files(folder: Path, split: str) -> list[Path]:
-    """The files of a folder that are not hidden; if names contain splits (train, eval, ...), only those of `split`.
-
-    A longer name, such as train_sft, is a split of its own, which also serves as train if no file has just that name.
+    """The readable files of a split. As in `datasets`, the names of files, folders and shards tell the splits, and all
+    files are train if no name tells one.
     """
     if (folder / "dataset_dict.json").exists() or all((folder / name).exists() for name in SAVED_TO_DISK):
         raise DataError(f"{folder}: save_to_disk wrote this folder, which is not read: use to_json or to_parquet")
-    files = sorted(f for f in folder.iterdir() if f.name.endswith(READABLE) and not f.name.startswith("."))
+    place = folder.absolute()
+    pattern = glob.escape(str(place))
+    try:
+        named = DataFilesDict.from_patterns(get_data_patterns(pattern), base_path=pattern)
+    except EmptyDatasetError:
+        named = {}
+    splits = {name: {Path(file) for file in files if file.endswith(READABLE)} for name, files in named.items()}
+    files = set().union(*splits.values())
     if not files:
         raise DataError(f"{folder}: no file in this folder ends with one of {', '.join(READABLE)}")
-    words = {file: set(re.split(r"[^a-z]+", file.name.lower())) for file in files}
-    whole_name = re.compile(rf"(^|[^a-z0-9]){re.escape(split.lower())}{SHARD}\.")
-    chosen = [file for file in files if whole_name.search(file.name.lower())]
-    assigned = [file for file in files if words[file] & (SPLIT_WORDS | {split}) or file in chosen]
-    if not assigned:
-        if split != WHOLE:
-            raise DataError(f"{folder}: there is no split '{split}': no file is named after one, so all is '{WHOLE}'")
-        return files
-    if len(assigned) < len(files):
-        other = next(file for file in files if file not in assigned)
-        raise DataError(f"{folder}: some files are named after a split and {other.name} is not; name a file or a glob")
-    if not chosen:
-        chosen = [file for file in files if split in words[file]]
-        longer = {split + longer_name(file.name, split) for file in chosen}
-        if len(longer) > 1:
-            raise DataError(f"{folder}: which split '{split}' is cannot be told: there are {', '.join(sorted(longer))}")
-    if not chosen:
-        raise DataError(
-            f"{folder}: no file is named after the split '{split}'; found {', '.join(f.name for f in files)}"
-        )
-    return chosen
-
-
-def longer_name(file: str, split: str) -> str:
-    """The words after the split's name in a file's name, such as _sft, without numbers of parts; "" if it has none."""
-    after = file.lower().partition(".")[0].partition(split.lower())[2]
-    words = re.split(r"[^a-z0-9]+|(?<=\d)of(?=\d)", re.sub(rf"{HASH}$", "", after))
-    return "".join(f"_{word}" for word in words if word not in ("", "of") and not word.isdecimal())
+    for file in sorted(place.iterdir()):
+        if file.name.endswith(READABLE) and not file.name.startswith(".") and file not in files:
+            raise DataError(
+                f"{folder}: some files are named after a split and {file.name} is not; name a file or a glob"
+            )
+    if not splits.get(split):
+        names = ", ".join(str(file.relative_to(place)) for file in sorted(files))
+        raise DataError(f"{folder}: no file is named after the split '{split}'; found {names}")
+    return [folder / file.relative_to(place) for file in sorted(splits[split])]
 
 
 # --- their records --------------------------------------------------------------------------------------------------

@@ -9,14 +9,10 @@ from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 
 from fastp3o.evaluation.bootstrap import percentile_interval
-from fastp3o.training.durable import temporary_sibling
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from fastp3o.training.durable import whole_file
 
 BINS = 10
 WIDTH = 0.5 / BINS
@@ -86,7 +82,10 @@ def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[floa
 
 def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
     """Writes a PNG, complete or not at all: observed over predicted shares, and below them the pairs of each bin."""
-    figure, (axes, counts) = plt.subplots(2, figsize=(5.5, 6), sharex=True, height_ratios=[4, 1], layout="constrained")
+    from matplotlib.figure import Figure  # not above: a stage without evaluations does without it
+
+    figure = Figure(figsize=(5.5, 6), layout="constrained")
+    axes, counts = figure.subplots(2, sharex=True, height_ratios=[4, 1])
     predicted, observed = [b.predicted for b in bins], [b.observed for b in bins]
     # An interval can end at the share itself, and by rounding just before it.
     below, above = [max(b.observed - b.low, 0) for b in bins], [max(b.high - b.observed, 0) for b in bins]
@@ -103,10 +102,5 @@ def plot_calibration(bins: Sequence[Bin], path: Path, title: str) -> None:
     counts.set_xlabel("predicted share of pairs with the better response ahead")
     axes.grid(alpha=0.3)
     axes.set_xlim(0.49, 1.01)
-    unfinished = temporary_sibling(path)
-    try:
-        figure.savefig(unfinished, dpi=150, format="png")
-        unfinished.replace(path)
-    finally:
-        plt.close(figure)
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=150, format="png")

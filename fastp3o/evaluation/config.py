@@ -1,24 +1,26 @@
 """The options of win rates."""
 
-from dataclasses import dataclass
-
-from fastp3o.config import LARGEST_INT, Flags, option
+from fastp3o.config import LARGEST_INT, Flags, option, options
 from fastp3o.errors import UserError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class JudgeConfig(Flags):
     """A judge of two responses: a function, or a language model at an endpoint."""
 
     judge: str | None = option(
-        None, "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).", changeable=True
+        None,
+        "A judge of texts, as module:function (see FunctionJudge in evaluation/judge.py).",
+        needs="keep=judged",
+        changeable=True,
     )
     judge_url: str | None = option(
         None,
         "Base URL of an OpenAI-compatible endpoint whose model judges (http://localhost:8000/v1); the environment "
         "variable OPENAI_API_KEY holds its key, if it needs one.",
+        needs="keep=judged",
         changeable=True,
     )
     judge_model: str | None = option(None, "Name of the model at judge_url.", changeable=True)
@@ -27,6 +29,7 @@ class JudgeConfig(Flags):
         None,
         "JSONL file that keeps the verdicts from judge_url; those that it holds are not requested again, "
         "but answers without a verdict are.",
+        needs="judge_url",
         changeable=True,
     )
 
@@ -36,11 +39,9 @@ class JudgeConfig(Flags):
             raise UserError("--judge and --judge_url exclude each other")
         if bool(self.judge_url) != bool(self.judge_model):
             raise UserError("--judge_url and --judge_model go together")
-        if self.verdicts and not self.judge_url:
-            raise UserError("--verdicts keeps the verdicts of --judge_url, which is not given")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
     """Win rates of checkpoints against each other, by a reward, by a judge, or by both."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from fastp3o.endpoint import Endpoint, at_once, check_url
+from fastp3o.endpoint import Answers, Endpoint, check_url
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig
 from fastp3o.evaluation.verdicts import Verdict, VerdictFile
@@ -142,25 +142,20 @@ class EndpointJudge:
         """Raises EndpointError if the endpoint refuses or remains unavailable; earlier verdicts are in the file."""
         comparisons = list(zip(prompts, firsts, seconds, strict=True))
         keys = [self.key(*comparison) for comparison in comparisons]
-        self.ask_all(
-            {
-                key: comparison
-                for key, comparison in zip(keys, comparisons, strict=True)
-                if comparison[1] != comparison[2] and self.file.verdicts.get(key, Verdict.NONE) is Verdict.NONE
-            }
-        )
+        missing = {
+            key: comparison
+            for key, comparison in zip(keys, comparisons, strict=True)
+            if comparison[1] != comparison[2] and self.file.verdicts.get(key, Verdict.NONE) is Verdict.NONE
+        }
+        asked = Answers(self.compare, missing.items(), self.requests)
+        for _ in tqdm(asked, total=len(missing), desc="judging", unit="pair", disable=not missing):
+            pass  # `compare` keeps each verdict, also those that are pending when another comparison fails
         if self.unusable:
             tqdm.write(f"{len(self.unusable)} answers have no verdict, the first one: {self.unusable[0]!r:.300}")
         return [
             Verdict.TIE if first == second else self.file.verdicts[key]
             for key, (_, first, second) in zip(keys, comparisons, strict=True)
         ]
-
-    def ask_all(self, comparisons: dict[str, tuple[str, str, str]]) -> None:
-        asked = at_once(self.compare, comparisons.items(), self.requests)
-        total = len(comparisons)
-        for _ in tqdm(asked, total=total, desc="judging", unit="pair", disable=not total):
-            pass  # `compare` keeps each verdict, also those that are pending when another comparison fails
 
     def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
         """Asks in both orders and keeps the verdict."""

@@ -88,8 +88,8 @@ def discoveries(p_values: Sequence[float], rate: float = 1 - LEVEL) -> list[bool
     """The tests that are called true when at most `rate` of such calls are expected to be false (Benjamini and Hochberg
     1995). A NaN is never one.
     """
-    known = sorted(p for p in p_values if not math.isnan(p))
-    passed = [p for rank, p in enumerate(known, 1) if p <= rate * rank / len(known)]
+    ranked = sorted(p for p in p_values if not math.isnan(p))
+    passed = [p for rank, p in enumerate(ranked, 1) if p <= rate * rank / len(ranked)]
     return [bool(passed) and p <= passed[-1] for p in p_values]
 
 

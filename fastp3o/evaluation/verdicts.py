@@ -12,7 +12,7 @@ import numpy as np
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.bootstrap import percentile_interval
-from fastp3o.training.durable import naming
+from fastp3o.training import log
 
 
 class Verdict(StrEnum):
@@ -47,9 +47,13 @@ class VerdictFile:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-        *lines, unfinished = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(log.lines(path), start=1):
+            if not line.endswith(b"\n") and line.startswith(LINE_START[: len(line)]):
+                os.truncate(path, path.stat().st_size - len(line))
+                break
             try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("it lacks its end")
                 record = json.loads(line)
                 self.verdicts[record["key"]] = Verdict(record["verdict"])
             except (ValueError, LookupError, TypeError) as error:
@@ -57,17 +61,12 @@ class VerdictFile:
                     f"{path} line {number}: expected a JSON object with 'key' and 'verdict', as a judge writes them "
                     f"({type(error).__name__}: {error})"
                 ) from error
-        if not unfinished.startswith(LINE_START[: len(unfinished)]):
-            raise UserError(f"{path} line {len(lines) + 1}: expected a line as a judge writes them, with its end")
-        os.truncate(path, path.stat().st_size - len(unfinished))
 
     def add(self, key: str, verdict: Verdict, answers: list[str]) -> None:
         """Keeps a verdict. answers: the judge's own words, which the file shows to its readers."""
-        line = json.dumps({"key": key, "verdict": verdict, "answers": answers}) + "\n"
         with self.lock:
             if self.path is not None:
-                with naming(self.path), self.path.open("a", encoding="utf-8") as file:
-                    file.write(line)
+                log.append(self.path, [{"key": key, "verdict": verdict, "answers": answers}])
             self.verdicts[key] = verdict
 
 

@@ -57,7 +57,7 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
                 f"the tokenizers of {checkpoints[0]} and {name} make different texts of {config.prompts}: their "
                 "chat templates differ, or their tokens and a prompt is longer than --max_prompt_tokens"
             )
-    return [respond(*each, config) for each in zip(checkpoints, tokenizers, prompts, strict=True)]
+    return [respond(*one, config) for one in zip(checkpoints, tokenizers, prompts, strict=True)]
 
 
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> list[Prompt]:
@@ -94,7 +94,9 @@ def respond(
     sampler: Sampler
     longest = config.max_response_tokens
     if config.sampler == "vllm":
-        publisher = Publisher(Context(Accelerator(), precision, tokenizer, None), config, policy)
+        publisher = Publisher(
+            Context(Accelerator(), precision, tokenizer, None), config, config.longest_sequence, policy
+        )
         settings = sampling_settings(config)
         sampler = VLLMSampler(publisher, tokenizer, max_response_tokens=longest, settings=settings)
     else:

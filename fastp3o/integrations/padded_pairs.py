@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fastp3o_kernels import (
     Head,
-    P3OLossOutput,
     P3OSettings,
     ResponseTokens,
     linear_logprobs,
@@ -43,7 +42,7 @@ class PaddedBatch(NamedTuple):
 
 
 def padded_p3o_loss(
-    model: Callable[..., P3OLossOutput],
+    model: Callable[..., tuple[Tensor, dict[str, Tensor]]],
     batch: PaddedBatch,
     rewards: Tensor,
     settings: P3OSettings,
@@ -52,7 +51,7 @@ def padded_p3o_loss(
     ref_logprobs: Tensor | None = None,
     temperature: float = 1.0,
     divisor: float | Tensor | None = None,
-) -> P3OLossOutput:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss over the pairs of a batch, and METRICS.
 
     A pair with an empty response (a truncated completion that is masked) has no gradient and stays in the mean, as
@@ -81,9 +80,9 @@ def padded_p3o_loss(
         # The KL to the policy itself is 0, and without a KL every reference has the same gradient.
         ref, settings = torch.zeros_like(rewards), replace(settings, kl_coef=0.0)
 
-    def head_loss(hidden: Tensor, head: Head, tokens: ResponseTokens) -> P3OLossOutput:
+    def head_loss(hidden: Tensor, head: Head, tokens: ResponseTokens) -> tuple[Tensor, dict[str, Tensor]]:
         known = old_logprobs, ref, rewards
-        loss, metrics = linear_p3o_loss(
+        loss, metrics, _ = linear_p3o_loss(
             hidden, head, tokens.labels, tokens.cu_seqlens, *known, settings, divisor=divisor
         )
         if own_reference:
@@ -92,7 +91,7 @@ def padded_p3o_loss(
         K = batch.responses_per_prompt
         counted = (tokens.cu_seqlens.diff() > 0).view(-1, K).sum(dim=1)
         pairs = (counted * (counted - 1) / (K * (K - 1))).mean()
-        return P3OLossOutput(loss, {name: metrics[name] for name in METRICS} | {"pairs": pairs.to(loss.device)})
+        return loss, {name: metrics[name] for name in METRICS} | {"pairs": pairs.to(loss.device)}
 
     return at_response_tokens(model, batch, temperature, head_loss)
 

@@ -41,7 +41,7 @@ def p3o_policy_loss(
     old = sequence_logprobs(old_logprobs.detach()[mask], cu_seqlens).view(-1, K)
     rewards = first_values(advantages, mask).view(-1, K)
     # Without a KL the reference is free.
-    loss, metrics = token_p3o_loss(logprobs[mask], cu_seqlens, old, old, rewards, settings, divisor=divisor)
+    loss, metrics, _ = token_p3o_loss(logprobs[mask], cu_seqlens, old, old, rewards, settings, divisor=divisor)
     return loss, {f"p3o/{name}": metrics[name].item() for name in METRICS}
 
 

@@ -18,25 +18,19 @@ from fastp3o.models.sharding import whole
 SCORE = "model.score."  # a reward model's head, in a PackedModel
 
 
-def base_name(model: PreTrainedModel, loaded_from: str | None = None) -> str | None:
+def base_name(model: PreTrainedModel) -> str | None:
     """The model that its adapters belong to: a hub name or an absolute path. None without adapters, and where no
     checkpoint holds the base, as when training began with adapters that were merged.
-
-    loaded_from: what the base came from, "" if nobody knows; None if that is the model's own name.
     """
     if not getattr(model, "_hf_peft_config_loaded", False) or not model.name_or_path:
         return None
-    name = model.name_or_path if loaded_from is None else loaded_from
-    return os.path.abspath(name) if name and Path(name).is_dir() else name or None
+    return os.path.abspath(model.name_or_path) if Path(model.name_or_path).is_dir() else model.name_or_path
 
 
-def adapter_config(model: PreTrainedModel, loaded_from: str | None = None) -> Any:
-    """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter.
-
-    loaded_from: as in `base_name`.
-    """
+def adapter_config(model: PreTrainedModel) -> Any:
+    """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter."""
     config: Any = copy.copy(model.peft_config[model.active_adapters()[0]])
-    config.base_model_name_or_path, config.inference_mode = base_name(model, loaded_from), True
+    config.base_model_name_or_path, config.inference_mode = base_name(model), True
     if isinstance(config.target_modules, set):
         # A set has another order in every process, and a resumed run writes the same bytes.
         config.target_modules = sorted(config.target_modules)

@@ -5,7 +5,7 @@ grouped heads and a sliding window.
 
     flash_attn     fp16 and bf16 on a GPU from compute capability 8.0 on, if it is installed; has soft capping
     varlen_attn    the same, part of torch; no soft capping
-    one by one     any dtype and device, one kernel for each segment
+    SDPA           any dtype and device, one kernel for each segment
 
 Rollouts go the same way, with a cache of keys and values in place of segments (`fastp3o.rollouts`).
 
@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 from transformers.utils.logging import get_logger
 
 from fastp3o.errors import UserError
-from fastp3o.models.one_by_one import FlatSegments, gather_keys, one_by_one
+from fastp3o.models.sdpa_per_segment import gather_keys, sdpa_per_segment
 from fastp3o.packing.packed_row import Segments
 
 try:
@@ -83,7 +83,7 @@ def segment_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     *,
-    segments: Segments | FlatSegments | None = None,
+    segments: Segments | None = None,
     cache: KeyValueCache | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -129,7 +129,7 @@ AttentionInterface.register(NAME, segment_attention)
 def fastest_backend(query: Tensor, softcap: float | None):
     """The first backend that supports these queries."""
     half = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if half and query.shape[-1] <= LARGEST_HEAD and libraries_are_supported(query.device):
+    if half and query.shape[-1] <= LARGEST_HEAD and libraries_support(query.device):
         if flash_attn_varlen_func is not None:
             return by_flash_attn
         if softcap:
@@ -139,15 +139,10 @@ def fastest_backend(query: Tensor, softcap: float | None):
             )
         elif varlen_attn is not None and query.shape[-1] % 8 == 0:
             return by_varlen_attn
-    return one_by_one
+    return sdpa_per_segment
 
 
-@torch.compiler.assume_constant_result
-def libraries_are_supported(device: torch.device) -> bool:
-    """`libraries_support`, which a compiler asks in place of looking into it."""
-    return libraries_support(device)
-
-
+@torch.compiler.assume_constant_result  # a compiler asks, and does not look into it
 @cache
 def libraries_support(device: torch.device) -> bool:
     """Whether the GPU is new enough for both libraries. A warning says where it is not."""
@@ -177,41 +172,17 @@ def by_flash_attn(query, key, value, segments, scale, window, softcap):
     )
 
 
+@torch.compiler.assume_constant_result
 @cache
 def names_grouped_heads(function: Callable) -> bool:
-    """Whether torch has an option for them, as from 2.13 on. Every layer asks, so the answer is kept."""
+    """Whether torch has an option for them, as from 2.13 on."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
-@cache
-@torch.no_grad()
-def takes_grouped_heads(function: Callable, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch hands fewer heads of keys on to its kernel, which has long had groups. Tried on one token, once."""
-    query, key = (torch.zeros(1, heads, 8, dtype=dtype, device=device) for heads in (2, 1))
-    bounds = torch.arange(2, dtype=torch.int32, device=device)
-    try:
-        function(query, key, key, bounds, bounds, 1, 1, scale=1.0, window_size=(-1, 0))
-    except (RuntimeError, ValueError):
-        return False
-    return True
-
-
-# A compiler asks these two once, in place of looking into them.
-@torch.compiler.assume_constant_result
-def varlen_names_groups() -> bool:
-    return names_grouped_heads(varlen_attn)
-
-
-@torch.compiler.assume_constant_result
-def varlen_takes_groups(dtype: torch.dtype, device: torch.device) -> bool:
-    return takes_grouped_heads(varlen_attn, dtype, device)
-
-
 def by_varlen_attn(query, key, value, segments, scale, window, softcap):
-    options: dict[str, Any] = {"enable_gqa": True} if varlen_names_groups() else {}
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1 and not options and not varlen_takes_groups(query.dtype, query.device):
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    options: dict[str, Any] = {"enable_gqa": True} if names_grouped_heads(varlen_attn) else {}
+    if not options:
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     return varlen_attn(
         query,
         key,

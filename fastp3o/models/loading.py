@@ -3,6 +3,7 @@
 Only the main process loads weights; the others have their models on the meta device, for `shard`.
 """
 
+import copy
 import json
 import logging
 import re
@@ -24,7 +25,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -37,6 +37,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from fastp3o.config import Named
 from fastp3o.errors import UserError
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
@@ -60,6 +61,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     Raises ValueError if there is none, if it has no end-of-sequence token, as responses could not end, and if it has
     tokens that the model does not have.
     """
+    if isinstance(name, Named):
+        return usable_tokenizer(name, copy.deepcopy(name.content.tokenizer), name.content.model.config)
     with errors_naming(name):
         if not has_tokenizer(name):
             if not Path(name).is_dir() and not has_file(name, CONFIG_NAME):
@@ -68,7 +71,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
                 raise UserError(f"it has an adapter alone: name {name}/adapter")
             raise UserError("it has no tokenizer's files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        tokens = load_config(name, trust_remote_code).get_text_config().vocab_size
+        config = load_config(name, trust_remote_code)
+    return usable_tokenizer(name, tokenizer, config)
+
+
+def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    tokens = config.get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= tokens)
@@ -127,13 +135,16 @@ def load_policy(
     quantized = quantized_options(name, base, quantize)
     if not is_main_process():
         model = without_weights(AutoModelForCausalLM, base, dtype=dtype, trust_remote_code=trust_remote_code)
-        with suppress(OSError):  # it has none of its own
-            model.generation_config = GenerationConfig.from_pretrained(base)
+        if isinstance(name, Named):
+            name.content.copy_generation_config(model)
+        else:
+            with suppress(OSError):  # it has none of its own
+                model.generation_config = GenerationConfig.from_pretrained(base)
         return PackedModel(named(model, name, base))
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
     model, loading = from_checkpoint(AutoModelForCausalLM, base, **options)
     require_whole(base, loading)
-    require_finite(base, model)
+    require_finite_weights(base, model)
     if base != name:
         model = with_adapters(model, name)
     checked(model)
@@ -143,16 +154,15 @@ def load_policy(
 
 def quantized_options(name: str, base: str, quantize: str | None) -> dict[str, Any]:
     """Arguments of loading a quantized model; none without `quantize`."""
-    if quantize is None:
-        return {}
-    if base != name:
+    if quantize is not None and base != name:
         raise UserError(f"--quantize needs a whole model, and {name} is an adapter: give the merged one")
-    return quantized_loading(quantize)
+    return {} if quantize is None else quantized_loading(quantize)
 
 
 def named(model: Any, name: str, base: str) -> Any:
     """The model with the name of the checkpoint that holds its weights, none if they have adapters merged."""
-    model.name_or_path = base if base == name else ""
+    start = name.content.model.name_or_path if isinstance(name, Named) else base
+    model.name_or_path = start if base == name else ""
     return model
 
 
@@ -190,7 +200,7 @@ def load_reward_model(
         raise UserError(f"{name} has {outputs} outputs; a reward model has one")
     headless = "score.weight" in loading["missing_keys"]
     require_whole(base, loading, may_lack={"score.weight", "score.bias"}, may_exceed={"lm_head.weight"})
-    require_finite(base, model)
+    require_finite_weights(base, model)
     if headless:
         nn.init.zeros_(head.weight)
     if base != name:
@@ -215,6 +225,9 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
     """
     with errors_naming(name):
         off = noise_off(load_config(name, options["trust_remote_code"]).to_dict())
+        if isinstance(name, Named):
+            labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
+            return name.content.copied(model_class, name.content.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
             GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
         for file in weight_files(name):  # transformers would load other formats
@@ -230,7 +243,10 @@ def without_weights(
     """Builds the model of `from_checkpoint` on the meta device."""
     with errors_naming(name):
         off = noise_off(load_config(name, trust_remote_code).to_dict())
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
+        if isinstance(name, Named):
+            config = name.content.config(**off, **settings)
+        else:
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
         with torch.device("meta"):
             return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -255,18 +271,20 @@ def require_whole(
     name: str, loading: dict[str, Any], *, may_lack: Set[str] = frozenset(), may_exceed: Set[str] = frozenset()
 ) -> None:
     """Raises ValueError if the checkpoint's weights are not those of the model, which would get random ones."""
-    mismatched = {key: f"{key} {list(found)} instead of {list(own)}" for key, found, own in loading["mismatched_keys"]}
+    mismatched = loading["mismatched_keys"]
     problems = {
         "lacks": sorted(set(loading["missing_keys"]) - may_lack),
         "also has": sorted(set(loading["unexpected_keys"]) - may_exceed),
-        "has in another size": list(mismatched.values()),
+        "has in another size": [
+            f"{key} {list(size)} instead of {list(expected)}" for key, size, expected in mismatched
+        ],
     }
     if any(problems.values()):
-        found = "; it ".join(f"{problem} {listed(keys)}" for problem, keys in problems.items() if keys)
-        raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {found}")
+        reason = "; it ".join(f"{problem} {listed(keys)}" for problem, keys in problems.items() if keys)
+        raise UserError(f"the checkpoint {name} does not hold the weights of its model: it {reason}")
 
 
-def require_finite(name: str, model: nn.Module) -> None:
+def require_finite_weights(name: str, model: nn.Module) -> None:
     """Raises ValueError for weights that are NaN or infinite, also where no token of a trial uses them."""
     bad = [
         key
@@ -283,6 +301,8 @@ def require_finite(name: str, model: nn.Module) -> None:
 
 def base_model_name(name: str) -> str:
     """The model that LoRA adapters belong to; a model without adapters is its own base."""
+    if isinstance(name, Named):
+        return name
     with errors_naming(name):
         if find_adapter_config_file(name) is None:
             return name
@@ -362,6 +382,8 @@ def require_floats(file: Path) -> None:
 
 
 def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
+    if isinstance(name, Named):
+        return name.content.config()
     return AutoConfig.from_pretrained(base_model_name(name), trust_remote_code=trust_remote_code)
 
 
@@ -385,7 +407,7 @@ def errors_naming(name: str) -> Iterator[None]:
     path = Path(name)
     if path.is_file():
         raise UserError(f"cannot load {name}: it is a file, and models are folders")
-    if no_such_folder(name):
+    if no_such_folder(name) and not isinstance(name, Named):
         raise UserError(f"cannot load {name}: there is no such folder")
     try:
         yield
@@ -395,8 +417,9 @@ def errors_naming(name: str) -> Iterator[None]:
         raise UserError(f"cannot load {name}: {error}") from error
     except Exception as error:
         # A KeyError says no more than the key.
-        said = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
-        raise UserError(f"cannot load {name}: {broken_weights(path) or broken_settings(path) or said}") from error
+        key = isinstance(error, KeyError)
+        reason = f"its JSON files lack {error}, or name it and transformers does not know it" if key else error
+        raise UserError(f"cannot load {name}: {broken_weights(path) or broken_settings(path) or reason}") from error
 
 
 def no_such_folder(name: str) -> bool:
@@ -405,26 +428,15 @@ def no_such_folder(name: str) -> bool:
 
 
 def broken_settings(folder: Path) -> str | None:
-    """What is wrong in the JSON files of a model, where transformers' error may say no more than a key."""
+    """What is wrong in the JSON files of a model, where transformers' error may not name the file."""
     for name in (CONFIG_NAME, ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, "tokenizer_config.json", "tokenizer.json"):
         file = folder / name
-        if not file.exists():
-            continue
         try:
-            content = json.loads(file.read_bytes())
+            content = json.loads(file.read_bytes()) if file.exists() else {}
         except (OSError, ValueError) as error:
             return f"{file} cannot be read: {error}"
         if not isinstance(content, dict):
             return f"{file} must hold a JSON object, got a {type(content).__name__}"
-        if name == "tokenizer.json" and (missing := [key for key in ("model", "added_tokens") if key not in content]):
-            return f"{file} lacks {' and '.join(missing)}"
-        for key in ("rope_parameters", "rope_scaling"):
-            rope = content.get(key)
-            kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, dict) else None
-            if kind not in (None, "default", *ROPE_INIT_FUNCTIONS):
-                return (
-                    f"{file} has the rope type {kind!r} in {key}; there are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
-                )
     return None
 
 

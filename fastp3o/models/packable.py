@@ -28,9 +28,6 @@ def logprob_tolerance(model: PackedModel, dtype: torch.dtype) -> float:
     return TOLERANCE[dtype] / min(1.0, model.temperature)
 
 
-NOTING = "fastp3o_segments_on_trial"
-
-
 def require_packable(model: PackedModel, name: str) -> PackedModel:
     """Returns the model after a check of its layers and a trial on a few tokens.
 
@@ -96,10 +93,19 @@ class Trial(NamedTuple):
 
 def run_trial(model: PackedModel) -> Trial:
     inner = model.model
-    run_single = single_score if hasattr(inner, "score") else single_logprobs
+    windows: set[int] = set()
+
+    def note_window(*args: Any, **options: Any) -> tuple[Tensor, None]:
+        if window := options.get("sliding_window"):
+            windows.add(window)
+        return attention.segment_attention(*args, **options)
+
     with on_trial(model) as (run, row):
-        with noting_windows(inner) as windows:
+        AttentionInterface.register(attention.NAME, note_window)
+        try:
             packed = run(model, row)
+        finally:
+            AttentionInterface.register(attention.NAME, attention.segment_attention)
         prompts, responses = trial_texts(inner)
         with model.with_own_attention():
             single = [run_single(inner, prompts[g], response) for g in row.groups for response in responses[g]]
@@ -118,44 +124,22 @@ def on_trial(model: PackedModel) -> Iterator[tuple[Callable[[PackedModel, Packed
         yield scores if hasattr(inner, "score") else labelled_logprobs, row.to(inner.device)
 
 
+def run_single(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
+    """Log-probabilities or the score of one response."""
+    ids = torch.tensor([prompt + response], device=model.device)
+    logits = model(ids, use_cache=False).logits.float()[0]
+    if hasattr(model, "score"):
+        return logits
+    return logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
 def trial_texts(model: PreTrainedModel) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Prompts, and responses to each."""
     responses = [[within_vocabulary(model, ids) for ids in group] for group in RESPONSES]
     return [within_vocabulary(model, ids) for ids in PROMPTS], responses
 
 
-@contextmanager
-def noting_windows(model: PreTrainedModel) -> Iterator[set[int]]:
-    """Collects the sliding windows that the model's attention is called with in the block."""
-    windows: set[int] = set()
-
-    def noting(*args: Any, **options: Any) -> tuple[Tensor, None]:
-        if options.get("sliding_window"):
-            windows.add(options["sliding_window"])
-        return attention.segment_attention(*args, **options)
-
-    AttentionInterface.register(NOTING, noting)
-    model.set_attn_implementation(NOTING)
-    try:
-        yield windows
-    finally:
-        model.set_attn_implementation(attention.NAME)
-
-
 def within_vocabulary(model: PreTrainedModel, ids: list[int]) -> list[int]:
     """The ids, cut to a small vocabulary. None is padding, which transformers' classifiers skip."""
     largest = model.config.get_text_config().vocab_size - 1
     return [min(token + (token == model.config.pad_token_id), largest) for token in ids]
-
-
-def single_logprobs(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    logits = whole_logits(model, prompt + response)[0, len(prompt) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(response, device=logits.device)[:, None]).squeeze(1)
-
-
-def single_score(model: PreTrainedModel, prompt: list[int], response: list[int]) -> Tensor:
-    return whole_logits(model, prompt + response).squeeze(1)
-
-
-def whole_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
-    return model(torch.tensor([ids], device=model.device), use_cache=False).logits.float()

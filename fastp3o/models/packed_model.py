@@ -4,24 +4,27 @@ D hidden size; a row has T tokens, S responses and N labelled tokens.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
+from types import MethodType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.fx.experimental._config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import get_logger
 
 from fastp3o.errors import UserError
 from fastp3o.models import attention
-from fastp3o.models.compiled_layers import compile_layers
-from fastp3o.models.one_by_one import flat
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, linear_logprobs
 from fastp3o_kernels.exposed_head import model_head
 
 Result = TypeVar("Result")
+logger = get_logger(__name__)
 
 
 class PackedModel(nn.Module):
@@ -59,9 +62,10 @@ class PackedModel(nn.Module):
         Raises ValueError for a sequence that is longer than the model's positions reach.
         """
         self.check_reach(row.segments.longest_keys)
-        segments = flat(row.segments) if self.compiled else row.segments
-        hidden = self.hidden_states(row.input_ids, row.position_ids, segments=segments)
-        return compute(hidden[at], self.head())
+        trains = torch.is_grad_enabled()
+        with nullcontext() if trains or not self.compiled else as_in_training():
+            hidden = self.hidden_states(row.input_ids, row.position_ids, segments=row.segments)
+        return compute((hidden if trains else hidden.detach())[at], self.head())
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, **attention: object) -> Tensor:
         """The body's results [T, D] for one row of tokens [1, T]; `attention` goes to `segment_attention`."""
@@ -85,8 +89,17 @@ class PackedModel(nn.Module):
         getattr(self.model, "activation_checkpointing_enable", old)({"use_reentrant": False})
 
     def compile_layers(self) -> None:
-        """Lets torch compile the layers for packed rows, at the first one."""
-        compile_layers(self.layers(), cast(nn.Module, self.model.get_input_embeddings()))
+        """Lets torch compile the layers for packed rows, at the first one: norms, rotary positions, gates and
+        residuals, which cost a pass over memory each, become few kernels. Rollouts and `generate` run them as they are.
+        """
+        logger.warning_once("compiling layers: a minute or so, and seconds once torch has them on disk")
+        # Each kind of layer and of row takes a version.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        # Sizes that are equal by chance must not be taken for the same.
+        torch.fx.experimental._config.use_duck_shape = False
+        for layer in self.layers():
+            # An attribute, unlike torch's `Module.compile`, leaves hooks as they are.
+            vars(layer)["forward"] = MethodType(compiled_forward, layer)
         self.compiled = True
 
     @contextmanager
@@ -115,6 +128,31 @@ class PackedModel(nn.Module):
         except ValueError as error:
             raise UserError(str(error)) from error
         return head if self.temperature == 1 else replace(head, temperature=head.temperature * self.temperature)
+
+
+def eager_forward(layer, *args, **kwargs):
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+@cache
+def compiled() -> Callable[..., Any]:
+    return torch.compile(eager_forward, dynamic=True)
+
+
+def compiled_forward(layer, *args, **kwargs):
+    """A layer's forward. All layers of a kind share what is compiled; a copy of a layer runs its own."""
+    packed = kwargs.get("segments") is not None and "cache" not in kwargs
+    return (compiled() if packed else eager_forward)(layer, *args, **kwargs)
+
+
+@contextmanager
+def as_in_training() -> Iterator[None]:
+    """Runs what is compiled for training, and keeps nothing of it: a mere forward pass rounds otherwise, and ratios to
+    old log-probs would not begin at one.
+    """
+    nothing = cast(Any, lambda _: None)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(nothing, nothing):
+        yield
 
 
 @contextmanager

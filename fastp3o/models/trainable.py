@@ -1,16 +1,19 @@
-"""Chooses the parameters that train (all, the top layers, or LoRA adapters), and merges adapters for saving."""
+"""Chooses the parameters that train (all, the top layers, or LoRA adapters, with dropout of their inputs), and merges
+adapters for saving.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastp3o.config import TrainableConfig
 from fastp3o.errors import UserError
-from fastp3o.models.dropout import use_switched_dropout
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import dequantized, quantized_layers
 from fastp3o.models.sharding import whole
@@ -86,8 +89,37 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str, dropo
         model.head()
     except ValueError as error:
         raise UserError(f"--lora_targets {targets}: {error}") from error
-    if dropout:
-        use_switched_dropout(model, dropout)
+    for module in model.modules():
+        dropouts = getattr(module, "lora_dropout", None)
+        if dropout and isinstance(dropouts, nn.ModuleDict):
+            dropouts.update({adapter: SwitchedDropout(dropout) for adapter in dropouts})
+
+
+class SwitchedDropout(nn.Dropout):
+    """Dropout that is off outside of `dropout_on`, also in training mode: log-probs of evaluations, references, old
+    policies and KTO's reference point come from the same model and must not be random. It draws from torch's global
+    generator, which states hold.
+    """
+
+    on = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.dropout(input, self.p, training=self.on)
+
+
+@contextmanager
+def dropout_on(model: nn.Module) -> Iterator[None]:
+    """Within the block adapters have dropout, if they were given any. Backward passes, which may compute activations
+    again, belong into it.
+    """
+    switched = [module for module in model.modules() if isinstance(module, SwitchedDropout)]
+    for module in switched:
+        module.on = True
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.on = False
 
 
 def whole_model(

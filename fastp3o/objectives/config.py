@@ -1,17 +1,16 @@
 """Flags that online objectives share."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
-from fastp3o.config import SamplerConfig, StageConfig, TrainableConfig, option, required_or_given
+from fastp3o.config import PolicyConfig, StageConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import Objective
 from fastp3o.rewards.config import PenaltyConfig, RewardConfig
 from fastp3o.rewards.scaling import AbsoluteScaler, DifferenceScaler, Scaler
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, StageConfig):
+@options
+class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether
@@ -21,10 +20,8 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
 
-    prompts: str = required_or_given("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
-    eval_prompts: str | None = option(
-        None, "Prompts of the evaluation; a fixed set gives comparable frontiers.", given=True
-    )
+    prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
+    eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
     reference: str | None = option(
         None, "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA."
     )
@@ -76,7 +73,6 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         None,
         "Texts of a pretraining mix, in the layouts of demonstrations: a hub name, or JSONL or parquet files. All of "
         "--split are used, whatever --limit; --max_prompt_tokens and --max_response_tokens cut them.",
-        given=True,
     )
     ptx_coef: float = option(
         1.0,
@@ -96,7 +92,6 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         "experiments on stale rollouts.",
         at_least=0,
     )
-    max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
     mask_truncated: bool = option(
         False, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
     )
@@ -121,7 +116,7 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     )
     log_rollouts: int = option(
         1,
-        "Log rollouts every this many updates, in rollouts.jsonl.gz and in tables of trackers; 0 never. "
+        "Log rollouts every this many updates, in rollouts.jsonl and in tables of trackers; 0 never. "
         "scripts/rollouts.py prints them.",
         at_least=0,
         changeable=True,
@@ -198,11 +193,6 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
     def minibatches_per_update(self) -> int:
         return self.prompts_per_update // self.prompts_per_minibatch
 
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of a prompt and a response at most."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
     def evaluates_after(self, step: int, *, last: int) -> bool:
         return step in self.evaluated_at or super().evaluates_after(step, last=last)
 
@@ -215,7 +205,7 @@ class OnlineConfig(RewardConfig, PenaltyConfig, SamplerConfig, TrainableConfig, 
         raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class KLConfig(OnlineConfig):
     """A penalty on the KL; each objective has its own default of the weight."""
 
@@ -235,7 +225,7 @@ class KLConfig(OnlineConfig):
             raise UserError("--target_kl adapts --kl_coef, which must be above 0 to begin with")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class RewardScalingConfig(OnlineConfig):
     """Scaling of rewards for objectives that see only their differences."""
 
@@ -258,7 +248,7 @@ class RewardScalingConfig(OnlineConfig):
         return scaler(self.reward_clip, scale=self.reward_scaling != "none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class MixtureConfig(OnlineConfig):
     """Samples from the mixture π^(1 − β) π_ref^β, token by token."""
 

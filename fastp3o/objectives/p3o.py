@@ -1,12 +1,12 @@
 """Pairwise Proximal Policy Optimization (P3O) and its unclipped gradient (PPG), arXiv 2310.00212."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from torch import Tensor, nn
 
-from fastp3o.config import objective_name, option
+from fastp3o.config import objective_name, option, options
 from fastp3o.errors import UserError
-from fastp3o.objectives.base import Microbatch, Objective
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
@@ -19,7 +19,7 @@ PROMPT_METRICS = ("ratio_mean", "advantage_mean_abs", "zero_gradient_fraction", 
 HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class P3OConfig(RewardScalingConfig, KLConfig):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
@@ -61,10 +61,10 @@ class P3O(Objective):
         """Number of responses that have another one to be compared with."""
         return (counted & (counted.sum(1, keepdim=True) > 1)).sum()
 
-    def loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
+    def loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         return self.pair_loss(policy, microbatch, microbatch.old_logprobs, microbatch.old_token_logprobs)
 
-    def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> P3OLossOutput:
+    def first_loss(self, policy: nn.Module, microbatch: Microbatch) -> LossAndMetrics:
         """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
         not.
         """
@@ -74,7 +74,7 @@ class P3O(Objective):
 
     def pair_loss(
         self, policy: nn.Module, microbatch: Microbatch, old_logprobs: Tensor | None, old_token_logprobs: Tensor | None
-    ) -> P3OLossOutput:
+    ) -> LossAndMetrics:
         row, sampler_logprobs = microbatch.row, None
         if self.weighs_pairs:
             log_ratios = sequence_logprobs(microbatch.sampler_log_ratios(), row.cu_seqlens)
@@ -96,15 +96,15 @@ class P3O(Objective):
                 divisor=max(1, microbatch.counted_tokens()) if self.averages_tokens else None,
             )
 
-        loss, metrics = policy(row, row.labelled_at, head_loss)
+        loss, metrics, _ = policy(row, row.labelled_at, head_loss)
         if self.averages_tokens:
             # The minibatch weighs all metrics by tokens. Every metric of a row without counted tokens is 0.
             share = microbatch.response_share / (microbatch.metrics_weight or 1.0)
             metrics = metrics | {name: share * metrics[name] for name in PROMPT_METRICS if name in metrics}
-        return P3OLossOutput(loss, metrics)
+        return loss, metrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class PPGConfig(P3OConfig):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 

@@ -6,14 +6,14 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fastp3o.config import objective_name, option
+from fastp3o.config import objective_name, option, options
 from fastp3o.objectives.base import (
     GroupwiseObjective,
     LossAndMetrics,
@@ -59,7 +59,7 @@ def loss_mean_option(default: str) -> Any:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
 
@@ -177,7 +177,7 @@ class PolicyGradient(GroupwiseObjective):
 # not moved since it sampled, so a round is one pass by default.
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class RLOOConfig(PolicyGradientConfig):
     """RLOO (arXiv 2402.14740): the baseline of a response is the mean reward of its prompt's others."""
 
@@ -207,7 +207,7 @@ class RLOO(PolicyGradient):
         return reinforce(groups.logprobs, groups["advantages"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class REINFORCEConfig(RLOOConfig):
     """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
@@ -251,7 +251,7 @@ class REINFORCE(RLOO):
 # configuration; every setting is an option of each.
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ClippedConfig(PolicyGradientConfig):
     """Clipped ratios, and advantages within a prompt's responses."""
 
@@ -265,7 +265,7 @@ class ClippedConfig(PolicyGradientConfig):
     scale_advantages: bool = option(True, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class GRPOConfig(ClippedConfig):
     """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
 
@@ -278,7 +278,7 @@ class GRPOConfig(ClippedConfig):
         return GRPO(self, loss_mean=self.loss_mean)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
@@ -288,7 +288,7 @@ class DrGRPOConfig(GRPOConfig):
     scale_advantages: bool = option(False, "Divide advantages by the standard deviation of their prompt's rewards.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class DAPOConfig(GRPOConfig):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
@@ -303,7 +303,7 @@ class DAPOConfig(GRPOConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class GRPOPlusConfig(DAPOConfig):
     """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
 
@@ -343,7 +343,7 @@ class GRPO(PolicyGradient):
         return {name: self.metric_sum(groups, value) for name, value in values.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class GSPOConfig(ClippedConfig):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
@@ -381,7 +381,7 @@ class GSPO(GRPO):
 # --- REBEL: a quadratic loss of pairs instead of clipping.
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class REBELConfig(PolicyGradientConfig):
     """REBEL (arXiv 2404.16767): a quadratic step from the policy that sampled."""
 

@@ -8,7 +8,7 @@ Shapes: N tokens of S responses, one after the other; response s has the tokens 
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastp3o.config import objective_name, option
-from fastp3o.errors import UserError
+from fastp3o.config import objective_name, option, options
 from fastp3o.objectives.base import (
     LossAndMetrics,
     Microbatch,
@@ -37,14 +36,20 @@ if TYPE_CHECKING:  # functions import what they need of `models`: with transform
 
     from fastp3o.models.packed_model import PackedModel
 
+PENALTY = ("step_bound=penalty", "step_bound=both")
 
-@dataclass(frozen=True, kw_only=True)
+
+@options
 class PPOConfig(KLConfig):
     """PPO (arXiv 1707.06347): token by token, with a critic; responses to a prompt are not compared."""
 
     objective: str = objective_name("ppo")
     clip_range: float = option(
-        0.2, "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).", above=0, changeable=True
+        0.2,
+        "Epsilon of the clipping of a token's ratio (Schulman et al. 2017: 0.2).",
+        above=0,
+        needs=("step_bound=clip", "step_bound=both"),
+        changeable=True,
     )
     step_bound: str = option(
         "clip",
@@ -56,6 +61,7 @@ class PPOConfig(KLConfig):
         1.0,
         "Weight of that KL; with step_kl_target its first one, which matters little.",
         above=0,
+        needs=PENALTY,
         changeable=True,
     )
     step_kl_target: float | None = option(
@@ -63,6 +69,7 @@ class PPOConfig(KLConfig):
         "That KL after an update, in nats per token: step_kl_coef is doubled after one with 1.5 times as much, and "
         "halved after one with less than two thirds (Schulman et al. 2017: 0.003 to 0.03). By default it is fixed.",
         above=0,
+        needs=PENALTY,
         changeable=True,
     )
     kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.", at_least=0, changeable=True)
@@ -93,14 +100,6 @@ class PPOConfig(KLConfig):
     reward_clip: float = option(
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unused = ("step_kl_coef", "step_kl_target") if self.step_bound == "clip" else ("clip_range",)
-        defaults = {flag.name: flag.default for flag in fields(self)}
-        for name in unused if self.step_bound != "both" else ():
-            if getattr(self, name) != defaults[name]:
-                raise UserError(f"--{name} does nothing with --step_bound {self.step_bound}")
 
     def build(self) -> "PPO":
         return PPO(self)

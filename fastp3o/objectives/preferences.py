@@ -7,12 +7,12 @@ Shapes: P prompts with K responses each. In a pair, column 0 is the chosen respo
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
-from fastp3o.config import SamplerConfig, SupervisedConfig, TrainableConfig, objective_name, option
+from fastp3o.config import Condition, Needs, PolicyConfig, SupervisedConfig, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.base import GroupwiseObjective, LossAndMetrics, sampler_ratio_metrics
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
@@ -23,8 +23,8 @@ from fastp3o_kernels import Groups, losses
 # --- Offline: fixed pairs -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedConfig):
+@options
+class PreferenceConfig(PolicyConfig, RewardConfig, SupervisedConfig):
     """Learning from fixed preferences; objectives add their own settings.
 
     needs_reference: whether the loss takes log-probs of a reference. offload: models that only evaluations need wait on
@@ -33,6 +33,16 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
 
     needs_reference: ClassVar[bool] = True
     offload: ClassVar[bool] = True
+    further_needs: ClassVar[Mapping[str, Needs]] = dict.fromkeys(
+        ("sampler", "top_k", "top_p", "min_p", "rollout_batch_size", "rollout_memory", "compile_rollouts"),
+        "eval_prompts",
+    ) | {
+        "gold_reward": "reward",
+        "reference": (
+            "eval_prompts",
+            Condition("objective", "an --objective with a reference", lambda config: config.needs_reference),
+        ),
+    }
 
     objective: str
     reference: str | None = option(
@@ -49,7 +59,6 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         None,
         "Prompts to sample responses to in evaluations, for their KL to the reference and their --reward, as the "
         "online stage does. --eval_split and --eval_limit are of these, too.",
-        given=True,
     )
     reward: str = option(
         "",
@@ -57,24 +66,8 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         "module:function, or the URL of a service that scores responses. The weighted sum of several, separated by "
         "commas.",
         needs="eval_prompts",
-        given=True,
     )
     learning_rate: float = option(1e-6, "Peak learning rate of AdamW (DPO's paper: 1e-6).", above=0, changeable=True)
-
-    def check_complete(self) -> None:
-        super().check_complete()
-        self.check_needs(["eval_prompts"], "sampler", "top_k", "top_p", "min_p")
-        self.check_needs(["eval_prompts"], "rollout_batch_size", "rollout_memory", "compile_rollouts")
-        self.check_needs(["reward"], "gold_reward")
-        if self.reference and not self.needs_reference and not self.eval_prompts:
-            raise UserError(
-                f"--reference does nothing without --eval_prompts: --objective {self.objective} has no reference"
-            )
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens of a prompt and a response at most."""
-        return self.max_prompt_tokens + self.max_response_tokens
 
     def losses(self, groups: Groups) -> Tensor:
         """The loss of each pair or response of P groups, [P] or [P, 1]. `groups` has `reference`, log π_ref [P, K]."""
@@ -85,7 +78,7 @@ class PreferenceConfig(RewardConfig, SamplerConfig, TrainableConfig, SupervisedC
         raise NotImplementedError(f"{type(self).__name__} is not the configuration of an objective")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class PairConfig(PreferenceConfig):
     """Learning from pairs. per_token: log-probs are means over a response's tokens instead of sums."""
 
@@ -129,7 +122,7 @@ def square_kl(groups: Groups) -> Tensor:
     return losses.k2(groups.logprobs, groups["reference"]).mean(1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class DPOConfig(PairConfig):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
@@ -150,7 +143,7 @@ class DPOConfig(PairConfig):
         return losses.dpo(logprobs, ref_logprobs, beta=self.beta, label_smoothing=self.label_smoothing)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class IPOConfig(PairConfig):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
@@ -167,7 +160,7 @@ class IPOConfig(PairConfig):
         return losses.ipo(self.logprobs(groups), self.ref_logprobs(groups), tau=self.tau)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class SimPOConfig(PairConfig):
     """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
 
@@ -185,7 +178,7 @@ class SimPOConfig(PairConfig):
         return losses.simpo(self.logprobs(groups), beta=self.beta, gamma=self.gamma)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class ORPOConfig(PairConfig):
     """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
 
@@ -200,7 +193,7 @@ class ORPOConfig(PairConfig):
         return losses.orpo(self.logprobs(groups), weight=self.odds_weight)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class CPOConfig(PairConfig):
     """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
 
@@ -215,7 +208,7 @@ class CPOConfig(PairConfig):
         return losses.cpo(self.logprobs(groups), beta=self.beta, weight=self.nll_weight)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class SLiCConfig(PairConfig):
     """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
 
@@ -232,7 +225,7 @@ class SLiCConfig(PairConfig):
         return losses.slic(self.logprobs(groups), delta=self.delta, weight=self.nll_weight)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class APOZeroConfig(PairConfig):
     """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
 
@@ -243,7 +236,7 @@ class APOZeroConfig(PairConfig):
         return losses.apo_zero(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class APODownConfig(PairConfig):
     """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
 
@@ -254,7 +247,7 @@ class APODownConfig(PairConfig):
         return losses.apo_down(self.logprobs(groups), self.ref_logprobs(groups), beta=self.beta)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class DiscoPOPConfig(PairConfig):
     """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
 
@@ -280,7 +273,7 @@ class DiscoPOPConfig(PairConfig):
 # --- Offline: fixed single responses --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class KTOConfig(PreferenceConfig):
     """Kahneman-Tversky optimization (arXiv 2402.01306): single responses, each desirable or not.
 
@@ -390,7 +383,7 @@ def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
     return values.flip(-1).where(labels.unsqueeze(-1) < 0, values)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class OnlineDPOConfig(OnlineConfig):
     """Online DPO (arXiv 2402.04792): of two fresh responses the one with the higher reward is the chosen one."""
 
@@ -414,7 +407,7 @@ class OnlineDPO(LabelledPairs):
         return losses.dpo(logprobs, anchor, beta=self.config.kl_coef)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class BPOConfig(OnlineDPOConfig):
     """BPO (arXiv 2406.12168): online DPO against the policy that sampled."""
 
@@ -439,7 +432,7 @@ class BPO(OnlineDPO):
     anchor = "old"
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class OnlineIPOConfig(MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
@@ -471,7 +464,7 @@ class OnlineIPO(LabelledPairs):
 # --- Online: probabilities of preference ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class NashMDConfig(MixtureConfig):
     """Nash-MD (arXiv 2312.00886): towards what is preferred to responses of a mixture with the reference."""
 

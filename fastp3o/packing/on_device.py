@@ -1,50 +1,40 @@
 """Moves nested tensors to a device without a wait of the host: in one copy, from pinned memory."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 # Bytes; kernels load whole vectors from addresses that are a multiple of it.
 ALIGNMENT = 128
 
 
-@dataclass(frozen=True)
 class OnDevice:
     """A dataclass whose tensors move together."""
+
+    def __init_subclass__(cls) -> None:
+        def values(row: Any) -> tuple[list[Any], None]:
+            return [getattr(row, field.name) for field in fields(row) if field.init], None
+
+        register_pytree_node(cls, values, lambda values, _: cls(*values))
 
     def to(self, device: torch.device) -> Any:
         return to_device(self, device)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The value with all tensors in it on the device: a tensor, an OnDevice, or a tuple or dict of them.
+    """The value with all tensors in it on the device: a tensor, an OnDevice, or tuples, lists and dicts of them.
 
     The host does not wait for tensors that go from its memory to a GPU.
     """
-    tensors: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with_tensors(value, collect)
+    leaves, structure = tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     moved = iter(upload(tensors, device) if device.type == "cuda" else [tensor.to(device) for tensor in tensors])
-    return with_tensors(value, lambda _: next(moved))
-
-
-def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The value with the results of `change` in place of its tensors, always in the same order."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, OnDevice):
-        return type(value)(**{field.name: with_tensors(getattr(value, field.name), change) for field in fields(value)})
-    if isinstance(value, dict):
-        return {name: with_tensors(part, change) for name, part in value.items()}
-    return tuple(with_tensors(part, change) for part in value) if isinstance(value, tuple) else value
+    return tree_unflatten([next(moved) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

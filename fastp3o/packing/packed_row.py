@@ -11,7 +11,7 @@ T tokens of a row, S responses in it, N labelled tokens, G segments, U gathered 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,15 +45,12 @@ class Segments(OnDevice):
     query_lengths: tuple[int, ...]  # the same on the host
     key_lengths: tuple[int, ...]
     shared: SharedKeys | None  # None if keys are those of the tokens, in their order
+    # Numbers and no properties: a compiler would look at all lengths.
+    longest_query: int = field(init=False)
+    longest_keys: int = field(init=False)
 
-    @property
-    def longest_query(self) -> int:
-        """Queries of the longest segment."""
-        return max(self.query_lengths)
-
-    @property
-    def longest_keys(self) -> int:
-        return max(self.key_lengths)
+    def __post_init__(self) -> None:
+        vars(self).update(longest_query=max(self.query_lengths), longest_keys=max(self.key_lengths))
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from math import isfinite
 
-from fastp3o.config import Flags, option, required_or_given
+from fastp3o.config import Condition, Flags, Named, option, options, required
 from fastp3o.errors import UserError
 
 # Fields of the request to an endpoint that are not columns.
@@ -14,8 +13,15 @@ TEXTS = ("prompts", "responses")
 # The limits without --reward_timeout: a call of a function may ask a service for all responses of a process.
 REQUEST_SECONDS, CALL_SECONDS = 60.0, 1800.0
 
+URL = Condition("reward", "a URL as a reward", lambda config: any(map(is_endpoint, config.scorers)))
+URL_OR_FUNCTION = Condition(
+    "reward",
+    "a URL or a function as a reward",
+    lambda config: any(is_endpoint(name) or is_function(name) for name in config.scorers),
+)
 
-@dataclass(frozen=True, kw_only=True)
+
+@options
 class RemoteConfig(Flags):
     """Requests to rewards that are URLs."""
 
@@ -26,24 +32,24 @@ class RemoteConfig(Flags):
         needs="reward",
     )
     reward_requests: int = option(
-        8, "Concurrent requests of one process to an endpoint.", at_least=1, needs="reward", changeable=True
+        8, "Concurrent requests of one process to an endpoint.", at_least=1, needs=URL, changeable=True
     )
     reward_batch_size: int = option(
-        16, "Responses in one request to an endpoint.", at_least=1, needs="reward", changeable=True
+        16, "Responses in one request to an endpoint.", at_least=1, needs=URL, changeable=True
     )
     reward_timeout: float | None = option(
         None,
         f"Seconds that an endpoint has for one request (by default {REQUEST_SECONDS:g}), "
         f"and a function for one call (by default {CALL_SECONDS:g}).",
         above=0,
-        needs="reward",
+        needs=URL_OR_FUNCTION,
         changeable=True,
     )
     reward_retries: int = option(
         5,
         "Further attempts if an endpoint is busy, broken or away, after 1, 2, 4, ... s.",
         at_least=0,
-        needs="reward",
+        needs=URL,
         changeable=True,
     )
 
@@ -56,21 +62,6 @@ class RemoteConfig(Flags):
             raise UserError(
                 f"--reward_columns must be other names than {' and '.join(TEXTS)}, got {self.reward_columns!r}"
             )
-        self.check_remote()
-
-    def check_complete(self) -> None:
-        super().check_complete()
-        self.check_remote()
-
-    def check_remote(self) -> None:
-        """Raises UserError for an option of endpoints or functions if no reward, once there is one, is of the kind."""
-        if self.scorers and not any(map(is_endpoint, self.scorers)):
-            functions = any(map(is_function, self.scorers))
-            for flag in fields(RemoteConfig):
-                holds = flag.name == "reward_columns" or (flag.name == "reward_timeout" and functions)
-                if not holds and getattr(self, flag.name) != flag.default:
-                    either = " or a function" if flag.name == "reward_timeout" else ""
-                    raise UserError(f"--{flag.name} does nothing without a URL{either} as a reward")
 
     @property
     def request_seconds(self) -> float:
@@ -90,11 +81,11 @@ class RemoteConfig(Flags):
         return [name.strip() for name in self.reward_columns.split(",")] if self.reward_columns else []
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class RewardConfig(RemoteConfig):
     """The rewards of sampled responses; README.md of this folder is for users."""
 
-    reward: str = required_or_given(
+    reward: str = required(
         "What is maximised: a reward model (folder or hub name), a function, as module:function, or the URL of a "
         "service that scores responses. The weighted sum of several, separated by commas."
     )
@@ -107,7 +98,6 @@ class RewardConfig(RemoteConfig):
         None,
         "A second reward, read in evaluations only: the one that the first stands for, if it is known.",
         needs="eval_prompts",
-        given=True,
     )
 
     def __post_init__(self) -> None:
@@ -145,7 +135,7 @@ class RewardConfig(RemoteConfig):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class PenaltyConfig(Flags):
     """Penalties on responses, in the reward's unit; 0 for none."""
 
@@ -203,6 +193,8 @@ def reward_names(names: str) -> list[str]:
     """Splits the names of several rewards, separated by commas; the name of a path that exists may hold commas."""
     if not names:
         return []
+    if isinstance(names, Named):
+        return names.content if isinstance(names.content, list) else [names]
     return [names] if os.path.exists(names) else [name.strip() for name in names.split(",")]
 
 

@@ -57,15 +57,12 @@ class FunctionReward:
                 reward = reward.item()
             if isinstance(reward, Real):
                 return float(reward)
-            got = f"{reward!r:.80}"
-        except OverflowError as error:
-            raise FunctionError(f"{self.name}: reward {index} must be a number of fp32, got a larger one") from error
+            wrong = f"a number, got {reward!r:.80}"
+        except OverflowError:
+            wrong = "a number of fp32, got a larger one"
         except Exception as error:
-            kind = type(error).__name__
-            raise FunctionError(
-                f"{self.name}: reward {index} must be a number, got a {type(reward).__name__}: {kind}: {error}"
-            ) from error
-        raise FunctionError(f"{self.name}: reward {index} must be a number, got {got}")
+            wrong = f"a number, got a {type(reward).__name__}: {type(error).__name__}: {error}"
+        raise FunctionError(f"{self.name}: reward {index} must be {wrong}")
 
 
 def further_parameters(function: Callable, name: str) -> list[Parameter]:

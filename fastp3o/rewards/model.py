@@ -1,6 +1,6 @@
 """Scores of a reward model as rewards. The model may have another vocabulary than the policy."""
 
-from itertools import groupby
+import re
 from typing import cast
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.chat_template import Piece, Pieces, name_pattern, special_tokens
+from fastp3o.data.chat_template import name_pattern, special_tokens
 from fastp3o.data.encoding import ids_added_first, split_bos, tokenise
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel
@@ -49,57 +49,43 @@ class ModelReward:
 class Translation:
     """Texts of a policy in the tokens of another model, as the loader makes them of that model's training data."""
 
-    def __init__(self, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase):
-        self.policy, self.own = policy, own
-        self.first_ids = ids_added_first(own)
+    def __init__(self, policy: PreTrainedTokenizerBase, scorer: PreTrainedTokenizerBase):
+        self.policy, self.scorer = policy, scorer
+        self.first_ids = ids_added_first(scorer)
         self.controls = control_tokens(policy)
-        self.names = name_pattern([*self.controls.values(), *control_tokens(own).values()])
+        names = set(self.controls.values())
+        self.names = name_pattern(names)
+        self.foreign = re.compile(f"({name_pattern(set(control_tokens(scorer).values()) - names).pattern})")
 
     def __call__(self, groups: list[Group]) -> tuple[list[Ids], list[list[Ids]]]:
         """The ids of prompts and responses; a response keeps its end if it had one."""
-        prompt_ids = [self.with_first_ids(ids) for ids in tokenise(self.own, [self.pieces(g.prompt) for g in groups])]
-        return prompt_ids, list(map(self.response_ids, groups))
+        return [self.prompt_ids(group.prompt) for group in groups], list(map(self.response_ids, groups))
 
     def response_ids(self, group: Group) -> list[Ids]:
         # Names of special tokens in a response are text, as the policy wrote it.
-        response_ids = tokenise(self.own, [(Piece(response.text, control=False),) for response in group.responses])
+        response_ids = tokenise(self.scorer, [response.text for response in group.responses], control=False)
         for ids, response in zip(response_ids, group.responses, strict=True):
             if response.finished or not ids:
-                ids.append(self.own.eos_token_id)
+                ids.append(self.scorer.eos_token_id)
         return response_ids
 
-    def pieces(self, prompt: Prompt) -> Pieces:
-        """The prompt's pieces. A special token's name is only text if the prompt's ids say that it is to the policy."""
-        text = prompt.text
-        found = list(self.names.finditer(text))
-        controls = self.control_flags(prompt.ids)
-        # Tokens that the tokenizer itself puts first are not in the text.
-        controls = controls[len(controls) - len(found) :]
-        if not any(controls):
-            return (Piece(text, control=False),)
-        pieces, start = [], 0
-        for name, control in zip(found, controls, strict=False):
-            if not control:
-                pieces += [Piece(text[start : name.start()], control=True), Piece(name.group(), control=False)]
-                start = name.end()
-        pieces.append(Piece(text[start:], control=True))
-        return tuple(piece for piece in pieces if piece.text)
+    def prompt_ids(self, prompt: Prompt) -> Ids:
+        """The prompt's ids after the tokens that the tokenizer puts first, unless a chat template has put one there.
 
-    def control_flags(self, ids: Ids) -> list[bool]:
-        """Whether each name of a special token in the text of these ids is that token."""
-        controls: list[bool] = []
-        for control, run in groupby(ids, self.controls.__contains__):
-            numbers = list(run)
-            if control:
-                controls += [True] * len(numbers)
-            else:
-                text = cast(str, self.policy.decode(numbers, clean_up_tokenization_spaces=False))
-                controls += [False] * len(self.names.findall(text))
-        return controls
-
-    def with_first_ids(self, ids: Ids) -> Ids:
-        """The ids after the tokens that the tokenizer puts first, unless a chat template has put one there."""
-        first, rest = split_bos(ids, self.own.bos_token_id)
+        Where a chat template wrote the prompt, all names of the policy's special tokens in it are tokens to the policy,
+        in plain text none is. A name that only the other model has a token for is text.
+        """
+        decoded = cast(str, self.policy.decode(prompt.ids, clean_up_tokenization_spaces=False))
+        tokens = sum(number in self.controls for number in prompt.ids)
+        templated = self.names.search(prompt.text) and len(self.names.findall(decoded)) == tokens
+        # Every second part is the name of a token that only the other model has.
+        parts = self.foreign.split(prompt.text) if templated else ["", prompt.text]
+        ids = [
+            number
+            for place, part in enumerate(parts)
+            for number in (tokenise(self.scorer, [part], control=place % 2 == 0)[0] if part else ())
+        ]
+        first, rest = split_bos(ids, self.scorer.bos_token_id)
         return (first or self.first_ids) + rest
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from fastp3o.endpoint import AnswerError, Endpoint, at_once
+from fastp3o.endpoint import AnswerError, Answers, Endpoint
 from fastp3o.rewards.config import TEXTS, RemoteConfig
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
@@ -34,7 +34,7 @@ class RemoteReward:
         self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=config.request_seconds, retries=config.reward_retries)
         self.fields = (*TEXTS, *config.columns)
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
-        self.known: dict[bytes, float] = {}
+        self.scored: dict[bytes, float] = {}
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """Finite values. Raises EndpointError if the endpoint refuses, or all attempts of a request fail."""
@@ -45,13 +45,13 @@ class RemoteReward:
             for response in responses
         ]
         keys = [hashlib.sha256(json.dumps(text).encode()).digest() for text in texts]
-        unknown = list({key: text for key, text in zip(keys, texts, strict=True) if key not in self.known}.items())
+        unknown = list({key: text for key, text in zip(keys, texts, strict=True) if key not in self.scored}.items())
         batches = [unknown[start : start + self.batch_size] for start in range(0, len(unknown), self.batch_size)]
-        for answered in at_once(self.ask, batches, self.requests):
-            self.known |= answered
-        rewards = torch.tensor([self.known[key] for key in keys], dtype=torch.float32)
-        for key in list(islice(self.known, max(0, len(self.known) - REMEMBERED))):
-            del self.known[key]
+        for answered in Answers(self.ask, batches, self.requests):
+            self.scored |= answered
+        rewards = torch.tensor([self.scored[key] for key in keys], dtype=torch.float32)
+        for key in list(islice(self.scored, max(0, len(self.scored) - REMEMBERED))):
+            del self.scored[key]
         return rewards.view(len(groups), -1)
 
     def ask(self, batch: Sequence[tuple[bytes, Text]], stopped: threading.Event) -> dict[bytes, float]:
@@ -68,9 +68,7 @@ class RemoteReward:
 def read_rewards(answer: bytes, count: int) -> list[float]:
     """Raises AnswerError if the answer is not `count` finite numbers, ValueError if it is not JSON."""
     try:
-        content = json.loads(answer, object_pairs_hook=without_repetition)
-    except AnswerError:
-        raise
+        content = json.loads(answer)
     except (ValueError, RecursionError) as error:
         raise ValueError("which is not JSON") from error
     rewards = content.get("rewards") if isinstance(content, dict) else None
@@ -79,18 +77,6 @@ def read_rewards(answer: bytes, count: int) -> list[float]:
     if len(rewards) != count:
         raise AnswerError(f"which has {len(rewards)} rewards, for {count} responses")
     for index, reward in enumerate(rewards):
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not fits(reward):
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= LARGEST:
             raise AnswerError(f"whose reward {index} is not a finite number of fp32")
     return rewards
-
-
-def without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object. Raises AnswerError if it has `rewards` twice: JSON does not say which of them counts."""
-    if [name for name, _ in pairs].count("rewards") > 1:
-        raise AnswerError("which has `rewards` twice")
-    return dict(pairs)
-
-
-def fits(number: float) -> bool:
-    """Whether fp32 can hold it; NaN compares with nothing."""
-    return abs(number) <= LARGEST

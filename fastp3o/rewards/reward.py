@@ -4,7 +4,6 @@ P prompts with K responses each. All values are tables [P, K] fp32 on the CPU.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.config import Named
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
@@ -31,11 +31,13 @@ Reward = Callable[[list[Group]], Tensor]
 def load_reward(
     name: str, policy_tokenizer: PreTrainedTokenizerBase, *, remote: RemoteConfig | None = None, **loading: Any
 ) -> Reward:
-    """Loads a reward: `module:function` is a Python function, http(s)://... an endpoint, and anything else a reward
-    model's folder or hub name.
+    """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
+    and anything else a reward model's folder or hub name.
 
     remote: settings of endpoints and functions. loading: further arguments of `load_model_reward`.
     """
+    if isinstance(name, Named):
+        return name.content
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
@@ -62,14 +64,13 @@ def load_model_reward(
     return ModelReward(model, tokenizer, policy_tokenizer, device=device, packing=packing, mesh=mesh, offload=offload)
 
 
-def asked_columns(
-    names: Iterable[str], config: RemoteConfig, given: Mapping[str, Reward] = MappingProxyType({})
-) -> dict[str, str]:
-    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words.
-
-    given: rewards that are there already, by name.
-    """
-    functions = {name: given.get(name) or FunctionReward(name) for name in names if name in given or is_function(name)}
+def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
+    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words."""
+    functions = {
+        name: name.content if isinstance(name, Named) else FunctionReward(name)
+        for name in names
+        if isinstance(name, Named) or is_function(name)
+    }
     return dict.fromkeys(config.columns, "--reward_columns") | {
         column: f"the reward function {name}"
         for name, reward in functions.items()
@@ -130,7 +131,7 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
     return sums | values
 
 
-def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
+def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
     """By name: `reward` less all penalties, as "reward"; the penalties; and the parts of a reward that is a sum.
 
     longest: tokens that a response may have. Raises as `rewarded` does.
@@ -144,17 +145,17 @@ def less_penalties(reward: Reward, groups: list[Group], config: PenaltyConfig, l
 
 def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:
     """The penalties that are on, 0 or more, by the names of their metrics. longest: tokens that a response may have."""
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     if config.missing_eos_penalty:
-        found["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
+        parts["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
     if config.length_penalty:
-        found["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
+        parts["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
     if config.repetition_penalty:
         shares = [[repeated_share(r.ids, config.repetition_ngram) for r in group.responses] for group in groups]
-        found["repetition"] = config.repetition_penalty * torch.tensor(shares)
+        parts["repetition"] = config.repetition_penalty * torch.tensor(shares)
     if config.overlong_margin:
-        found["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
-    return {f"penalty/{name}": values for name, values in found.items()}
+        parts["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
+    return {f"penalty/{name}": values for name, values in parts.items()}
 
 
 def repeated_share(ids: list[int], n: int) -> float:

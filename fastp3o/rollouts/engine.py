@@ -17,7 +17,7 @@ from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
 from fastp3o.rollouts.queue import Queue
 from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
-from fastp3o.rollouts.steps import CompiledBody, StepGraph
+from fastp3o.rollouts.steps import StepGraph, compiled_hidden_states
 from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import Slots, sample_tokens
 from fastp3o_kernels.head.dtypes import HeadDtypes, multiply
@@ -55,7 +55,7 @@ class Engine:
         self.static = device.type != "cpu" or compiles if static is None else static
         self.room, self.cache = room, Cache(shapes, room, device)
         self.queue = Queue(room, end_ids, device)
-        self.body = CompiledBody(policy) if compiles else policy.hidden_states
+        self.hidden_states = compiled_hidden_states(policy) if compiles else policy.hidden_states
         self.head = policy.head()
         self.captures = device.type == "cuda" if graph is None else graph
         self.graph = StepGraph(device)
@@ -93,7 +93,9 @@ class Engine:
     def logits(self, slots: Slots) -> Tensor:
         """Logits of the next token of each slot, [R, V]."""
         self.cache.slots = slots
-        hidden = self.body(self.queue.tokens[None], (slots.prompt_lengths + slots.steps)[None], cache=self.cache)
+        hidden = self.hidden_states(
+            self.queue.tokens[None], (slots.prompt_lengths + slots.steps)[None], cache=self.cache
+        )
         return head_logits(hidden, self.head)
 
     def tensors(self) -> list[Tensor]:

@@ -43,8 +43,7 @@ class EngineSampler:
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
     for keys and values of prompts and responses, by default a part of free memory; with less, fewer prompts are sampled
-    at once. compiles: whether torch compiles the policy's pass of a step. graph: whether a step may be a CUDA graph, as
-    in `Engine`.
+    at once. compiles: whether torch compiles the policy's pass of a step.
     """
 
     def __init__(
@@ -57,10 +56,8 @@ class EngineSampler:
         memory: int | None = None,
         compiles: bool = False,
         settings: SamplingSettings = POLICY_ITSELF,
-        graph: bool | None = None,
     ):
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
-        self.compiles, self.graph = compiles, graph
+        self.policy, self.tokenizer, self.settings, self.compiles = policy, tokenizer, settings, compiles
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty until the policy is tried
         self.engine: Engine | None = None
@@ -142,8 +139,7 @@ class EngineSampler:
         return cast(Engine, self.engine)
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
-        given = self.policy, self.shapes, room, end_ids, self.settings
-        return Engine(*given, graph=self.graph, compiles=self.compiles)
+        return Engine(self.policy, self.shapes, room, end_ids, self.settings, compiles=self.compiles)
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
@@ -177,7 +173,6 @@ def named_sampler(
     *,
     max_response_tokens: int,
     batch_size: int,
-    graph: bool | None = None,
 ) -> Sampler:
     """The sampler that the configuration names, with its settings. Further arguments are an EngineSampler's."""
     settings = sampling_settings(config)
@@ -193,7 +188,6 @@ def named_sampler(
         memory=rollout_bytes(config),
         compiles=config.compile_rollouts,
         settings=settings,
-        graph=graph,
     )
 
 

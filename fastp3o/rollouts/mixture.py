@@ -88,9 +88,9 @@ class MixtureSampler(EngineSampler):
                 )
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
-        given = self.policy, self.shapes, room, end_ids, self.settings
-        options = {"graph": self.graph, "compiles": self.compiles}
-        return MixtureEngine(self.other, self.other_shapes, self.weight, *given, **options)
+        return MixtureEngine(
+            self.other, self.other_shapes, self.weight, self.policy, self.shapes, room, end_ids, self.settings
+        )
 
     def bytes_per_token(self) -> int:
         return super().bytes_per_token() + sum(shape.bytes_per_token for shape in self.other_shapes.values())

@@ -46,9 +46,9 @@ class StepGraph:
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Captures the step on the current device. Returns None, after a warning, if that fails."""
-        current, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+        device, current = torch.cuda.current_device(), torch.cuda.current_stream()
+        side, graph, pool = side_stream(device), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         side.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(side):
                 # Libraries set themselves up in it and kernels are compiled, which a capture forbids.
@@ -57,8 +57,13 @@ class StepGraph:
                 # A capture that fails costs more than one that is not begun.
                 with torch.cuda.stream(side), waits_forbidden():
                     step()
-                with capturing(graph, side):
-                    step()
+                try:
+                    # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
+                    with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+                        step()
+                except Exception:
+                    end_capture(graph, pool, current)
+                    raise
             except Exception as error:  # whatever a model does that a graph cannot hold
                 self.fails = True
                 torch.cuda.synchronize()
@@ -90,95 +95,56 @@ def waits_forbidden() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(mode)
 
 
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
-    """`torch.cuda.graph`, after whose failure the process can go on.
-
-    Where ending a capture raises, torch 2.11 leaves the side stream current, its allocator's pool open, so that memory
-    can no more be given back, and the generator of random numbers in the state of a capture, so that it refuses.
+def end_capture(graph: torch.cuda.CUDAGraph, pool: Any, current: torch.cuda.Stream) -> None:
+    """Ends what torch 2.11 leaves begun where ending a capture raises: the stream, the allocator's pool, without whose
+    end memory can no more be given back, and the generator's capture, in which it refuses to draw.
     """
-    current, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
-    try:
-        # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            yield
-    except Exception:
-        torch.cuda.set_stream(current)
-        device = torch.cuda.current_device()
-        with suppress(RuntimeError):  # raised if the capture did end, and its pool with it
-            _cuda_endAllocateToPool(device, pool)
-            _cuda_releasePool(device, pool)
-        graph.reset()
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
+    torch.cuda.set_stream(current)
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # raised if the capture did end, and its pool with it
+        _cuda_endAllocateToPool(device, pool)
+        _cuda_releasePool(device, pool)
+    graph.reset()
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
-# Caches of the steps in progress, the newest last: a custom operation takes only tensors and numbers.
-attended: list[Cache] = []
+class CurrentCache:
+    """A KeyValueCache that stands for the cache of the step in progress, in what is compiled: a custom operation takes
+    only tensors and numbers.
+    """
+
+    cache: Cache  # during a step
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return attend_to_cache(query, key, value, layer, **options)
 
 
 @torch.library.custom_op("fastp3o::attend_to_cache", mutates_args=())
 def attend_to_cache(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    return attended[-1].attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
+    return CurrentCache.cache.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
 
 
 @attend_to_cache.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return value.new_empty(query.shape)
 
 
-class CurrentCache:
-    """A KeyValueCache that stands for the cache of the step in progress."""
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        raise NotImplementedError("prompts are not compiled")
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return attend_to_cache(query, key, value, layer, **options)
-
-
-@contextmanager
-def attending(cache: Cache) -> Iterator[None]:
-    attended.append(cache)
-    try:
-        yield
-    finally:
-        attended.pop()
-
-
-class CompiledBody:
+def compiled_hidden_states(policy: PackedModel) -> Callable[..., Tensor]:
     """`PackedModel.hidden_states` for steps of one shape, compiled: norms, rotary embeddings, gates and residuals are
-    few kernels. If compiling fails, they run uncompiled, with a warning.
+    few kernels. torch keeps what it compiled, on disk too.
 
     Attention stays an operation that the compiler does not look into: it writes to the cache, which all steps share.
-    torch keeps what it compiled, on disk too.
     """
+    logger.warning_once("compiling the step that samples: a minute or so, and seconds once it is on disk")
+    run = torch.compile(policy.hidden_states, fullgraph=True, dynamic=False)
 
-    def __init__(self, policy: PackedModel):
-        self.policy = policy
-        self.compiled = torch.compile(policy.hidden_states, fullgraph=True, dynamic=False)
-        self.cache = CurrentCache()
-        self.tried = self.fails = False
+    def hidden_states(input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+        CurrentCache.cache = cache
+        hidden = run(input_ids, position_ids, cache=CurrentCache())
+        del CurrentCache.cache  # which would outlive its engine
+        return hidden
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-        if not self.tried:
-            self.tried = True
-            self.try_to_compile(input_ids, position_ids, cache)
-        if self.fails:
-            return self.policy.hidden_states(input_ids, position_ids, cache=cache)
-        with attending(cache):
-            return self.compiled(input_ids, position_ids, cache=self.cache)
-
-    def try_to_compile(self, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> None:
-        logger.warning_once("compiling the step that samples: a minute or so, and seconds once it is on disk")
-        try:
-            with attending(cache):
-                self.compiled(input_ids, position_ids, cache=self.cache)
-        except Exception as error:  # whatever a model does that the compiler does not take
-            self.fails = True
-            logger.warning(f"sampling runs without compiled steps: compiling failed with: {error}")
+    return hidden_states

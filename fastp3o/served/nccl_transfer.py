@@ -4,7 +4,6 @@ Written against vLLM 0.32 and never run, since that takes GPUs on both sides. Th
 `--weight-transfer-config '{"backend": "nccl"}'`, and fastp3o's environment has vllm, too.
 """
 
-import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from fastp3o.endpoint import AnswerError, EndpointError
+from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import each_whole_weight, named_weights
-from fastp3o.served.servers import Servers
+from fastp3o.served.servers import Servers, reader
 
 
 class Weights:
@@ -98,9 +97,6 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def read_world_size(answer: bytes) -> int:
-    """The number of GPUs of a server."""
-    try:
-        return int(json.loads(answer)["world_size"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise AnswerError("which does not say how many GPUs the server has (world_size)") from error
+read_world_size = reader(
+    lambda content: int(content["world_size"]), "which does not say how many GPUs the server has (world_size)"
+)

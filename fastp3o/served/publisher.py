@@ -7,11 +7,12 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import httpx
+import psutil  # type: ignore[import-untyped]
 import torch
 
+from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
@@ -31,28 +32,6 @@ PROBE_TOKENS = 8
 CERTAIN = 1e-6  # nats, of a token that is the only one
 
 
-class ServedConfig(Protocol):
-    """What a configuration says about servers, and how long a prompt and its response are together."""
-
-    @property
-    def vllm_folder(self) -> str | None: ...
-
-    @property
-    def vllm_transfer(self) -> str: ...
-
-    @property
-    def vllm_requests(self) -> int: ...
-
-    @property
-    def vllm_time_limit(self) -> float: ...
-
-    @property
-    def vllm_urls(self) -> list[str]: ...
-
-    @property
-    def longest_sequence(self) -> int: ...
-
-
 class Publisher:
     """Brings a policy's weights to vLLM servers, if they have moved since it was last called.
 
@@ -61,6 +40,7 @@ class Publisher:
     have the log-probs that the policy gives them.
 
     Args:
+        longest_sequence: tokens of a prompt and its response at most.
         version: another number after each optimizer step.
         probes_always: for policies whose responses train a later one, so that nothing else compares the two.
         tolerant: whether servers may compute in half precision where the policy does not.
@@ -74,7 +54,8 @@ class Publisher:
     def __init__(
         self,
         context: Context,
-        config: ServedConfig,
+        config: SamplerConfig,
+        longest_sequence: int,
         policy: PackedModel,
         version: Callable[[], int] = int,
         *,
@@ -90,17 +71,17 @@ class Publisher:
         self.published: int | None = None
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
-        on_main_process(self.accelerator, lambda: self.servers.require_usable(config.longest_sequence))
+        on_main_process(self.accelerator, lambda: self.servers.require_usable(longest_sequence))
         if logprobs_as_drawn:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
         self.bring = self.transfer(config)
 
-    def transfer(self, config: ServedConfig) -> Callable[[], None]:
+    def transfer(self, config: SamplerConfig) -> Callable[[], None]:
         """What brings weights to the servers."""
         if config.vllm_transfer == "nccl":
             return NCCLTransfer(self.accelerator, self.policy, self.precision.weights, self.servers)
         folder = shared_folder(config)
-        on_main_process(self.accelerator, lambda: clear_leftovers(folder))
+        on_main_process(self.accelerator, lambda: remove_abandoned_weights(folder))
         return partial(self.bring_by_folder, folder / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}")
 
     def __call__(self) -> None:
@@ -149,15 +130,16 @@ class Publisher:
         """
         prompts = [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
         # The servers take turns, so each gets every prompt.
-        asked = [ids for ids in prompts for _ in self.servers.urls]
+        requests = [ids for ids in prompts for _ in self.servers.urls]
         settings = completion_settings(POLICY_ITSELF, 1.0, PROBE_TOKENS, set()) | {"n": 2}
-        seeds = [seed] * len(asked)
+        seeds = [seed] * len(requests)
         answers = on_main_process(
-            self.accelerator, lambda: dict(self.servers.complete(asked, seeds, settings, end_ids=set()))
+            self.accelerator, lambda: dict(self.servers.complete(requests, seeds, settings, end_ids=set()))
         )
         servers = len(self.servers.urls)
         gaps = [
-            self.mean_gap(prompts, [answers[place] for place in range(n, len(asked), servers)]) for n in range(servers)
+            self.mean_gap(prompts, [answers[place] for place in range(n, len(requests), servers)])
+            for n in range(servers)
         ]
         on_every_process(self.accelerator, lambda: self.require_small(gaps))
         self.gap = max(gaps)
@@ -177,14 +159,14 @@ class Publisher:
         responses = [[list(completion.ids) for completion in group] for group in completions]
         (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
         with evaluation_mode(self.policy), untempered(self.policy), self.accelerator.autocast():
-            own = labelled_logprobs(self.policy, row.to(self.accelerator.device))
-        got = torch.tensor(
+            expected = labelled_logprobs(self.policy, row.to(self.accelerator.device))
+        logprobs = torch.tensor(
             [value for g in row.groups for completion in completions[g] for value in completion.logprobs]
         )
-        return (got.to(own) - own).abs().mean().item()
+        return (logprobs.to(expected) - expected).abs().mean().item()
 
 
-def shared_folder(config: ServedConfig) -> Path:
+def shared_folder(config: SamplerConfig) -> Path:
     """The folder in which servers find weights: `vllm_folder`, or one in memory for servers on this machine.
 
     Raises ValueError if it is not there, or if servers on other machines could not see it.
@@ -203,19 +185,9 @@ def shared_folder(config: ServedConfig) -> Path:
     return IN_MEMORY
 
 
-def clear_leftovers(folder: Path) -> None:
+def remove_abandoned_weights(folder: Path) -> None:
     """Removes the weights of this machine's processes that were killed."""
     for path in folder.iterdir():
         name = NAME.fullmatch(path.name)
-        if name and name["host"] == socket.gethostname() and not is_alive(int(name["process"])):
+        if name and name["host"] == socket.gethostname() and not psutil.pid_exists(int(name["process"])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True

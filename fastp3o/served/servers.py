@@ -3,15 +3,18 @@
 import json
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from itertools import cycle
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError, at_once
+from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.sampler import SamplingSettings
+
+Read = TypeVar("Read")
 
 KEY = "VLLM_API_KEY"
 OLDEST = (0, 30)
@@ -89,7 +92,7 @@ class Servers:
         settings: vLLM's, with the numbers of completions, `n`, and of tokens at most, `max_tokens`. end_ids: the
         tokens that end a response.
         """
-        self.under_way = [answers for answers in self.under_way if not answers.done]
+        self.under_way = [one for one in self.under_way if not all(future.done() for future in one.futures)]
         longest = TOKEN_BYTES * settings["n"] * (settings["max_tokens"] + 1) + 2**16
         endpoints = {
             url: self.endpoint(url, "/v1/completions", longest_body=longest, abandons=True) for url in self.urls
@@ -136,13 +139,12 @@ class Servers:
                     "--vllm_folder"
                 ) from error
 
-        answers = dict(at_once(ask, range(len(self.urls)), len(self.urls)))
+        answers = dict(Answers(ask, range(len(self.urls)), len(self.urls)))
         return [answers[place] for place in range(len(self.urls))]
 
     def wait(self) -> None:
         """Waits until nothing is under way from this process."""
-        for answers in self.under_way:
-            answers.wait()
+        wait([future for answers in self.under_way for future in answers.futures])
 
     def stop(self) -> None:
         """Gives up what is under way."""
@@ -150,27 +152,30 @@ class Servers:
             answers.stop()
 
 
-def read_version(answer: bytes) -> tuple[int, ...]:
-    try:
-        version = json.loads(answer)["version"]
-        parts = re.match(r"(\d+)\.(\d+)", version)
-    except (ValueError, LookupError, TypeError) as error:
-        raise AnswerError("which is not the version of a vLLM server") from error
-    if parts is None:
-        raise AnswerError("which is not the version of a vLLM server")
-    return tuple(map(int, parts.groups()))
+def reader(read: Callable[[Any], Read], wrong: str) -> Callable[[bytes], Read]:
+    """A function that reads a JSON answer, and raises AnswerError, with the words `wrong`, for another one."""
+
+    def read_answer(answer: bytes) -> Read:
+        try:
+            return read(json.loads(answer))
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+            raise AnswerError(wrong) from error
+
+    return read_answer
+
+
+read_version = reader(
+    lambda content: tuple(map(int, re.findall(r"^(\d+)\.(\d+)", content["version"])[0])),
+    "which is not the version of a vLLM server",
+)
+read_longest_sequence = reader(
+    lambda content: int(content["data"][0]["max_model_len"]),
+    "which does not say how long its model's sequences may be (max_model_len)",
+)
 
 
 def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def read_longest_sequence(answer: bytes) -> int:
-    """Tokens of the longest sequence that the server takes."""
-    try:
-        return int(json.loads(answer)["data"][0]["max_model_len"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise AnswerError("which does not say how long its model's sequences may be (max_model_len)") from error
 
 
 def read_completions(answer: bytes, count: int, max_tokens: int, end_ids: set[int]) -> list[Completion]:

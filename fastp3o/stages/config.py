@@ -1,12 +1,10 @@
 """The options of fine-tuning and of reward modelling, which `--help` explains without importing torch."""
 
-from dataclasses import dataclass
-
-from fastp3o.config import SupervisedConfig, TrainableConfig, option
+from fastp3o.config import SupervisedConfig, option, options
 
 
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(TrainableConfig, SupervisedConfig):
+@options
+class SFTConfig(SupervisedConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
     train_on_prompt: bool = option(
@@ -14,8 +12,8 @@ class SFTConfig(TrainableConfig, SupervisedConfig):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RewardModelConfig(TrainableConfig, SupervisedConfig):
+@options
+class RewardModelConfig(SupervisedConfig):
     """Stage 2: a scalar head trained on comparisons (Bradley-Terry)."""
 
     centring: float = option(

@@ -1,12 +1,12 @@
 """Loads the policy, reference and rewards that a stage's configuration names."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from accelerate.utils import gather_object
 from datasets import Dataset
 
-from fastp3o.config import SamplerConfig
+from fastp3o.config import PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
@@ -44,7 +44,7 @@ def sampled_model(
 def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
     """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one.
 
-    The copy is whole if every process has the memory for it. bytes_per_parameter: of everything that is spread.
+    bytes_per_parameter: of everything that is spread over the processes.
     """
     accelerator, precision, _, mesh, _ = context
     on_gpu = context.device.type == "cuda"
@@ -59,18 +59,19 @@ def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = 
             return SampledModel(policy, None)
         return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
     parts = bytes_per_parameter * parameters // mesh.size(-1)
-    fits = parts + parameters * dtype.itemsize < available_memory(context.device)
-    by_layer = not all(gather_object([fits]))
-    if by_layer:
-        accelerator.print("a whole policy does not fit each process: rollouts gather one layer after the other")
-    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, by_layer=by_layer, merges=merges))
+    if parts + parameters * dtype.itemsize >= available_memory(context.device):
+        accelerator.print(
+            "warning: rollouts need a whole policy in each process, which may not fit its memory: --sampler vllm takes "
+            "them to servers"
+        )
+    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
 
 
-def load_trainable_policy(config: OnlineConfig) -> PackedModel:
-    model = load_policy(
-        config.model, trust_remote_code=config.trust_remote_code, trains=True, quantize=config.quantize
-    ).train()
-    note_sampling(model, config)
+def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> PackedModel:
+    """The model that trains. load: `load_policy` or `load_reward_model`."""
+    model = load(config.model, trust_remote_code=config.trust_remote_code, quantize=config.quantize).train()
+    if isinstance(config, SamplerConfig):
+        note_sampling(model, config)
     model.check_reach(config.longest_sequence)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
@@ -96,11 +97,7 @@ def note_sampling(model: PackedModel, config: SamplerConfig) -> None:
 def load_named_reward(
     context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
 ) -> Reward:
-    """Loads the reward of this name, if it is not given. An endpoint is asked about the first example, before anything
-    begins.
-    """
-    if name in context.given.rewards:
-        return context.given.rewards[name]
+    """Loads the reward of this name. An endpoint is asked about the first example, before anything begins."""
     reward = load_reward(
         name,
         context.tokenizer,
@@ -126,7 +123,7 @@ def load_reference(
     """Loads the loop's reference, which may move; and the same model to sample from, if a mixture is sampled."""
     if not config.from_mixture and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
-    frozen = load_frozen_policy(context, config)
+    frozen = load_reference_model(context, config)
     sampled = with_copy(frozen, context) if config.from_mixture else None
     second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)
     if config.reference_moves:
@@ -138,19 +135,25 @@ def load_fixed_reference(context: Context, config: "OnlineConfig | PreferenceCon
     """The policy as it was when training began: a second model, or a LoRA policy without its adapters."""
     if config.lora_rank and not config.reference:
         return WithoutAdapters(policy)
-    return SecondModel(load_frozen_policy(context, config), context.device, context.mesh, offload=config.offload)
+    return SecondModel(load_reference_model(context, config), context.device, context.mesh, offload=config.offload)
 
 
-def load_frozen_policy(context: Context, config: "OnlineConfig | PreferenceConfig") -> PackedModel:
+def load_reference_model(context: Context, config: "OnlineConfig | PreferenceConfig") -> PackedModel:
     """The model that the policy's KL is measured against, before it is spread over the processes."""
+    frozen = load_frozen_policy(context, config, config.reference or config.model)
+    if config.compile_layers:
+        frozen.compile_layers()
+    return frozen
+
+
+def load_frozen_policy(context: Context, config: PolicyConfig, name: str) -> PackedModel:
+    """A policy that does not train, before it is spread over the processes."""
     frozen = load_policy(
-        config.reference or config.model,
+        name,
         device=loading_device(context.device, context.mesh),
         dtype=context.precision.weights,
         trust_remote_code=config.trust_remote_code,
     )
     frozen.temperature = config.temperature
     frozen.check_reach(config.longest_sequence)
-    if config.compile_layers:
-        frozen.compile_layers()
     return frozen

@@ -12,16 +12,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group, pack
@@ -29,7 +27,7 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.config import short_names
 from fastp3o.rewards.reward import Reward, asked_columns, weighted
 from fastp3o.served.publisher import Publisher
-from fastp3o.stages.models import load_fixed_reference, load_named_reward, note_sampling, sampled_model
+from fastp3o.stages.models import load_fixed_reference, load_named_reward, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import load_examples
 from fastp3o.stages.supervised import SupervisedTask, train_supervised
@@ -41,12 +39,12 @@ from fastp3o_kernels import Groups, Head, LinearLossOutput, linear_loss, sequenc
 from fastp3o_kernels.losses import kto_reference_point
 
 
-def train(config: PreferenceConfig, given: Given = NOTHING) -> None:
+def train(config: PreferenceConfig, caller: Caller | None = None) -> None:
     """Trains a policy on preferences with the objective of its configuration; `loss` is a mean over pairs, or over
     single responses.
     """
     task = UnpairedPreferences(config) if isinstance(config, KTOConfig) else PreferencePairs(config)
-    train_supervised(task, given)
+    train_supervised(task, caller)
 
 
 @dataclass(frozen=True)
@@ -66,21 +64,11 @@ class Preferences(SupervisedTask[PreferenceRow]):
 
     config: PreferenceConfig
     columns: tuple[tuple[str, ...], ...]
+    load_model = staticmethod(partial(load_policy, trains=True))
 
     def __init__(self, config: PreferenceConfig):
         self.config, self.name = config, config.objective
         self.reference: Reference | None = None
-
-    def load_model(self) -> PackedModel:
-        model = load_policy(
-            self.config.model,
-            trust_remote_code=self.config.trust_remote_code,
-            trains=True,
-            quantize=self.config.quantize,
-        )
-        note_sampling(model, self.config)
-        choose_trainable(model, self.config)
-        return model
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
         """Loads the reference, unless its log-probs of all data are found."""
@@ -242,9 +230,11 @@ def sampled_evaluation(
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     gold = [config.gold_reward] if config.gold_reward else []
-    columns = asked_columns([*config.rewards, *gold], config, context.given.rewards)
+    columns = asked_columns([*config.rewards, *gold], config)
     load_with_columns = partial(load_prompts, columns=columns)
-    examples = load_examples(context, config, load_with_columns, "eval_prompts", config.eval_split, config.eval_limit)
+    examples = load_examples(
+        context, config, load_with_columns, config.eval_prompts or "", config.eval_split, config.eval_limit
+    )
     rewards: dict[str, Reward] = {}
     if config.rewards:
         loaded = [load_named_reward(context, config, name, examples) for name in config.rewards]
@@ -255,6 +245,8 @@ def sampled_evaluation(
     sampled = sampled_model(config, model, context)
     if config.sampler == "vllm":
         # Every evaluation comes after other steps.
-        sampled = sampled._replace(publisher=Publisher(context, config, model, count().__next__))
+        sampled = sampled._replace(
+            publisher=Publisher(context, config, config.longest_sequence, model, count().__next__)
+        )
     sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
     return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)

@@ -1,6 +1,7 @@
 """Stage 2, reward modelling: a scalar head trained on comparisons, -log σ(r(better) - r(worse)) (Bradley-Terry)."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 
@@ -10,13 +11,12 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor, nn
 
+from fastp3o.context import Caller
 from fastp3o.data import load_rankings
 from fastp3o.evaluation.calibration import judged
-from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_reward_model
-from fastp3o.models.packed_model import PackedModel, scores
+from fastp3o.models.packed_model import scores
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.models.trainable import choose_trainable
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.stages.config import RewardModelConfig
@@ -26,11 +26,11 @@ from fastp3o.training.processes import on_main_process
 from fastp3o.training.run_folder import CALIBRATION
 
 
-def train(config: RewardModelConfig, given: Given = NOTHING) -> None:
+def train(config: RewardModelConfig, caller: Caller | None = None) -> None:
     """Trains a reward model on rankings; a preference is a ranking of two. `accuracy` is the share of pairs whose
     better response has the higher score, a mean over prompts.
     """
-    train_supervised(RewardModelling(config), given)
+    train_supervised(RewardModelling(config), caller)
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,7 @@ class RewardModelling(SupervisedTask[RankedRow]):
     config: RewardModelConfig
     name = "reward model"
     load_examples = staticmethod(load_rankings)
-
-    def load_model(self) -> PackedModel:
-        model = load_reward_model(
-            self.config.model,
-            new_head=True,
-            trust_remote_code=self.config.trust_remote_code,
-            quantize=self.config.quantize,
-        )
-        choose_trainable(model, self.config)
-        return model
+    load_model = staticmethod(partial(load_reward_model, new_head=True))
 
     def pack(self, examples: Examples) -> list[RankedRow]:
         rows = pack(examples["prompt_ids"], examples["ranked_ids"], self.config.packing)

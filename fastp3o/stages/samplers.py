@@ -1,11 +1,11 @@
 """Samplers of a model that may be spread over processes, and of its mixture with the reference."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from fastp3o.config import PolicyConfig
 from fastp3o.context import Context
-from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
@@ -16,10 +16,6 @@ from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
 from fastp3o.rollouts.sampler import Sampler, sampling_settings
 from fastp3o.served.publisher import Publisher
 from fastp3o.served.sampler import VLLMSampler
-
-if TYPE_CHECKING:  # a run imports its own stage only
-    from fastp3o.objectives.preferences import PreferenceConfig
-    from fastp3o.stages.generate.config import GenerateConfig
 
 
 class SampledModel(NamedTuple):
@@ -66,7 +62,7 @@ def note_truncation(context: Context, config: OnlineConfig) -> None:
 
 
 def policy_sampler(
-    config: "OnlineConfig | PreferenceConfig | GenerateConfig",
+    config: PolicyConfig,
     policy: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
@@ -85,7 +81,6 @@ def policy_sampler(
         tokenizer,
         max_response_tokens=config.max_response_tokens,
         batch_size=batch_size,
-        graph=False if policy.copy is not None and policy.copy.by_layer else None,
     )
     return policy.gathered(sampler)
 
@@ -97,13 +92,7 @@ def with_mixture(
     reference: SampledModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Sampler:
-    """Takes some responses from the policy's sampler, the others from its mixture with the reference.
-
-    Raises ValueError if a process cannot hold both whole.
-    """
-    for model in (policy, reference):
-        if model.copy is not None and model.copy.by_layer:
-            raise UserError("--mixture samples from two models, and a process has no room for both of them whole")
+    """Takes some responses from the policy's sampler, the others from its mixture with the reference."""
     mixture = MixtureSampler(
         policy.sampled,
         tokenizer,

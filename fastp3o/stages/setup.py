@@ -13,11 +13,10 @@ from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_se
 from datasets import Dataset
 from transformers.utils.logging import disable_progress_bar
 
-from fastp3o.config import StageConfig
-from fastp3o.context import Context
+from fastp3o.config import DataConfig, StageConfig
+from fastp3o.context import Caller, Context
 from fastp3o.data import DataReport
 from fastp3o.errors import UserError
-from fastp3o.given import Given
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
 from fastp3o.precision import Precision, choose_precision
@@ -31,7 +30,7 @@ Loader = Callable[..., tuple[Dataset, DataReport]]
 LONGEST_WAIT = timedelta(hours=12)
 
 
-def make_context(config: StageConfig, automatic: str, given: Given, **divisible: int) -> Context:
+def make_context(config: StageConfig, automatic: str, caller: Caller | None, **divisible: int) -> Context:
     """Joins the processes, seeds all libraries, checks the run's folder and loads the tokenizer.
 
     automatic: the precision that "auto" stands for on a GPU. divisible: flags that must be multiples of the number of
@@ -49,7 +48,7 @@ def make_context(config: StageConfig, automatic: str, given: Given, **divisible:
     check_output_dir(accelerator, config)
     on_main_process(accelerator, lambda: require_repository(config))
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), given)
+    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), caller)
 
 
 def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
@@ -117,13 +116,12 @@ def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
 
 
 def load_examples(
-    context: Context, config: StageConfig, loader: Loader, option: str, split: str, limit: int | None
+    context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
-    """Loads the data set of an option, the same on all processes: what is given, or what the option names.
+    """Loads a data set, the same on all processes.
 
     Raises ValueError if it has fewer examples than processes.
     """
-    source = context.given.data.get(option) or getattr(config, option)
     examples, report = loader(
         source,
         context.tokenizer,
@@ -139,8 +137,6 @@ def load_examples(
     return examples
 
 
-def load_eval_examples(context: Context, config: StageConfig, loader: Loader, option: str) -> Dataset | None:
-    """Loads the evaluation data of an option, None if it is not set."""
-    if not getattr(config, option):
-        return None
-    return load_examples(context, config, loader, option, config.eval_split, config.eval_limit)
+def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
+    """Loads the evaluation data, None if there are none."""
+    return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None

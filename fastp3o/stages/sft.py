@@ -2,11 +2,10 @@
 
 from torch import Tensor, nn
 
+from fastp3o.context import Caller
 from fastp3o.data import load_demonstrations
-from fastp3o.given import NOTHING, Given
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.trainable import choose_trainable
+from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.settings import Packing
@@ -15,9 +14,9 @@ from fastp3o.stages.supervised import SupervisedTask, train_supervised
 from fastp3o.training.order import Examples
 
 
-def train(config: SFTConfig, given: Given = NOTHING) -> None:
+def train(config: SFTConfig, caller: Caller | None = None) -> None:
     """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""
-    train_supervised(SFT(config), given)
+    train_supervised(SFT(config), caller)
 
 
 class SFT(SupervisedTask[PackedRow]):
@@ -26,13 +25,7 @@ class SFT(SupervisedTask[PackedRow]):
     config: SFTConfig
     name = "SFT"
     load_examples = staticmethod(load_demonstrations)
-
-    def load_model(self) -> PackedModel:
-        model = load_policy(
-            self.config.model, trust_remote_code=self.config.trust_remote_code, quantize=self.config.quantize
-        )
-        choose_trainable(model, self.config)
-        return model
+    load_model = staticmethod(load_policy)
 
     def pack(self, examples: Examples) -> list[PackedRow]:
         responses = [[ids] for ids in examples["response_ids"]]

@@ -11,19 +11,19 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.config import SupervisedConfig
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import Given
-from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
+from fastp3o.models.trainable import dropout_on
 from fastp3o.packing.pack import efficiency
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.stages.models import load_trained
 from fastp3o.stages.setup import load_eval_examples, load_examples, make_context
-from fastp3o.training.late import Moment
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.order import Examples, examples_of_step, own_part, process_share
+from fastp3o.training.reporting import Moment
 from fastp3o.training.run import Run, Steps
 
 Row = TypeVar("Row", bound=PackedRow)
@@ -32,23 +32,20 @@ Row = TypeVar("Row", bound=PackedRow)
 class SupervisedTask(ABC, Generic[Row]):
     """A task that a model learns from a data set.
 
-    name: of the stage. load_examples: a loader of `fastp3o.data`. samples: an evaluation next to that of held-out data,
-    if the task has one. Losses are sums over what `count` counts (tokens, prompts, pairs), so that a batch's mean does
-    not depend on how it is packed.
+    name: of the stage. load_examples: a loader of `fastp3o.data`. load_model: one of `fastp3o.models.loading`. samples:
+    an evaluation next to that of held-out data, if the task has one. Losses are sums over what `count` counts (tokens,
+    prompts, pairs), so that a batch's mean does not depend on how it is packed.
     """
 
     name: str
     config: SupervisedConfig
     load_examples: Callable[..., tuple[Dataset, DataReport]]
+    load_model: Callable[..., PackedModel]
     context: Context
     samples: Evaluation | None = None
 
     def __init__(self, config: SupervisedConfig):
         self.config = config
-
-    @abstractmethod
-    def load_model(self) -> PackedModel:
-        """The model that learns."""
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
         """Checks and loads the task's other needs. data: by flag. model: not spread over processes yet."""
@@ -97,25 +94,20 @@ class SupervisedTask(ABC, Generic[Row]):
         return dict(zip(sums[0], (totals[:-1] / totals[-1]).tolist(), strict=True))
 
 
-def train_supervised(task: SupervisedTask, given: Given) -> None:
+def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     """Minimises the mean of task.losses(...)["loss"] over each batch, and leaves model, metrics and evaluations in
     `task.config.output_dir`.
 
     Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
     """
     config = task.config
-    context = make_context(config, "bf16-autocast", given, batch_size=config.batch_size)
+    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
-    data = {"train_data": load_examples(context, config, load, "train_data", config.split, config.limit)}
-    eval_examples = load_eval_examples(context, config, load, "eval_data")
+    data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
+    eval_examples = load_eval_examples(context, config, load, config.eval_data)
     if eval_examples is not None:
         data["eval_data"] = eval_examples
-    model = task.load_model().train()
-    model.check_reach(config.max_prompt_tokens + config.max_response_tokens)
-    if config.gradient_checkpointing:
-        model.recompute_activations()
-    if config.compile_layers:
-        model.compile_layers()
+    model = load_trained(config, task.load_model)
     task.set_up(context, model, data)
 
     total = len(data["train_data"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastp3o.errors import UserError
-from fastp3o.training.progress import read_lines
+from fastp3o.training.log import read
 from fastp3o.training.run_files import BEST_MODEL, EVALUATIONS
 
 BEST_EVALUATION = "evaluation.json"
@@ -66,4 +66,4 @@ def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
     if not path.exists():
         return None, 0
     found = json.loads(path.read_text())
-    return found, sum(line["step"] > found["step"] for line in read_lines(folder / EVALUATIONS))
+    return found, sum(line["step"] > found["step"] for line in read(folder / EVALUATIONS))

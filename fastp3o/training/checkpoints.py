@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import TrainableConfig
 from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import scores_responses, whole_model
@@ -45,11 +44,11 @@ def save_trained(
     texts in the folder, by the names of their files.
     """
     accelerator, model, config = optimizer.accelerator, optimizer.model, training.config
-    parts = config.lora_save if isinstance(config, TrainableConfig) else "merged"
+    parts = config.lora_save
     card = partial(training.card, classifies=scores_responses(model))
     beside = folder.name == FINISHED_MODEL
     adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER
-    nowhere = parts == "merged" or base_name(model.model, training.loaded_from) is None
+    nowhere = parts == "merged" or base_name(model.model) is None
     write = None if nowhere else adapter_writer(optimizer, tokenizer, training)
     if write is not None and (beside or parts == "adapter"):
         # With the folder around it, if that is new, it is complete or absent.
@@ -81,7 +80,7 @@ def adapter_writer(
     weights = adapter_weights(optimizer.parameters, model.active_adapters()[0])
 
     def write(folder: Path) -> None:
-        write_adapter(folder, adapter_config(model, training.loaded_from), weights)
+        write_adapter(folder, adapter_config(model), weights)
         tokenizer.save_pretrained(folder)
         (folder / CARD).write_text(training.card(classifies=scores_responses(optimizer.model), adapter=True))
 

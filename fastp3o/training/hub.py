@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from fastp3o.config import StageConfig
+from fastp3o.config import TrainingRunConfig
 from fastp3o.errors import UserError
 from fastp3o.training.run_files import ADAPTER, FINISHED_MODEL
 
@@ -20,7 +20,7 @@ class HubError(UserError):
     """The hub cannot be written to, or did not take a model."""
 
 
-def require_repository(config: StageConfig) -> None:
+def require_repository(config: TrainingRunConfig) -> None:
     """Makes the repository that the configuration names, if it names one and it is not there. Raises HubError if there
     is no token, or if it must not write there.
     """
@@ -33,7 +33,7 @@ def require_repository(config: StageConfig) -> None:
         repository(config)
 
 
-def repository(config: StageConfig) -> str:
+def repository(config: TrainingRunConfig) -> str:
     """The whole name of the repository, which is made if it is not there. The token may write to it."""
     assert config.push_to_hub is not None
     api = HfApi()
@@ -43,7 +43,7 @@ def repository(config: StageConfig) -> str:
     return name
 
 
-def upload(config: StageConfig) -> str | None:
+def upload(config: TrainingRunConfig) -> str | None:
     """Uploads the finished model as the configuration says, in one commit: `model/`, with `adapter/` inside; or the
     adapter alone. Returns the address; None if no upload is asked for.
 

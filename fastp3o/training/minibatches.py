@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
+from fastp3o.models.trainable import dropout_on
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective, counted_tokens
 from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import Packing, balanced, group_sizes, pack

@@ -4,7 +4,6 @@ It holds no paths but the last part of a local name, no addresses and no keys, s
 writes the same bytes as an unbroken one.
 """
 
-import json
 import re
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from fastp3o import __version__
 from fastp3o.config import StageConfig
 from fastp3o.data.sources import FILE_SUFFIXES
 from fastp3o.rewards.config import is_endpoint, is_function, reward_names
+from fastp3o.training.log import read
 
 CARD = "README.md"
 HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")  # of a model, or of a data set and its configuration
@@ -48,7 +48,7 @@ LEFT_OUT = (
 @dataclass(frozen=True)
 class Training:
     """What a card says of a run. stage: the loop's label. step: the last one made, of `steps`. precision: its name.
-    evaluations: eval.jsonl. loaded_from: of a model that the caller has loaded, as `Given.base`.
+    evaluations: eval.jsonl.
     """
 
     config: StageConfig
@@ -57,11 +57,10 @@ class Training:
     steps: int
     precision: str
     evaluations: Path
-    loaded_from: str | None = None
 
     def card(self, *, classifies: bool, adapter: bool) -> str:
         """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward model."""
-        config, start = self.config, self.start
+        config, start = self.config, self.config.model
         objective = str(getattr(config, "objective", self.stage))
         base = hub_name(start)
         more_tags = [*([] if self.stage == "SFT" else ["rlhf"]), *(["lora"] if adapter else [])]
@@ -77,11 +76,6 @@ class Training:
         text = "\n\n".join(filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables()]))
         return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
-    @property
-    def start(self) -> str:
-        """The model that training began with. One from nowhere has its class's name, as a folder."""
-        return self.loaded_from or self.config.model
-
     def origin(self, objective: str, adapter: bool) -> str:
         """A list of what the model comes from."""
         config = self.config
@@ -91,7 +85,7 @@ class Training:
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
         rewards = reward_names(getattr(config, "reward", None) or "")
         named = {
-            "base model": [told(self.start)],
+            "base model": [told(config.model)],
             "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [told(name) for name in data_names(config)],
             "reward": ["a Python function" if is_function(name) else told(name) for name in rewards],
@@ -106,7 +100,7 @@ class Training:
         return "\n".join([kind, "", *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values)])
 
     def tables(self) -> list[str]:
-        evaluation = last_evaluation(self.evaluations)
+        evaluation: dict[str, Any] = [{}, *read(self.evaluations)][-1]
         step = evaluation.pop("step", None)
         evaluated = {name: f"{value:.4g}" for name, value in evaluation.items() if value is not None}
         return [
@@ -125,11 +119,6 @@ def options(config: StageConfig) -> dict[str, Any]:
         if plain and matters and not flag.name.startswith(LEFT_OUT):
             chosen[flag.name] = value
     return chosen
-
-
-def last_evaluation(path: Path) -> dict[str, Any]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return json.loads(lines[-1]) if lines else {}
 
 
 def table(first: str, second: str, rows: dict[str, Any]) -> str:

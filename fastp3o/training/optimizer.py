@@ -1,5 +1,6 @@
 """AdamW: the gradients of a minibatch's packed rows are added up in fp32, then one step is made."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,16 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import get_scheduler
 
-from fastp3o.config import StageConfig
+from fastp3o.config import OptimizerConfig
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import compute_in
 from fastp3o.models.sharding import local_part, shard
 from fastp3o.precision import Precision
-from fastp3o.training.processes import NotFiniteError, sum_over_processes
-from fastp3o.training.step_guard import StepGuard
+from fastp3o.training.processes import NotFiniteError, not_finite_error, sum_over_processes
 
 KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
+# Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
+FIRST_SCALE = 2.0**12
+# The rule of torch.amp.GradScaler.
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
 
 class Optimizer:
@@ -36,13 +40,13 @@ class Optimizer:
         accelerator: Accelerator,
         model: PackedModel,
         precision: Precision,
-        config: StageConfig,
+        config: OptimizerConfig,
         steps: int,
         learning_rates: Mapping[str, float] | None = None,
         mesh: DeviceMesh | None = None,
     ):
         self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
-        self.model, self.steps = model, 0
+        self.model, self.steps, self.asked = model, 0, 0
         half = precision.weights if precision.half else None
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
@@ -107,22 +111,22 @@ class Optimizer:
         return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()
 
     def require_finite(self) -> None:
-        """Waits for the steps so far. Raises NotFiniteError if the loss or the gradient of one was not finite: it and
-        those after it have moved nothing, and do not count as `steps`.
+        """Waits for the steps so far. Raises NotFiniteError if a loss or a gradient was not finite: that step and those
+        after it have changed no weight, and do not count as `steps`.
         """
-        if self.guard.unread:
-            steps = len(self.guard.unread)
-            self.settle(steps, *self.guard.steps_before_failure())
+        if self.asked != self.steps:
+            self.settle(self.steps, self.outcome().tolist())
 
-    def require_finite_later(self, steps: int, outcome: list[float]) -> None:
-        """As `require_finite`, for steps whose outcome (`StepGuard.outcome`) the host has read by now."""
-        self.settle(steps, *self.guard.judge(outcome))
+    def outcome(self) -> Tensor:
+        """The numbers that `settle` takes, which the host may read later. The steps so far count as asked for."""
+        self.asked = self.steps
+        return self.guard.numbers()
 
-    def settle(self, steps: int, made: int, error: NotFiniteError | None) -> None:
-        """made: steps before the error, out of some. Those that are unread still have moved nothing after it."""
+    def settle(self, steps: int, numbers: list[float]) -> None:
+        """Raises as `require_finite`. numbers: the `outcome` after so many steps; later ones have changed no weight."""
+        lost, error = self.guard.read(numbers)
         if error is not None:
-            self.steps -= steps - made + len(self.guard.unread)
-            self.guard.unread = []
+            self.steps = self.asked = steps - lost
             raise error
 
     def next_learning_rate(self) -> float:
@@ -165,6 +169,81 @@ class Optimizer:
         self.guard.load_state_dict(state["loss_scale"])
 
 
+class StepGuard:
+    """Decides on the device which optimizer steps move nothing. A host that asked after each would wait for the device.
+
+    A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything, so the model is the
+    one before it when `require_finite` raises. In fp16 an infinite gradient has overflowed: its step alone moves
+    nothing, and the scale of the loss is halved; a scale below 1 is a failure.
+
+    scale: of fp16's loss, 0-d fp32; None in other precisions.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, scaled: bool):
+        self.accelerator = accelerator
+        # The values of the first failure that were not finite, infinite if no scale was low enough; 0 without one.
+        self.failure = torch.zeros((), device=accelerator.device)
+        self.lost = torch.zeros((), device=accelerator.device)  # steps from that one on
+        self.scale: Tensor | None = None
+        if scaled:
+            self.set_scale(FIRST_SCALE, finite_steps=0)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scale is None else loss * self.scale
+
+    def skips(self, loss: Tensor, norms: Tensor) -> Tensor:
+        """Whether a step must move nothing, 1.0 or 0.0, 0-d.
+
+        loss: 0-d, this process's. norms: of the gradients, the same on all processes.
+        """
+        # 0 times a value is 0 only if it is finite.
+        broken = (torch.cat([loss.detach().float()[None], norms]) * 0 != 0).float()
+        broken = sum_over_processes(self.accelerator, broken)
+        if self.scale is None:
+            failure, overflow = broken.sum(), None
+        else:
+            overflow = broken[1:].sum().clamp(max=1.0)
+            torch._amp_update_scale_(self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL)
+            failure = torch.where(self.scale < 1, math.inf, broken[0])
+        self.failure = torch.where(self.failure > 0, self.failure, failure)
+        failed = self.failure.clamp(max=1.0)
+        self.lost += failed
+        return failed if overflow is None else torch.maximum(failed, overflow)
+
+    def numbers(self) -> Tensor:
+        """What `read` takes: the steps that a failure has lost, the failure, the loss scale's state; 1-d fp32."""
+        scale = [] if self.scale is None else [self.scale, self.finite_steps.float()]
+        return torch.stack([self.lost, self.failure, *scale])
+
+    def read(self, numbers: list[float]) -> tuple[int, NotFiniteError | None]:
+        """The number of steps that a failure has lost, and its error, None without one."""
+        lost, failure, *self.scale_read = numbers
+        if math.isinf(failure):
+            return int(lost), NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
+        what = "the loss or the gradient" if self.scale is None else "the loss"
+        return int(lost), not_finite_error(what, int(failure)) if failure else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale as the host last read it, in the layout of torch's GradScaler; empty without one."""
+        if self.scale is None:
+            return {}
+        scale, finite_steps = self.scale_read
+        rule = {"growth_factor": GROWTH, "backoff_factor": BACKOFF, "growth_interval": INTERVAL}
+        return {"scale": scale, **rule, "_growth_tracker": int(finite_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the loss scale. Precisions without one ignore it."""
+        if self.scale is not None and state:
+            self.set_scale(state["scale"], finite_steps=state["_growth_tracker"])
+
+    def set_scale(self, scale: float, *, finite_steps: int) -> None:
+        """finite_steps: since the scale last changed."""
+        device = self.accelerator.device
+        self.scale_read = [scale, float(finite_steps)]
+        self.scale = torch.full((), scale, device=device)
+        self.finite_steps = torch.full((), finite_steps, dtype=torch.int32, device=device)
+
+
 class DividingAdamW(torch.optim.AdamW):
     """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
 
@@ -188,14 +267,11 @@ def parameter_groups(
     parameters: dict[str, nn.Parameter], learning_rate: float, learning_rates: Mapping[str, float]
 ) -> list[dict]:
     """AdamW's groups: first all with the common learning rate, then each submodule with its own."""
-    common: list[nn.Parameter] = []
-    own: dict[str, list[nn.Parameter]] = {module: [] for module in learning_rates}
+    rates = {"": learning_rate, **learning_rates}
+    groups: dict[str, list[nn.Parameter]] = {module: [] for module in rates}
     for name, parameter in parameters.items():
-        module = next((module for module in own if name.startswith(module + ".")), None)
-        (common if module is None else own[module]).append(parameter)
-    groups = [{"params": common, "lr": learning_rate}]
-    groups += [{"params": own[module], "lr": rate} for module, rate in learning_rates.items()]
-    return [group for group in groups if group["params"]]
+        groups[next((module for module in learning_rates if name.startswith(f"{module}.")), "")].append(parameter)
+    return [{"params": group, "lr": rates[module]} for module, group in groups.items() if group]
 
 
 class Masters:

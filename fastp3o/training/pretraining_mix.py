@@ -6,9 +6,9 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.models.dropout import dropout_on
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
+from fastp3o.models.trainable import dropout_on
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.training.optimizer import Optimizer

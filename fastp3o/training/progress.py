@@ -1,43 +1,37 @@
 """progress.png: the main metrics of a run over its steps, and its evaluations."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastp3o.training.durable import whole_file
+from fastp3o.training.log import read
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
 
-class Panel(NamedTuple):
-    """A metric, and how its panel is called."""
-
-    metric: str
-    title: str
-
-
-ONLINE = (
-    Panel("reward", "reward"),
-    Panel("gold", "gold reward"),
-    Panel("kl", "KL to the reference (nats per response)"),
-    Panel("response_length", "response length (tokens)"),
-    Panel("missing_eos", "share without end-of-sequence"),
-    Panel("clip_fraction", "clip fraction"),
-    Panel("entropy", "entropy (nats per token)"),
-)
-SUPERVISED = (
-    Panel("loss", "loss"),
-    Panel("accuracy", "accuracy"),
-    Panel("margin", "margin of the better response"),
-    Panel("reward", "reward of sampled responses"),
-    Panel("kl", "KL to the reference (nats per response)"),
-    Panel("grad_norm", "gradient norm"),
-)
+# The titles of panels, by metric.
+ONLINE = {
+    "reward": "reward",
+    "gold": "gold reward",
+    "kl": "KL to the reference (nats per response)",
+    "response_length": "response length (tokens)",
+    "missing_eos": "share without end-of-sequence",
+    "clip_fraction": "clip fraction",
+    "entropy": "entropy (nats per token)",
+}
+SUPERVISED = {
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "margin": "margin of the better response",
+    "reward": "reward of sampled responses",
+    "kl": "KL to the reference (nats per response)",
+    "grad_norm": "gradient norm",
+}
 MOST_IN_A_ROW = 3  # of a single row
 SMOOTHED_FROM, MEANS = 100, 25  # steps from which on there is a running mean; its window is this part of them
 STEPS, EVALUATIONS = "#1f77b4", "#d62728"
@@ -48,15 +42,13 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
 
     metrics, evaluations: logs of the run; lines that are damaged are left out.
     """
-    steps, evaluated = read_lines(metrics), read_lines(evaluations)
+    steps, evaluated = [*read(metrics)], [*read(evaluations)]
     if not steps:
         return False
     is_online = "reward" in steps[-1]
-    panels = [
-        (panel, (points(steps, panel.metric), points(evaluated, panel.metric)))
-        for panel in (ONLINE if is_online else SUPERVISED)
-    ]
-    panels = [(panel, lines) for panel, lines in panels if any(len(line[0]) for line in lines)]
+    titles = ONLINE if is_online else SUPERVISED
+    panels = {title: (points(steps, metric), points(evaluated, metric)) for metric, title in titles.items()}
+    panels = {title: lines for title, lines in panels.items() if any(len(line[0]) for line in lines)}
     draw(panels, path, title=str(path.parent), unit="update" if is_online else "step")
     return True
 
@@ -64,23 +56,10 @@ def draw_progress(metrics: Path, evaluations: Path, path: Path) -> bool:
 Line = tuple[np.ndarray, np.ndarray]  # steps and values
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log of numbers, without those that are damaged, such as one that is being written."""
-    lines = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and "step" in values:
-            lines.append(values)
-    return lines
-
-
 def points(lines: Sequence[dict[str, float | None]], metric: str) -> Line:
     """The finite values of a metric."""
-    found = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
-    return np.array([step for step, _ in found]), np.array([value for _, value in found])
+    lines = [line for line in lines if line.get(metric) is not None]
+    return np.array([line["step"] for line in lines]), np.array([line[metric] for line in lines])
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
@@ -104,7 +83,7 @@ def draw_steps(axes: "Axes", steps: Line, window: int) -> dict[str, "Artist"]:
     return {f"training, and its mean over {window} steps": line}
 
 
-def draw(panels: Sequence[tuple[Panel, tuple[Line, Line]]], path: Path, *, title: str, unit: str) -> None:
+def draw(panels: Mapping[str, tuple[Line, Line]], path: Path, *, title: str, unit: str) -> None:
     # These take half a second, for which the start of a run does not wait.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -113,14 +92,14 @@ def draw(panels: Sequence[tuple[Panel, tuple[Line, Line]]], path: Path, *, title
     columns = -(-len(panels) // rows)
     figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.6), layout="constrained")
     all_axes = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten()
-    count = max(len(steps) for _, ((steps, _), _) in panels)
+    count = max(len(steps) for (steps, _), _ in panels.values())
     window = count // MEANS if count >= SMOOTHED_FROM else count
     handles: dict[str, Artist] = {}
-    for axes, (panel, (steps, evaluated)) in zip(all_axes, panels, strict=False):
+    for axes, (name, (steps, evaluated)) in zip(all_axes, panels.items(), strict=False):
         handles |= draw_steps(axes, steps, window)
         if len(evaluated[0]):
             (handles["evaluation"],) = axes.plot(*evaluated, "o", color=EVALUATIONS, markersize=4.5)
-        axes.set_title(panel.title, fontsize=10)
+        axes.set_title(name, fontsize=10)
         axes.tick_params(labelsize=8, labelbottom=True)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

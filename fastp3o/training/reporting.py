@@ -1,28 +1,47 @@
-"""Reports a run: JSON lines, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
+"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
 
+import json
+import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
+from fastp3o.training import log
+from fastp3o.training.log import LoggedGroup, prompt_end, visible
 from fastp3o.training.progress import draw_progress
-from fastp3o.training.rollout_log import LoggedGroup, append_groups
 from fastp3o.training.run_files import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
-from fastp3o.training.run_folder import append_line
-from fastp3o.training.shown_text import prompt_end, visible
-from fastp3o.training.tracker_tables import log_table
 
 # Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
+
+
+class ThreadsLock(TqdmDefaultWriteLock):
+    """tqdm's lock without the part that forks share: one that is killed while it prints would stop the run for ever."""
+
+    def __init__(self) -> None:
+        self.locks = [self.th_lock]
+
+    @property
+    def mp_lock(self) -> Any:
+        """For tqdm's process_map, which gives it to its processes."""
+        return multiprocessing.RLock()
+
+
+tqdm.set_lock(ThreadsLock())
 
 
 class Reporter:
@@ -74,22 +93,32 @@ class Reporter:
 
     def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
-            append_line(self.folder / name, step, metrics)
+            values = {name: log.finite_or_none(value) for name, value in metrics.items()}
+            log.append(self.folder / name, [{"step": step, **values}])
 
     def rollouts(self, step: int, groups: list[LoggedGroup]) -> None:
-        """Logs groups of an update, in the file and in the trackers' tables."""
+        """Logs groups of an update, in the file and in tables of the trackers that have any."""
         if not self.accelerator.is_main_process:
             return
-        append_groups(self.folder / ROLLOUTS, groups)
-        parts = list(groups[0].responses[0].parts)
-        columns = ("prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished")
+        log.append(self.folder / ROLLOUTS, map(asdict, groups))
+        name, parts = "train/rollouts", groups[0].responses[0].parts
+        columns = ["prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished"]
         rows = [
-            (group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished))
+            [group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished)]
             for group in groups
             for one in group.responses
         ]
         for tracker in self.accelerator.trackers:
-            log_table(tracker, "train/rollouts", columns, rows, step)
+            if tracker.name == "tensorboard":  # whose Markdown shows indented lines as they are
+                lines = [f"    {json.dumps(row, ensure_ascii=False)}\n" for row in (columns, *rows)]
+                tracker.log({name: "".join(lines)}, step=step)
+            elif tracker.name == "wandb":
+                tracker.log_table(name, columns=columns, data=rows, step=step)
+            elif tracker.name == "trackio":
+                import pandas
+                import trackio
+
+                tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
 
     def samples(
         self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]
@@ -128,6 +157,14 @@ class Reporter:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
 
+    def compress_rollouts(self) -> None:
+        """Compresses the log of rollouts. A disk that is full is said and ends nothing."""
+        try:
+            if self.accelerator.is_main_process:
+                log.finish(self.folder / ROLLOUTS)
+        except OSError as error:
+            self.print(f"{self.folder / ROLLOUTS} is not compressed: {error}")
+
     def draw(self) -> None:
         """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""
         path = self.folder / PROGRESS
@@ -146,6 +183,37 @@ def with_deviations(metrics: dict[str, float]) -> str:
         f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
         for name, value in means.items()
     )
+
+
+class Moment:
+    """When the device has done all that was launched before; on a CPU that is when this is made."""
+
+    def __init__(self, device: torch.device):
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Call after both events have completed."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+class LateNumbers(Moment):
+    """Numbers that are on their way to the host, and the moment of their arrival: the host launches more meanwhile."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers.to("cpu", non_blocking=True)
+        super().__init__(numbers.device)
+
+    def read(self) -> list[float]:
+        """Waits until they have arrived, and not for what was launched since."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()
 
 
 class Phases:

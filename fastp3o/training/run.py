@@ -15,15 +15,14 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.config import StageConfig
-from fastp3o.context import Context
+from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.given import Callback
 from fastp3o.named_function import FunctionError, ends_forks, restored
 from fastp3o.training.best import Best, read_best
 from fastp3o.training.checkpoints import save_trained
 from fastp3o.training.hub import upload
-from fastp3o.training.late import LateNumbers, Moment
+from fastp3o.training.log import cut_after, sync_logs
 from fastp3o.training.model_card import Training
 from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import (
@@ -35,19 +34,17 @@ from fastp3o.training.processes import (
     require_all_finite,
     result_or_error,
 )
-from fastp3o.training.reporting import Phases, Reporter, peak_memory_gib
+from fastp3o.training.reporting import LateNumbers, Moment, Phases, Reporter, peak_memory_gib
 from fastp3o.training.run_files import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS
 from fastp3o.training.run_folder import (
     claim,
     clear_away,
-    keep_until,
     release,
-    sync_logs,
     write_config,
 )
 from fastp3o.training.states.fingerprints import run_fingerprints
-from fastp3o.training.states.manifest import ResumeError, plain, require_same_run
-from fastp3o.training.states.store import Carried, Progress, States
+from fastp3o.training.states.manifest import ResumeError, require_same_run
+from fastp3o.training.states.store import Progress, RunState, States
 from fastp3o.training.stopping import StoppedError, Stops
 
 STATES = "state"
@@ -62,26 +59,6 @@ class Steps(NamedTuple):
     last: int
 
 
-class LateStep(NamedTuple):
-    """A step that was launched, and whose outcome the host has not read yet.
-
-    numbers: the outcome of the optimizer steps, the number of weights that are not finite, and the metrics. known: the
-    other metrics. progress: after the step, with the loss scale before it.
-    """
-
-    step: int
-    optimizer_steps: int
-    numbers: LateNumbers
-    outcomes: int  # numbers of the optimizer steps
-    names: tuple[str, ...]  # of the metrics
-    known: dict[str, float]
-    begun: Moment
-    progress: Progress
-    steps_so_far: int
-    tokens: float
-    shown: tuple[str, ...]
-
-
 class Run:
     """Iterates over the numbers of a loop's steps, and evaluates and saves between them as the configuration says.
 
@@ -90,7 +67,7 @@ class Run:
     Args:
         evaluate: gives the metrics of an evaluation; None without evaluation data.
         data: the examples, by the option that names them.
-        carried: what else goes from step to step and into a state.
+        state: what else goes from step to step and into a state.
 
     Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError if the folder is not
     this run's, ResumeError if the run would be another than the one it goes on from, and CorruptStateError if none of
@@ -106,16 +83,16 @@ class Run:
         *,
         evaluate: Callable[[], dict[str, float]] | None,
         data: Mapping[str, Dataset | None],
-        carried: Carried | None = None,
+        state: RunState | None = None,
     ):
         self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
         self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
-        self.given = context.given
-        self.pending = None if carried is None else carried.pending
+        self.on_update, self.on_evaluation = context.caller or Caller()
+        self.pending = None if state is None else state.pending
         self.folder = claim(self.accelerator, config)
         try:
             self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config, data))
-            self.states = States(self.folder / STATES, optimizer, carried or Carried())
+            self.states = States(self.folder / STATES, optimizer, state or RunState())
             self.progress = self.resumed() or self.states.progress(0, evaluated=False)
             self.optimizer_steps = optimizer.steps
             on_main_process(self.accelerator, self.begin)
@@ -125,20 +102,20 @@ class Run:
             raise
         done = self.progress.step
         purge = {"tensorboard": {"purge_step": done + 1}}
-        self.accelerator.init_trackers("trackers", config=plain(config), init_kwargs=purge if done else {})
+        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=purge if done else {})
         self.reporter = Reporter(
             self.accelerator,
             self.folder,
             stage=steps.stage,
             first_step=done,
             steps=steps.last,
-            ends_processes=not self.given.program_goes_on,
+            ends_processes=context.caller is None,
         )
         self.phases = Phases()
         self.stops = Stops(self.accelerator)
         self.saved_at = time.monotonic()
         self.warned: set[str] = set()
-        self.late: LateStep | None = None
+        self.unread: Callable[[], None] | None = None  # settles the step whose outcome the host has not read
         self.last = steps.last  # number of the last step, an earlier one once the run is to end
         self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
 
@@ -169,7 +146,7 @@ class Run:
         if done and not (self.folder / METRICS).exists():
             self.accelerator.print(f"{self.folder / METRICS} is gone, and with it the metrics up to step {done}")
         for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
-            for line in keep_until(self.folder / name, last):
+            for line in cut_after(self.folder / name, last):
                 self.accelerator.print(line)
         write_config(self.folder, self.config)
 
@@ -177,21 +154,24 @@ class Run:
         with self.stops:
             try:
                 self.evaluate_after(self.progress.step)
-                self.write_missing_checkpoint()
                 step = self.progress.step
+                checkpoint = self.checkpoint_after(step)
+                # A run that was killed has not written it.
+                if checkpoint and not on_main_process(self.accelerator, checkpoint.exists):
+                    self.save_model(checkpoint)
                 while step < self.last:
                     step += 1
                     yield step
-                    if self.late is None:
+                    if self.unread is None:
                         self.require_finite_weights(step)
                         self.note_progress(step, evaluated=False)
                     self.call_back(step)
                     self.stop_or_save()
                     self.evaluate_after(step)
-                    if self.checkpoint_due(step):
+                    if checkpoint := self.checkpoint_after(step):
                         self.read_late_step()
                         self.save_state()
-                        self.save_model(self.checkpoint_folder(step))
+                        self.save_model(checkpoint)
                 self.read_late_step()
                 self.call_back(step)
                 self.stop_or_save()
@@ -210,6 +190,7 @@ class Run:
         """Ends the report, and says where the finished model is. address: on the hub."""
         if self.best is not None:
             self.reporter.print(f"best {self.best}: {self.folder / BEST_MODEL}")
+        self.reporter.compress_rollouts()
         self.reporter.close()
         if address is not None:
             self.accelerator.print(f"the model is at {address}")
@@ -250,26 +231,28 @@ class Run:
             self.reporter.close()
             raise type(error)(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
 
-    def report(self, step: int, metrics: dict[str, float], *, tokens: float, shown: tuple[str, ...]) -> None:
-        """Reports a step's metrics, times and memory. tokens: trained on, over all processes. shown: the names of the
-        metrics next to the progress bar.
-        """
-        metrics = metrics | {"learning_rate": self.optimizer.learning_rate}
-        self.write_report(step, metrics, self.phases.read(), tokens, shown)
-
-    def write_report(
-        self, step: int, metrics: dict[str, float], seconds: dict[str, float], tokens: float, shown: tuple[str, ...]
+    def report(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        tokens: float,
+        shown: tuple[str, ...],
+        seconds: dict[str, float] | None = None,
     ) -> None:
-        """seconds: of each phase."""
+        """Reports a step's metrics, times and memory. tokens: trained on, over all processes. shown: the names of the
+        metrics next to the progress bar. seconds: of each phase; None for what `phase` has measured.
+        """
+        seconds = self.phases.read() if seconds is None else seconds
         total = sum(seconds.values())
         metrics = (
             metrics
-            | {"peak_memory_gib": peak_memory_gib()}
-            | {"seconds": total, "tokens_per_second": tokens / total}
+            | {"learning_rate": metrics.get("learning_rate", self.optimizer.learning_rate)}
+            | {"peak_memory_gib": peak_memory_gib(), "seconds": total, "tokens_per_second": tokens / total}
             | {f"seconds_{phase}": value for phase, value in seconds.items()}
         )
         self.reporter.step(step, metrics, shown=shown)
-        if self.given.on_update is not None:
+        if self.on_update is not None:
             self.reported.append({"step": step, **metrics})
 
     def report_later(
@@ -277,7 +260,7 @@ class Run:
         step: int,
         begun: Moment,
         metrics: dict[str, Tensor],
-        known: dict[str, float],
+        host_metrics: dict[str, float],
         *,
         tokens: float,
         shown: tuple[str, ...],
@@ -285,25 +268,25 @@ class Run:
         """Ends a step that the device may still be working on: reads the outcome of the step before it, and sends its
         own on the way, which is read after the next step, or before anything is saved or evaluated.
 
-        begun: when its work began. metrics: 0-d, on the device. known: metrics that the host knows.
+        begun: when its work began. metrics: 0-d, on the device. host_metrics: the others.
         """
         self.read_late_step()
-        optimizer, steps = self.optimizer, len(self.optimizer.guard.unread)
-        outcome = optimizer.guard.outcome()
-        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights()))
-        self.late = LateStep(
-            step,
-            optimizer_steps=steps,
-            numbers=LateNumbers(torch.cat([outcome, bad.float()[None], torch.stack([*metrics.values()])])),
-            outcomes=len(outcome),
-            names=tuple(metrics),
-            known=known | {"learning_rate": optimizer.learning_rate},
-            begun=begun,
-            progress=self.states.progress(step, evaluated=False),
-            steps_so_far=optimizer.steps,
-            tokens=tokens,
-            shown=shown,
-        )
+        outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
+        steps, learning_rate = self.optimizer.steps, self.optimizer.learning_rate
+        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights())).float()
+        late = LateNumbers(torch.cat([torch.stack([bad, *metrics.values()]), outcome]))
+
+        def settle() -> None:
+            bad, *numbers = late.read()
+            with self.saved_after_error(step):
+                self.optimizer.settle(steps, numbers[len(metrics) :])
+            values = dict(zip(metrics, numbers, strict=False)) | host_metrics | {"learning_rate": learning_rate}
+            self.report(step, values, tokens=tokens, shown=shown, seconds={"update": late.seconds_since(begun)})
+            if bad:
+                raise self.ruined(step, not_finite_error(A_WEIGHT, int(bad)))
+            self.progress, self.optimizer_steps = self.states.with_loss_scale(progress), steps
+
+        self.unread = settle
 
     def read_late_step(self) -> None:
         """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one.
@@ -311,19 +294,9 @@ class Run:
         Raises NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before
         that step, also where a later one was launched.
         """
-        late, self.late = self.late, None
-        if late is None:
-            return
-        numbers = late.numbers.read()
-        outcome, bad, metrics = numbers[: late.outcomes], numbers[late.outcomes], numbers[late.outcomes + 1 :]
-        with self.saved_after_error(late.step):
-            self.optimizer.require_finite_later(late.optimizer_steps, outcome)
-        seconds = {"update": late.numbers.arrived.seconds_since(late.begun)}
-        values = dict(zip(late.names, metrics, strict=True)) | late.known
-        self.write_report(late.step, values, seconds, late.tokens, late.shown)
-        if bad:
-            raise self.ruined(late.step, not_finite_error(A_WEIGHT, int(bad)))
-        self.progress, self.optimizer_steps = self.states.with_loss_scale(late.progress), late.steps_so_far
+        settle, self.unread = self.unread, None
+        if settle is not None:
+            settle()
 
     def warn_once(self, about: str, message: str) -> None:
         if about not in self.warned:
@@ -349,8 +322,8 @@ class Run:
                 self.save_model(self.folder / BEST_MODEL, self.best.file)
             # Only noted here: a step without one may be the last of a resumed run, and then one is due.
             self.note_progress(step, evaluated=True)
-            if self.given.on_evaluation is not None:
-                self.end_if_asked(self.given.on_evaluation, step, {"step": step, **metrics})
+            if self.on_evaluation is not None:
+                self.end_if_asked(self.on_evaluation, step, {"step": step, **metrics})
         if self.best is not None and 0 < self.config.early_stopping <= self.best.since:
             self.reporter.print(f"--early_stopping: no evaluation since was better than {self.best}")
             self.last = step
@@ -360,15 +333,15 @@ class Run:
         config = self.config
         if config.keep_best is None:
             return None
-        found, since = on_main_process(self.accelerator, lambda: read_best(self.folder))
-        return Best(config.keep_best, lowest=config.lowest_is_best, found=found, since=since)
+        best, since = on_main_process(self.accelerator, lambda: read_best(self.folder))
+        return Best(config.keep_best, lowest=config.lowest_is_best, found=best, since=since)
 
     def call_back(self, step: int) -> None:
         """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
         reported, self.reported = self.reported, []
         for metrics in reported:
-            assert self.given.on_update is not None
-            self.end_if_asked(self.given.on_update, step, metrics)
+            assert self.on_update is not None
+            self.end_if_asked(self.on_update, step, metrics)
 
     def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
         """Saves the state if the callback raises, so that the run can go on."""
@@ -429,31 +402,20 @@ class Run:
         """Writes the state of the noted progress, after syncing the logs."""
         assert not self.moved
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
-        self.states.save(self.progress, plain(self.config), self.fingerprints)
+        self.states.save(self.progress, self.config.plain(), self.fingerprints)
         self.saved_at = time.monotonic()
         self.stops.forget()
 
-    def checkpoint_due(self, step: int) -> bool:
-        return bool(self.config.save_every) and step % self.config.save_every == 0
-
-    def checkpoint_folder(self, step: int) -> Path:
-        return self.folder / f"checkpoint-{step:06}"
-
-    def write_missing_checkpoint(self) -> None:
-        """Writes the checkpoint that a killed run had not yet written."""
-        step = self.progress.step
-        if step and self.checkpoint_due(step):
-            checkpoint = self.checkpoint_folder(step)
-            if not on_main_process(self.accelerator, checkpoint.exists):
-                self.save_model(checkpoint)
+    def checkpoint_after(self, step: int) -> Path | None:
+        """The folder of the checkpoint that is due after a step; None without one."""
+        every = self.config.save_every
+        return self.folder / f"checkpoint-{step:06}" if step and every and step % every == 0 else None
 
     def save_model(self, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """files: texts that go with it, by name."""
         precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
         step = self.progress.step
-        training = Training(
-            self.config, self.steps.stage, step, self.steps.last, precision, evaluations, self.given.base
-        )
+        training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
         save_trained(self.optimizer, self.tokenizer, folder, training, files)
 
 

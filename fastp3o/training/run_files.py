@@ -3,7 +3,7 @@
 CONFIG = "config.yaml"
 LOCK = "fastp3o.lock"
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
-ROLLOUTS = "rollouts.jsonl.gz"  # of online updates
+ROLLOUTS = "rollouts.jsonl"  # of online updates; compressed, with .gz, at the end
 LOGS = (METRICS, EVALUATIONS, ROLLOUTS)  # which grow while a run trains
 PROGRESS = "progress.png"  # metrics over the steps
 FINISHED_MODEL, ADAPTER, BEST_MODEL = "model", "adapter", "best"

@@ -2,28 +2,24 @@
 
 output_dir/fastp3o.lock                marks the folder as a run's; locked while a process trains in it
 output_dir/config.yaml                 the configuration of the last start that passed its checks
-output_dir/metrics.jsonl, eval.jsonl   a line for each step; a line is appended and never changed
-output_dir/rollouts.jsonl.gz           a gzip member for each update; a member is appended and never changed
+output_dir/metrics.jsonl, eval.jsonl   logs (fastp3o/training/log.py), a line for each step
+output_dir/rollouts.jsonl              a log, a line for each prompt; rollouts.jsonl.gz once the run has ended
 """
 
 import errno
 import fcntl
-import json
-import math
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import yaml
 from accelerate import Accelerator
 
-from fastp3o.config import RunConfig
+from fastp3o.config import Named, RunConfig
 from fastp3o.errors import UserError
-from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, naming, sync, write_file
+from fastp3o.training.durable import LEFTOVER, clear_leftovers, make_folder, write_file
 from fastp3o.training.processes import on_main_process
-from fastp3o.training.rollout_log import members
 from fastp3o.training.run_files import (
     ADAPTER,
     BEST_MODEL,
@@ -41,7 +37,7 @@ from fastp3o.training.states.fingerprints import MODELS, names_in
 from fastp3o.training.states.manifest import MANIFEST
 
 OURS = re.compile(
-    rf"{CONFIG}|{'|'.join(LOGS)}|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|{PROGRESS}|"
+    rf"{CONFIG}|(?:{'|'.join(LOGS)})(?:\.gz)?|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|{PROGRESS}|"
     rf"{FINISHED_MODEL}|{ADAPTER}|{BEST_MODEL}|"
     r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
@@ -63,7 +59,8 @@ def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     for option in MODELS:
         for name in names_in(config, option):
-            if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
+            inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
+            if inside and not isinstance(name, Named):
                 raise UserError(
                     f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
                     "another --output_dir"
@@ -135,7 +132,7 @@ def release(folder: Path) -> None:
 
 def write_config(folder: Path, config: RunConfig) -> None:
     """Writes all options except those that are None, so that scripts can read the file again."""
-    options = {name: value for name, value in vars(config).items() if value is not None}
+    options = {name: value for name, value in config.plain().items() if value is not None}
     write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
 
 
@@ -143,59 +140,3 @@ def clear_away(folder: Path) -> None:
     """Removes unfinished writes of earlier processes of this run."""
     for place in (folder, *folder.glob("stopped-in-*")):
         clear_leftovers(place, OURS)
-
-
-def append_line(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds a line of JSON to a log. A value that is not finite is written as null."""
-    values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    with naming(path), path.open("a") as file:
-        file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
-
-
-def keep_until(path: Path, step: int) -> list[str]:
-    """Removes what a log has after `step`, which a resumed run writes again, and damaged lines, or damaged members of a
-    compressed log, such as the end of a file on a disk that was full. Returns a message for each that is damaged.
-
-    All that belongs to steps up to `step` was synced before that step's state was.
-    """
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    unit, parts = ("part", numbered_members(content)) if path.suffix == ".gz" else ("line", numbered_lines(content))
-    kept, damaged = [], []
-    for number, (part, last) in enumerate(parts, 1):
-        if last is None:
-            damaged.append(f"{path} {unit} {number} is damaged and left out")
-        elif last <= step:
-            kept.append(part)
-    if b"".join(kept) != content:
-        write_file(path, b"".join(kept))
-    return damaged
-
-
-def numbered_lines(content: bytes) -> Iterator[tuple[bytes, int | None]]:
-    """Lines of a log with their steps, None for a damaged one."""
-    for line in content.splitlines(keepends=True):
-        yield line, line_step(line)
-
-
-def numbered_members(content: bytes) -> Iterator[tuple[bytes, int | None]]:
-    """Members of a compressed log with the steps of their last lines, None for a damaged one."""
-    for member in members(content):
-        lines = member.text.splitlines(keepends=True)
-        yield member.content, line_step(lines[-1]) if lines and member.is_whole else None
-
-
-def line_step(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) and line.endswith(b"\n") else None
-
-
-def sync_logs(folder: Path) -> None:
-    for path in (folder / name for name in LOGS):
-        if path.exists():
-            sync(path)
-    sync(folder)

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 from fastp3o.packing.on_device import to_device
-from fastp3o.training.late import LateNumbers
+from fastp3o.training.reporting import LateNumbers
 
 ONE_REQUEST = 3.0  # seconds
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -41,7 +41,7 @@ class Stops:
         self.accelerator = accelerator
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
-        self.said: LateNumbers | None = None  # by all processes at the last call of `agreed`
+        self.exchange: LateNumbers | None = None  # of all processes, at the last call of `agreed`
 
     def __enter__(self) -> "Stops":
         # Python runs handlers in the main thread only.
@@ -55,9 +55,6 @@ class Stops:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.restore_handlers()
-
-    def restore_handlers(self) -> None:
         noting.discard(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -78,43 +75,39 @@ class Stops:
     def agreed(self, due: bool) -> tuple[int, bool]:
         """The signal that any process has received (0: none), and whether something is due on any. A collective.
 
-        Several processes hear at the next call what each has said: then no host waits for the device.
+        Several processes have the answer of the call before: then no host waits for the device.
         """
         if self.accelerator.num_processes == 1:
             return self.received, due
-        said = to_device(torch.tensor([[float(self.received), float(due)]]), self.accelerator.device)
-        heard, self.said = self.said, LateNumbers(self.accelerator.gather(said).amax(0))
-        if heard is None:
-            return 0, False
-        number, any_due = heard.read()
+        mine = to_device(torch.tensor([[float(self.received), float(due)]]), self.accelerator.device)
+        before, self.exchange = self.exchange, LateNumbers(self.accelerator.gather(mine).amax(0))
+        number, any_due = (0, False) if before is None else before.read()
         return int(number), bool(any_due)
 
     def forget(self) -> None:
-        """Drops what was said before it was acted on."""
-        self.said = None
+        """Forgets the last exchange, so that a stop that was handled is not handled again."""
+        self.exchange = None
 
 
 # The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
 # is one for all of them.
 noting: set[Stops] = set()
-
-
 forking = threading.local()
 
 
-def hold_signals() -> None:
-    """Before a fork: a signal that its child gets before it has the old handlers would be lost."""
+def before_fork() -> None:
+    """A signal that the fork gets before it has the handlers from before the run would be lost: it waits."""
     forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if noting else ())
 
 
-def let_signals_through() -> None:
+def after_fork() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
 
-def restore_handlers() -> None:
+def after_fork_in_child() -> None:
     for stops in list(noting):
-        stops.restore_handlers()
-    let_signals_through()
+        stops.__exit__(None, None, None)
+    after_fork()
 
 
-os.register_at_fork(before=hold_signals, after_in_parent=let_signals_through, after_in_child=restore_handlers)
+os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)

@@ -87,10 +87,10 @@ def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, order: 
     if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
         raise ValueError(f"order must have each row of the batch once, got {order.tolist()}")
     for first in range(0, len(order), K):
-        check_siblings(input_ids, mask, order[first : first + K].tolist())
+        check_same_prompts(input_ids, mask, order[first : first + K].tolist())
 
 
-def check_siblings(input_ids: Tensor, mask: Tensor, rows: list[int]) -> None:
+def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: list[int]) -> None:
     """Checks that the same tokens come before all responses to a prompt; rows without a response do not count."""
     prompts = {row: input_ids[row, : first_index(mask[row])[0]] for row in rows if mask[row].any()}
     known = list(prompts)

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fastp3o.errors import UserError
 from fastp3o.training import reporting
 from fastp3o.training.reporting import Reporter
 from tests.fastp3o.metric_table import require_documented
@@ -114,6 +115,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTo
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def errors_name_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a command; tests of Python's own errors turn it off."""
+    monkeypatch.setattr(UserError, "names_flags", True)
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastp3o
 from fastp3o import DPOConfig, KTOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.stages import online
 from fastp3o.stages.generate.config import GenerateConfig
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.fastp3o.torchrun import environment, torchrun
 
 CALLS = 0
+
+
+@pytest.fixture(autouse=True)
+def errors_name_arguments(monkeypatch: pytest.MonkeyPatch, errors_name_flags: None) -> None:
+    monkeypatch.setattr(UserError, "names_flags", False)
 
 
 def vowels(prompts, responses):
@@ -400,9 +405,13 @@ def make_copy(workplace: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "given", "message"),
     [
-        ({}, {"reward": vowels}, "--prompts is missing"),
-        ({}, {"prompts": "prompts.jsonl"}, "--reward is missing"),
-        ({"eval_every": 1}, {"prompts": "prompts.jsonl", "reward": vowels}, "--eval_every does nothing without"),
+        ({}, {"reward": vowels}, "^prompts is missing"),
+        ({}, {"prompts": "prompts.jsonl"}, "^reward is missing"),
+        (
+            {"eval_every": 1},
+            {"prompts": "prompts.jsonl", "reward": vowels},
+            "^eval_every does nothing without eval_prompts",
+        ),
         ({"split": "test"}, {"prompts": [{"prompt": "a"}], "reward": vowels}, "<prompts>: there is no split 'test'"),
         ({}, {"prompts": [{"prompt": 3}], "reward": vowels}, "<prompts> record 1"),
         ({}, {"prompts": ["a"], "reward": vowels}, "<prompts> record 1: expected an object"),
@@ -411,18 +420,19 @@ def make_copy(workplace: Path) -> Path:
         ({}, {"prompts": pd.DataFrame({"prompt": ["a"]})}, "such as a DataFrame's to_dict"),
         ({}, {"train_data": []}, "P3OConfig has no train_data"),
         ({}, {"prompts": "prompts.jsonl", "reward": vowels, "tokenizer": 3}, "tokenizer= goes with a loaded model"),
-        ({}, {"prompts": "prompts.jsonl", "reward": 3}, "reward must be a function or what --reward takes, got a int"),
+        ({}, {"prompts": "prompts.jsonl", "reward": 3}, "reward must be a function or what reward takes, got a int"),
         ({}, {"prompts": "prompts.jsonl", "reward": third_without_a_name}, "columns of the data after them, by name"),
         ({}, {"prompts": "prompts.jsonl", "reward": lambda texts: []}, "must take prompts and responses first"),
         ({}, {"model": 3}, "model must be a transformers model"),
-        ({"objective": "ppo"}, {"prompts": "prompts.jsonl", "reward": vowels}, "--objective is p3o in these options"),
-        ({"report_to": " "}, {"prompts": "prompts.jsonl", "reward": vowels}, "--report_to must not be empty"),
+        ({"objective": "ppo"}, {"prompts": "prompts.jsonl", "reward": vowels}, "^objective is p3o in these options"),
+        ({"report_to": " "}, {"prompts": "prompts.jsonl", "reward": vowels}, "^report_to must not be empty"),
         (
             {"reward_weights": "1,2"},
             {"prompts": "prompts.jsonl", "reward": vowels},
-            "--reward_weights must be 1",
+            "^reward_weights must be 1",
         ),
-        ({"sampler": "vllm"}, {}, "--sampler vllm needs --vllm_url"),
+        ({"learning_rate": -1.0}, {}, "^learning_rate must be above 0, got -1.0"),
+        ({"sampler": "vllm"}, {}, "^sampler vllm needs vllm_url"),
     ],
 )
 def test_mistakes_are_the_commands_errors(tiny_model, workplace, changes, given, message):
@@ -442,7 +452,7 @@ def test_models_that_cannot_train_are_refused(tiny_model, workplace):
         train(settings, **given, model=empty, tokenizer=tokenizer)
     model.generation_config.update(do_sample=False, temperature=0.1)
     with pytest.raises(
-        UserError, match=r"model cannot be saved for the run: GenerationConfig is invalid: .*temperature"
+        UserError, match=r"model could not be saved after the run: GenerationConfig is invalid: .*temperature"
     ):
         train(settings, **given, model=model)
     peft = pytest.importorskip("peft")

@@ -1,15 +1,16 @@
 import re
 import runpy
 import sys
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 
 import numpy as np
 import pytest
 import torch
 from transformers import SchedulerType, get_scheduler
 
-from fastp3o.config import SCHEDULES, objective_name, option, parse, parse_chosen
-from fastp3o.config import __file__ as config_file
+from fastp3o.cli import __file__ as cli_file
+from fastp3o.cli import parse, parse_chosen
+from fastp3o.config import SCHEDULES, Flags, conditions, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GSPOConfig, REINFORCEConfig, RLOOConfig
@@ -95,9 +96,8 @@ def test_a_flag_that_is_declared_again_stays_changeable_and_needs_flags_that_exi
             inherited = {field.name: field for field in fields(base)} if is_dataclass(base) else {}
             if flag.name in inherited and inherited[flag.name].metadata.get("changeable"):
                 assert flag.metadata.get("changeable"), flag.name
-        needs = flag.metadata.get("needs", ())
-        needs = (needs,) if isinstance(needs, str) else needs
-        assert not needs or {name.name for name in fields(chosen)} & set(needs), flag.name
+        needs = {need.flag for need in conditions(flag.metadata.get("needs", ()))}
+        assert not needs or {name.name for name in fields(chosen)} & needs, flag.name
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,17 @@ def test_numbers_of_numpy_paths_and_enums_become_what_yaml_holds(tmp_path):
     assert [type(value) for value in got] == [int, float, str, float, str]
     with pytest.raises(UserError, match="--temperature must be a finite number"):
         P3OConfig(model="m", output_dir="o", temperature=np.float32("nan"))
+
+
+def test_a_configuration_shows_its_own_options_first_and_those_of_a_run_last(capsys):
+    names = [flag.name for flag in fields(P3OConfig)]
+    assert names[:5] == ["clipping", "clip_range", "ratio_cap", "kl_coef", "kl_reward"]
+    order = ("temperature", "reward", "weight_decay", "max_prompt_tokens", "model", "eval_every", "output_dir")
+    assert [name for name in names if name in order] == list(order)
+    with pytest.raises(SystemExit):
+        parse(P3OConfig, ["--help"])
+    shown = re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name in shown if name in names] == names
 
 
 def test_help_says_the_bounds(capsys):
@@ -173,16 +184,16 @@ def test_yaml_values_are_taken_as_they_are_written(tmp_path):
     assert (config.eval_at, config.resume, config.seed) == ("", True, 10)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Red:
+@options
+class Red(Flags):
     """Trains red."""
 
     objective: str = objective_name("red")
     depth: int = option(1, "Of red.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blue:
+@options
+class Blue(Flags):
     """Trains blue."""
 
     objective: str = objective_name("blue")
@@ -249,4 +260,4 @@ def test_objectives_begin_with_as_many_responses_and_steps_as_their_losses_need(
 def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[trainer\]'"):
-        runpy.run_path(config_file)
+        runpy.run_path(cli_file)

@@ -86,7 +86,7 @@ def test_pairs(monkeypatch, pairs, clipping, weighted):
     # which pass from one step to the other by way of memory, as the sums do. The divisor is read for coefficients and
     # for the loss. What a prompt adds to loss and metrics passes to a second launch.
     # Importance weights take a further value of each response, two terms of each prompt and two results.
-    responses, results, terms = 4, (9 if weighted else 7) * 4, 2 * (TERMS + 2 * weighted) * 4
+    responses, results, terms = 4, (13 if weighted else 11) * 4, 2 * (TERMS + 2 * weighted) * 4
     offsets, response_values, divisor = 3 * 2 * 4, (5 if weighted else 4) * 4, 4 + 4
     if clipping == "token":
         # Each log-prob is summed first, and clipped against the old one when the sums are known.

@@ -1,11 +1,13 @@
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from fastp3o.training.rollout_log import LoggedGroup, LoggedResponse, append_groups
+from fastp3o.training import log
+from fastp3o.training.log import LoggedGroup, LoggedResponse
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "rollouts.py"
 Show = Callable[..., str]
@@ -32,11 +34,15 @@ def group(step: int, prompt: str, *rewards: float, text: str = "says") -> Logged
     return LoggedGroup(step, prompt, 0.125, responses)
 
 
+def append_groups(folder: Path, groups: list[LoggedGroup]) -> None:
+    log.append(folder / "rollouts.jsonl", map(asdict, groups))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    append_groups(tmp_path / "rollouts.jsonl.gz", [group(1, "one", 1, 2), group(1, "two", 0, 0), group(1, "six", 9, 9)])
-    append_groups(tmp_path / "rollouts.jsonl.gz", [group(2, "three", 5, -7)])
-    append_groups(tmp_path / "rollouts.jsonl.gz", [group(3, "two", -4, 1), group(3, "one", 3, 4), group(3, "ten", 9)])
+    append_groups(tmp_path, [group(1, "one", 1, 2), group(1, "two", 0, 0), group(1, "six", 9, 9)])
+    append_groups(tmp_path, [group(2, "three", 5, -7)])
+    append_groups(tmp_path, [group(3, "two", -4, 1), group(3, "one", 3, 4), group(3, "ten", 9)])
     return tmp_path
 
 
@@ -81,7 +87,7 @@ def test_updates_without_a_common_prompt_are_said_in_one_line(show: Show, run: P
 
 def test_text_is_printed_as_it_is(show: Show, tmp_path: Path):
     text = "[red]x[/red] :smile: \x1b[31m\x07\u202eevil\u200b\tend"
-    append_groups(tmp_path / "rollouts.jsonl.gz", [group(1, "[b]p[/b]", 1, text=text)])
+    append_groups(tmp_path, [group(1, "[b]p[/b]", 1, text=text)])
     printed = show(tmp_path)
     assert "[red]x[/red] :smile: \\x1b[31m\\x07" in printed
     assert "\\u202eevil\\u200b\\tend 1" in " ".join(printed.split())
@@ -90,9 +96,15 @@ def test_text_is_printed_as_it_is(show: Show, tmp_path: Path):
 
 
 def test_a_run_that_is_still_writing(show: Show, run: Path):
-    path = run / "rollouts.jsonl.gz"
+    path = run / "rollouts.jsonl"
     path.write_bytes(path.read_bytes()[:-5])
-    assert "update 2: best" in show(run)
+    assert "update 3: best of 4 logged responses" in show(run)
+
+
+def test_a_run_that_has_ended(show: Show, run: Path):
+    printed = show(run)
+    log.finish(run / "rollouts.jsonl")
+    assert show(run) == printed
 
 
 @pytest.mark.parametrize(
@@ -113,8 +125,8 @@ def test_what_cannot_be_shown_is_said(show: Show, run: Path, capsys, arguments: 
 def test_a_folder_without_rollouts_is_said(show: Show, tmp_path: Path, capsys):
     with pytest.raises(SystemExit):
         show(tmp_path)
-    assert "rollouts.jsonl.gz does not exist: give the folder of an online run" in capsys.readouterr().err
-    (tmp_path / "rollouts.jsonl.gz").touch()
+    assert "rollouts.jsonl does not exist: give the folder of an online run" in capsys.readouterr().err
+    (tmp_path / "rollouts.jsonl").touch()
     with pytest.raises(SystemExit):
         show(tmp_path)
     assert "holds no whole update yet" in capsys.readouterr().err
@@ -122,7 +134,7 @@ def test_a_folder_without_rollouts_is_said(show: Show, tmp_path: Path, capsys):
 
 def test_many_updates_are_said_in_short(show: Show, tmp_path: Path, capsys):
     for step in range(10, 201, 10):
-        append_groups(tmp_path / "rollouts.jsonl.gz", [group(step, "one", 1)])
+        append_groups(tmp_path, [group(step, "one", 1)])
     with pytest.raises(SystemExit):
         show(tmp_path, "--update", 7)
     assert "it has 10, 20, ..., 200" in capsys.readouterr().err

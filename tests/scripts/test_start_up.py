@@ -11,7 +11,7 @@ import fastp3o
 import fastp3o_kernels
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
 # Packages that take a tenth of a second or more.
 HEAVY = {"accelerate", "datasets", "httpx", "matplotlib", "pandas", "peft", "pyarrow", "torch", "transformers"}
 # An objective's configuration stands beside its loss, whose file needs torch.

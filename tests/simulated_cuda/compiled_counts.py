@@ -31,8 +31,8 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.roofline import COMPILED, MODELS, ROW, Counting, Counts, Model, body_counts, with_number_of_layers
-from fastp3o.models.one_by_one import FlatSegments
-from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.packed_model import PackedModel, eager_forward
+from fastp3o.packing.packed_row import Segments
 from fastp3o.rollouts.steps import CurrentCache
 
 H100 = SimpleNamespace(
@@ -181,9 +181,8 @@ def compiled_layer(config: hf.LlamaConfig) -> dict[str, dict[str, int]]:
             hidden = torch.empty(1, ROW, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
             positions = tuple(torch.empty(1, ROW, config.head_dim, dtype=torch.bfloat16) for _ in range(2))
             bounds = torch.empty(SEGMENTS + 1, dtype=torch.int32)
-        lengths = torch.empty(2 * SEGMENTS, dtype=torch.int64)
-        segments = FlatSegments(bounds, bounds, lengths, ROW // SEGMENTS, ROW // SEGMENTS, None)
-        run = torch.compile(type(layer).forward, fullgraph=True, dynamic=False)
+        segments = Segments(bounds, bounds, (ROW // SEGMENTS,) * SEGMENTS, (ROW // SEGMENTS,) * SEGMENTS, None)
+        run = torch.compile(eager_forward, fullgraph=True, dynamic=False)
         try:
             run(layer, hidden, position_embeddings=positions, segments=segments)
         except LoweredError:

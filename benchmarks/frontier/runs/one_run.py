@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward
 from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
-from fastp3o.given import Given
+from fastp3o.config import Named
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.rewards.reward import Reward
 from fastp3o.stages.online import train
 from fastp3o.training.run_files import EVALUATIONS, METRICS
 from scripts.online import OBJECTIVES
@@ -40,7 +39,7 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(configuration(run, task, output), Given(rewards=rewards(run, task)))
+        train(replace(configuration(run, task, output), **rewards(run, task)))
     shutil.rmtree(output / "state")
     log_file.rename(output / "log.txt")
     finished = folder / run.name
@@ -55,9 +54,12 @@ def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
     }
 
 
-def rewards(run: Run, task: Task) -> dict[str, Reward]:
-    """By their names in the configuration."""
-    return {task.reward_model: offset_reward(run, task), GOLD: task.gold_reward()}
+def rewards(run: Run, task: Task) -> dict[str, Named]:
+    """By the options that name them."""
+    return {
+        "reward": Named(task.reward_model, offset_reward(run, task)),
+        "gold_reward": Named(GOLD, task.gold_reward()),
+    }
 
 
 def offset_reward(run: Run, task: Task) -> OffsetReward:

@@ -1,28 +1,17 @@
 """The options of sampling without training."""
 
-from dataclasses import dataclass, fields
-
-from fastp3o.config import PRECISIONS, Flags, RunConfig, option, required
+from fastp3o.config import PRECISIONS, Flags, RunConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rollouts.config import SamplingConfig
 
-# Choices of --keep, and the flags that each takes.
-KEEP_FLAGS: dict[str, tuple[str, ...]] = {
-    "all": (),
-    "best": (),
-    "rest": ("threshold",),
-    "rejection_sampling": ("beta", "accept"),
-    "rso": ("beta", "accept"),
-    "rs_dpo": ("min_gap",),
-    "judged": (),
-}
 JUDGED = "judged"  # by verdicts; all others by rewards
 PAIRS = ("rso", "rs_dpo", JUDGED)
+REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class SelectionConfig(Flags):
     """Choice of the sampled responses to keep."""
 
@@ -32,14 +21,17 @@ class SelectionConfig(Flags):
         "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
         "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
         "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged).",
-        choices=tuple(KEEP_FLAGS),
+        choices=("all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", JUDGED),
         changeable=True,
     )
-    threshold: float = option(0.0, "--keep rest keeps rewards above this (ReST's τ).", changeable=True)
+    threshold: float = option(
+        0.0, "--keep rest keeps rewards above this (ReST's τ).", needs="keep=rest", changeable=True
+    )
     min_gap: float = option(
         0.0,
         "--keep rs_dpo keeps pairs whose rewards differ by more than this (τ log(η/(1-η)) of RS-DPO).",
         at_least=0,
+        needs="keep=rs_dpo",
         changeable=True,
     )
     beta: float = option(
@@ -47,12 +39,14 @@ class SelectionConfig(Flags):
         "KL coefficient of the policy that --keep rejection_sampling and rso sample: responses are accepted with "
         "probability exp((r - highest r) / beta) (RSO: 0.5).",
         above=0,
+        needs=REJECTION_SAMPLING,
         changeable=True,
     )
     accept: int = option(
         2,
         "Responses to each prompt that --keep rejection_sampling and rso accept (RSO: 8 of 64).",
         at_least=1,
+        needs=REJECTION_SAMPLING,
         changeable=True,
     )
     keep_unfinished: bool = option(
@@ -66,13 +60,9 @@ class SelectionConfig(Flags):
         super().__post_init__()
         if self.keep == "rso" and self.accept < 2:
             raise UserError(f"--accept must be at least 2 for pairs, got {self.accept}")
-        for flag in fields(SelectionConfig):
-            users = [keep for keep, names in KEEP_FLAGS.items() if flag.name in names]
-            if users and self.keep not in users and getattr(self, flag.name) != flag.default:
-                raise UserError(f"--{flag.name} does nothing without --keep {' or '.join(users)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig, RunConfig):
     """Samples responses, rewards or judges them, and keeps some as data: best-of-n, rejection sampling, preferences."""
 
@@ -94,15 +84,11 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
         super().__post_init__()
         if not self.reward and self.keep != JUDGED:
             raise UserError(f"--keep {self.keep} keeps responses by their rewards: give --reward")
-        if bool(self.judge or self.judge_url) != (self.keep == JUDGED):
-            raise UserError(
-                "--keep judged asks a judge: give --judge, or --judge_url with --judge_model"
-                if self.keep == JUDGED
-                else f"--judge and --judge_url do nothing without --keep {JUDGED}"
-            )
+        if self.keep == JUDGED and not (self.judge or self.judge_url):
+            raise UserError("--keep judged asks a judge: give --judge, or --judge_url with --judge_model")
         if self.keep in PAIRS and self.responses_per_prompt < 2:
             raise UserError(f"--responses_per_prompt must be at least 2 for pairs, got {self.responses_per_prompt}")
-        if "accept" in KEEP_FLAGS[self.keep] and self.accept >= self.responses_per_prompt:
+        if f"keep={self.keep}" in REJECTION_SAMPLING and self.accept >= self.responses_per_prompt:
             raise UserError(
                 f"--accept ({self.accept}) must be below --responses_per_prompt ({self.responses_per_prompt}): "
                 "all of them would be accepted"

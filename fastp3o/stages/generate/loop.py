@@ -13,8 +13,8 @@ from tqdm import tqdm
 from fastp3o.context import Context
 from fastp3o.data import load_prompts
 from fastp3o.evaluation.judge import load_judge
-from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.sharding import FrozenModel, loading_device, process_mesh
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_columns, rewarded
@@ -24,14 +24,14 @@ from fastp3o.served.publisher import Publisher
 from fastp3o.stages.generate.config import GenerateConfig
 from fastp3o.stages.generate.report import Generated, summary, write_kept
 from fastp3o.stages.generate.samples import SamplesFile, make_samples
-from fastp3o.stages.models import load_named_reward, sampled_model
+from fastp3o.stages.models import load_frozen_policy, load_named_reward, sampled_model
 from fastp3o.stages.samplers import policy_sampler
 from fastp3o.stages.setup import make_accelerator
 from fastp3o.training.processes import on_main_process, require_finite
 from fastp3o.training.reporting import Phases
 from fastp3o.training.run_folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
 from fastp3o.training.states.fingerprints import run_fingerprints
-from fastp3o.training.states.manifest import CorruptStateError, Manifest, plain, read_manifest, require_same_run
+from fastp3o.training.states.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
 
 
 def generate(config: GenerateConfig) -> Generated:
@@ -50,6 +50,7 @@ def generate(config: GenerateConfig) -> Generated:
     Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
     fails, EndpointError if an endpoint refuses or fails after all retries.
     """
+    config.check_complete()
     precision = choose_precision(config.precision, automatic="fp16")
     accelerator = make_accelerator(config.seed, precision)
     check_output_dir(accelerator, config)
@@ -89,19 +90,12 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     """
     _, precision, tokenizer, mesh, _ = context
     reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
-    policy = load_policy(
-        config.model,
-        device=loading_device(context.device, mesh),
-        dtype=precision.weights,
-        trust_remote_code=config.trust_remote_code,
-    )
-    policy.temperature = config.temperature
-    policy.check_reach(config.longest_sequence)
+    policy = load_frozen_policy(context, config, config.model)
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
     if config.sampler == "vllm":
-        sampled = sampled._replace(publisher=Publisher(context, config, policy))
+        sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
     return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size), reward
 
 
@@ -113,26 +107,20 @@ def find_progress(
     Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
     """
     fingerprints = run_fingerprints(config, {"prompts": prompts})
-    manifest = Manifest(0, False, accelerator.num_processes, plain(config), fingerprints, {})
+    manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {})
     done = samples.whole_batches(config.rollout_batch_size, len(prompts))
     if config.resume:
         lines = []
         if samples.path.exists():
-            before = read_samples_manifest(samples)
+            try:
+                before = read_manifest(samples.path.parent)
+            except CorruptStateError as error:
+                unknown = f"--resume: what the samples in {samples.path.parent} are of cannot be told: {error}"
+                raise CorruptStateError(f"{unknown}. Begin a new --output_dir") from error
             lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
         for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
             accelerator.print(line)
     return manifest, done
-
-
-def read_samples_manifest(samples: SamplesFile) -> Manifest:
-    folder = samples.path.parent
-    try:
-        return read_manifest(folder)
-    except CorruptStateError as error:
-        raise CorruptStateError(
-            f"--resume: what the samples in {folder} are of cannot be told: {error}. Begin a new --output_dir"
-        ) from error
 
 
 def begin(config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int) -> None:
@@ -158,19 +146,19 @@ def sample_rest(
     disable = None if accelerator.is_main_process else True
     with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:
         for first in range(done, total, size * accelerator.num_processes):
-            own_first = first + size * accelerator.process_index
-            own = list(range(own_first, min(own_first + size, total)))
+            start = first + size * accelerator.process_index
+            share = list(range(start, min(start + size, total)))
             # A process that has none left works on another's first prompt: each must make as many passes.
-            numbers = own or [first]
+            numbers = share or [first]
             examples = prompts[numbers]
             with phases("sampling"):
                 groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
             # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
-            asked = {"reward": reward} if reward and (own or isinstance(reward, ModelReward)) else {}
+            asked = {"reward": reward} if reward and (share or isinstance(reward, ModelReward)) else {}
             with accelerator.autocast():
                 rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
             require_finite(accelerator, "a reward", rewards)
-            batch = list(map(make_samples, groups, rewards.tolist(), examples["given"])) if own else []
+            batch = list(map(make_samples, groups, rewards.tolist(), examples["given"])) if share else []
             batch = list(chain.from_iterable(gather_object([batch])))
             on_main_process(accelerator, partial(samples.append, batch))
             tokens += sum(sum(one.lengths) for one in batch)

@@ -41,21 +41,21 @@ class Generated(NamedTuple):
 def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Generated:
     """Writes the records that are kept, in the order of the prompts. Raises UserError if there are none."""
     choose, judged = chooser(config, samples)
-    rewards, kept, records = [], [], 0
-    prompts = responses = with_records = empty = unfinished = 0
+    rewards, kept = [], []
+    prompts = responses = records = prompts_kept = empty = unfinished = 0
     with whole_file(path) as file:
-        for one in samples:
-            own = choose(one)
-            for record in own:
+        for sample in samples:
+            chosen = choose(sample)
+            for record in chosen:
                 file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-            kept += [record[name] for record in own for name in ("margin", "reward") if name in record]
-            records += len(own)
+            kept += [record[name] for record in chosen for name in ("margin", "reward") if name in record]
+            records += len(chosen)
             prompts += 1
-            responses += len(one.responses)
-            with_records += bool(own)
-            rewards += one.rewards
-            empty += sum(not text.strip() for text in one.responses)
-            unfinished += len(one.finished) - sum(one.finished)
+            prompts_kept += bool(chosen)
+            responses += len(sample.responses)
+            rewards += sample.rewards
+            empty += sum(not text.strip() for text in sample.responses)
+            unfinished += len(sample.finished) - sum(sample.finished)
         if not records:
             decided = f"rewards go from {min(rewards):.4g} to {max(rewards):.4g}, " if rewards else ""
             decided += f"{judged.ties} pairs are tied and {judged.unanswered} without a verdict, " if judged else ""
@@ -64,11 +64,18 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
                 f"have no end-of-sequence and {empty} no text. All are in {samples.path}: --resume with other settings "
                 "keeps others"
             )
-    ties, unanswered = (judged.ties, judged.unanswered) if judged else (0, 0)
-    means = (fmean(values) if values else None for values in (rewards, kept))
-    mean_reward, mean_kept = means
-    counts = (empty, unfinished, records, with_records)
-    return Generated(prompts, responses, mean_reward, *counts, mean_kept, ties, unanswered)
+    return Generated(
+        prompts=prompts,
+        responses=responses,
+        mean_reward=fmean(rewards) if rewards else None,
+        empty=empty,
+        unfinished=unfinished,
+        records=records,
+        prompts_kept=prompts_kept,
+        mean_kept=fmean(kept) if kept else None,
+        ties=judged.ties if judged else 0,
+        unanswered=judged.unanswered if judged else 0,
+    )
 
 
 def chooser(config: GenerateConfig, samples: SamplesFile) -> tuple[Callable[[Samples], list[Record]], Judged | None]:

@@ -1,15 +1,14 @@
 """Sampled responses with their rewards: samples.jsonl, a line a prompt, appended batch by batch."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from fastp3o.data.layouts import Message
 from fastp3o.rollouts.groups import Group
-from fastp3o.training.durable import naming, sync
+from fastp3o.training import log
+from fastp3o.training.durable import sync
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,11 @@ class Samples:
     rewards: list[float]
 
 
-def make_samples(group: Group, rewards: list[float], given: str) -> Samples:
-    """given: the prompt as the data have it, in JSON."""
+def make_samples(group: Group, rewards: list[float], prompt: str) -> Samples:
+    """prompt: as the data have it, in JSON."""
     return Samples(
         group.prompt.number,
-        json.loads(given),
+        json.loads(prompt),
         [response.text for response in group.responses],
         [len(response.ids) for response in group.responses],
         [response.finished for response in group.responses],
@@ -51,42 +50,23 @@ class SamplesFile:
         self.path = path
 
     def __iter__(self) -> Iterator[Samples]:
-        with self.path.open(encoding="utf-8") as lines:
-            for line in lines:
-                yield Samples(**json.loads(line))
+        return (Samples(**values) for values in log.read(self.path, key="number"))
 
     def append(self, samples: Sequence[Samples]) -> None:
-        text = "".join(json.dumps(asdict(one), ensure_ascii=False, allow_nan=False) + "\n" for one in samples)
-        with naming(self.path), self.path.open("ab") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        log.append(self.path, map(asdict, samples))
+        sync(self.path)
+        sync(self.path.parent)
 
     def whole_batches(self, batch_size: int, total: int) -> int:
         """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
-        done = min(sum(1 for _ in self.line_ends()), total)
+        names, done = {field.name for field in fields(Samples)}, 0
+        for line in log.lines(self.path):
+            values = log.record(line, "number")
+            if done == total or values is None or values.keys() != names or values["number"] != done:
+                break
+            done += 1
         return done if done == total else done // batch_size * batch_size
 
     def cut_after(self, prompts: int) -> None:
         """Leaves the lines of this many prompts."""
-        ends = [0, *islice(self.line_ends(), prompts)]
-        with self.path.open("ab") as file:
-            file.truncate(ends[prompts])
-            os.fsync(file.fileno())
-        sync(self.path.parent)
-
-    def line_ends(self) -> Iterator[int]:
-        """Yields the end of each prompt's line in the file, up to the first damaged line."""
-        if not self.path.exists():
-            return
-        end = 0
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines):
-                try:
-                    whole = line.endswith(b"\n") and Samples(**json.loads(line)).number == number
-                except (ValueError, TypeError):
-                    whole = False
-                if not whole:
-                    return
-                end += len(line)
-                yield end
+        log.cut_after(self.path, prompts - 1, key="number")

@@ -125,15 +125,18 @@ def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[in
     """
     texts, rewards = candidates
     return [
-        {
-            "prompt": prompt,
-            "chosen": in_prompt_form(prompt, texts[better]),
-            "rejected": in_prompt_form(prompt, texts[worse]),
-            "margin": rewards[better] - rewards[worse],
-        }
+        preference(prompt, texts[better], texts[worse]) | {"margin": rewards[better] - rewards[worse]}
         for better, worse in pairs
         if texts[better].strip() != texts[worse].strip()
     ]
+
+
+def preference(prompt: Prompt, chosen: str, rejected: str) -> Record:
+    return {
+        "prompt": prompt,
+        "chosen": in_prompt_form(prompt, chosen),
+        "rejected": in_prompt_form(prompt, rejected),
+    }
 
 
 def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:

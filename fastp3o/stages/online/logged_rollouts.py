@@ -1,7 +1,6 @@
 """The groups of an update that are logged, as plain values."""
 
 import hashlib
-import math
 from collections.abc import Sequence
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from fastp3o.packing.on_device import to_device
 from fastp3o.rollouts.groups import Group
+from fastp3o.training.log import LoggedGroup, LoggedResponse, finite_or_none
 from fastp3o.training.minibatches import Rewards
-from fastp3o.training.rollout_log import LoggedGroup, LoggedResponse
 
 
 def chosen_prompts(texts: Sequence[str], count: int) -> list[int]:
@@ -50,14 +49,14 @@ def logged_groups(
         LoggedGroup(
             step,
             groups[place].prompt.text,
-            number(kls[place]),
+            finite_or_none(kls[place]),
             [
                 LoggedResponse(
                     text=response.text,
                     ids=list(response.ids),
                     reward=tables["reward"][place][k],
-                    parts={name: number(table[place][k]) for name, table in tables.items() if name != "reward"},
-                    log_ratio=number(ratios[place][k]),
+                    parts={name: finite_or_none(table[place][k]) for name, table in tables.items() if name != "reward"},
+                    log_ratio=finite_or_none(ratios[place][k]),
                     finished=response.finished,
                 )
                 for k, response in enumerate(groups[place].responses)
@@ -65,7 +64,3 @@ def logged_groups(
         )
         for place in places
     ]
-
-
-def number(value: float) -> float | None:
-    return value if math.isfinite(value) else None

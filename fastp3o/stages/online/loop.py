@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from fastp3o.given import NOTHING, Given
+from fastp3o.context import Caller
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.rollouts.groups import finished
 from fastp3o.stages.online.report import Update, report_update
@@ -24,21 +24,21 @@ from fastp3o.training.processes import require_finite
 from fastp3o.training.sampler_logprobs import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 
 
-def train(config: OnlineConfig, given: Given = NOTHING) -> None:
+def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     """Trains a policy and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
 
-    config: of the objective to train with. given: data and rewards, instead of those that the configuration names.
+    config: of the objective to train with. caller: a program in Python that has started the run.
 
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
-    rounds, score, resample, objective, policy, reference, step, run = set_up(config, given)
+    buffer, score, resample, objective, policy, reference, step, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
         with run.saved_if_not_finite(update):
             with run.phase("rollout"):
-                rollouts = rounds(update)
+                rollouts = buffer(update)
             with run.phase("reward"), accelerator.autocast():
                 rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
                 rollouts, rewards, sampled_again = resample(update, rollouts, rewards)
@@ -53,7 +53,7 @@ def train(config: OnlineConfig, given: Given = NOTHING) -> None:
                     minibatches = with_sampler_logprobs(rollouts, minibatches)
                 minibatches = objective.prepare(policy, minibatches, sum_over_processes)
                 gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
-                rounds.require_policys_own(update, rollouts, gaps)
+                buffer.require_same_policy(update, rollouts, gaps)
             with run.phase("update"):
                 passes = equal_passes(minibatches)
                 step_metrics: list[dict[str, Tensor]] = []
@@ -64,6 +64,6 @@ def train(config: OnlineConfig, given: Given = NOTHING) -> None:
                 with accelerator.autocast():
                     objective.conclude(policy, minibatches, sum_over_processes)
                 reference.follow(policy, update)
-        ages = rounds.metrics(update)
+        ages = buffer.metrics(update)
         done = Update(update, rollouts, rewards, sampled_again, ages, minibatches, gaps, step_metrics)
         report_update(run, config, objective, done)

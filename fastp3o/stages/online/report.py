@@ -28,7 +28,7 @@ class Update(NamedTuple):
     groups: list[Group]
     rewards: Rewards  # unscaled, less penalties
     sampled_again: int  # how often a prompt was
-    round_metrics: dict[str, float]  # `Rounds.metrics`
+    round_metrics: dict[str, float]  # `RolloutBuffer.metrics`
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]

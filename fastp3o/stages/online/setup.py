@@ -7,29 +7,28 @@ from typing import NamedTuple
 from datasets import Dataset
 from torch import Tensor
 
-from fastp3o.context import Context
+from fastp3o.context import Caller, Context
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.given import Given
-from fastp3o.models.loading import require_same_vocabulary
+from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import MovingReference, Reference, SecondModel
 from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.rewards.config import short_names
-from fastp3o.rewards.reward import Reward, asked_columns, less_penalties, weighted
+from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards, weighted
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
 from fastp3o.rollouts.sampler import Sampler
 from fastp3o.served.publisher import Publisher
 from fastp3o.stages.models import (
-    load_frozen_policy,
     load_named_reward,
     load_reference,
-    load_trainable_policy,
+    load_reference_model,
+    load_trained,
     sampled_model,
 )
 from fastp3o.stages.online.dynamic_sampling import DynamicSampling
-from fastp3o.stages.online.rounds import Rounds
+from fastp3o.stages.online.rollout_buffer import RolloutBuffer
 from fastp3o.stages.samplers import SampledModel, note_truncation, policy_sampler, with_mixture
 from fastp3o.stages.setup import check_divisible, load_eval_examples, load_examples, make_context
 from fastp3o.training.minibatches import Rewards, optimizer_step
@@ -38,7 +37,7 @@ from fastp3o.training.order import derived_seed, examples_of_step, process_share
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.processes import require_finite
 from fastp3o.training.run import Run, Steps
-from fastp3o.training.states.store import Carried
+from fastp3o.training.states.store import RunState
 
 # Sets seeds of responses that are sampled again apart from those of the order of minibatches.
 AGAIN = 2**32 - 3
@@ -55,7 +54,7 @@ class Data(NamedTuple):
 class Online(NamedTuple):
     """The parts of the loop, in the order in which an update uses them."""
 
-    rounds: Rounds
+    buffer: RolloutBuffer
     score: Callable[[list[Group]], Rewards]
     resample: DynamicSampling
     objective: Objective
@@ -65,9 +64,9 @@ class Online(NamedTuple):
     run: Run
 
 
-def set_up(config: OnlineConfig, given: Given) -> Online:
+def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     """Loads data and models, restores the state of a run that is resumed, and checks all that can be checked first."""
-    context = make_context(config, "fp16", given, prompts_per_update=config.prompts_per_update)
+    context = make_context(config, "fp16", caller, prompts_per_update=config.prompts_per_update)
     note_idle_processes(context, config)
     note_truncation(context, config)
     if config.reference:
@@ -76,7 +75,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         )
     data = load_data(context, config)
     objective = config.build()
-    policy = load_trainable_policy(config)
+    policy = load_trained(config, partial(load_policy, trains=True))
     sampled = sampled_model(config, policy, context)
     objective.add_to(policy)
     rewards = load_rewards(context, config, data)
@@ -87,9 +86,10 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         publisher = Publisher(
             context,
             config,
+            config.longest_sequence,
             policy,
             lambda: optimizer.steps,
-            # Where `Rounds.require_policys_own` cannot tell.
+            # Where `RolloutBuffer.require_same_policy` cannot tell.
             probes_always=bool(config.rounds_ahead) or config.truncates,
             tolerant=bool(config.sampler_ratio_cap),
             logprobs_as_drawn=config.temperature != 1 or config.truncates,
@@ -100,7 +100,7 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         sampler = with_mixture(sampler, config, sampled, sampled_reference, context.tokenizer)
     prompts = UpdatePrompts(context, config, data.prompts)
-    rounds = Rounds(context, config, policy, sampler, prompts)
+    buffer = RolloutBuffer(context, config, policy, sampler, prompts)
     tensors = reference.tensors if isinstance(reference, MovingReference) else dict
     run = Run(
         context,
@@ -109,14 +109,14 @@ def set_up(config: OnlineConfig, given: Given) -> Online:
         Steps(type(objective).__name__, "update", config.updates),
         evaluate=make_evaluation(context, config, sampled, reference, rewards, data.eval_prompts),
         data={"prompts": data.prompts, "eval_prompts": data.eval_prompts, "ptx_data": data.texts},
-        carried=Carried(objective.stateful_parts, tensors, rounds),
+        state=RunState(objective.stateful_parts, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, rewards["reward"])
     resample = make_resampling(context, config, prompts, sampler, score)
     mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
     pretraining = None if data.texts is None else PretrainingMix(optimizer, data.texts, *mix)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
-    return Online(rounds, score, resample, objective, policy, reference, step, run)
+    return Online(buffer, score, resample, objective, policy, reference, step, run)
 
 
 def note_idle_processes(context: Context, config: OnlineConfig) -> None:
@@ -131,18 +131,17 @@ def note_idle_processes(context: Context, config: OnlineConfig) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> Data:
     """Loads all data."""
-    given = context.given.rewards
-    columns = asked_columns(config.rewards, config, given)
+    columns = asked_columns(config.rewards, config)
     gold = [config.gold_reward] if config.gold_reward else []
     load = partial(load_prompts, columns=columns)
-    prompts = load_examples(context, config, load, "prompts", config.split, config.limit)
-    load = partial(load_prompts, columns=columns | asked_columns(gold, config, given))
-    eval_prompts = load_eval_examples(context, config, load, "eval_prompts")
+    prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
+    load = partial(load_prompts, columns=columns | asked_columns(gold, config))
+    eval_prompts = load_eval_examples(context, config, load, config.eval_prompts)
     if not config.ptx_data:
         return Data(prompts, eval_prompts, None)
     check_divisible(context.accelerator, config.ptx_batch_size, "ptx_batch_size")
     load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
-    return Data(prompts, eval_prompts, load_examples(context, config, load, "ptx_data", config.split, None))
+    return Data(prompts, eval_prompts, load_examples(context, config, load, config.ptx_data, config.split, None))
 
 
 def load_rewards(context: Context, config: OnlineConfig, data: Data) -> dict[str, Reward]:
@@ -167,7 +166,7 @@ def make_evaluation(
     if eval_prompts is None:
         return None
     if config.reference_moves:
-        frozen = load_frozen_policy(context, config)
+        frozen = load_reference_model(context, config)
         reference = SecondModel(frozen, context.device, context.mesh, offload=True)
     return Evaluation(
         context.accelerator,
@@ -197,7 +196,7 @@ def make_resampling(
 
 
 def finite_rewards(context: Context, config: OnlineConfig, reward: Reward, groups: list[Group]) -> Rewards:
-    rewards = less_penalties(reward, groups, config, config.max_response_tokens)
+    rewards = penalised_rewards(reward, groups, config, config.max_response_tokens)
     require_finite(context.accelerator, "a reward", rewards["reward"])
     return rewards
 

@@ -17,6 +17,7 @@ from datasets import Dataset
 from huggingface_hub import snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from fastp3o.config import Named
 from fastp3o.models.loading import base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import is_endpoint, is_function, reward_names
 
@@ -46,8 +47,8 @@ def run_fingerprints(config: Any, data: Mapping[str, Dataset | None]) -> dict[st
 
 def names_in(config: Any, option: str) -> list[str]:
     """The models and functions that an option names."""
-    given = getattr(config, option, None)
-    return reward_names(given) if given and option == "reward" else [given] if given else []
+    value = getattr(config, option, None)
+    return reward_names(value) if value and option == "reward" else [value] if value else []
 
 
 def model_fingerprint(name: str) -> str:
@@ -57,6 +58,8 @@ def model_fingerprint(name: str) -> str:
     A block of every tensor is read, or all of a smaller one. Training that moves only other parts of a large tensor,
     such as single rows of an embedding, goes unnoticed. So does a change of code in another hub model.
     """
+    if isinstance(name, Named):
+        return name.content.fingerprint()
     digest = hashlib.sha256()
     with errors_naming(name):
         # All of these are downloaded from the hub, so that the hash does not depend on what was loaded before.

@@ -97,7 +97,7 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
     Raises ResumeError, with the names and the remedy, if an option or a content changed that must not.
     """
     same_content = {name for name, value in fingerprints.items() if manifest.fingerprints.get(name) == value}
-    now, before = plain(config), manifest.config
+    now, before = config.plain(), manifest.config
     changed = {name for name in now.keys() & before.keys() if now[name] != before[name]} - same_content
     # In half precision the state has a moving reference's mean as well.
     fixed = {"precision"} if getattr(config, "reference_decay", 0.0) else set()
@@ -120,8 +120,3 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
     if processes != manifest.processes:
         lines.append(f"resuming on another number of processes: {manifest.processes} before, {processes} now")
     return lines
-
-
-def plain(config: RunConfig) -> dict[str, Any]:
-    """The options that JSON can hold."""
-    return {name: value for name, value in vars(config).items() if isinstance(value, int | float | str | bool | None)}

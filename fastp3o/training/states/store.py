@@ -78,7 +78,7 @@ class Pending(Protocol):
 
 
 @dataclass(frozen=True)
-class Carried:
+class RunState:
     """All that a run carries from step to step next to its optimizer.
 
     parts: with states of their own, by name, such as the scaling of rewards. tensors: gives the tensors that change;
@@ -93,7 +93,7 @@ class Carried:
 class States:
     """The states of a run in `folder`. The newest two stay, and files with other names are not touched."""
 
-    def __init__(self, folder: Path, optimizer: Optimizer, carried: Carried):
+    def __init__(self, folder: Path, optimizer: Optimizer, carried: RunState):
         self.accelerator, self.folder, self.optimizer = optimizer.accelerator, folder, optimizer
         self.other_tensors, self.pending = carried.tensors, carried.pending
         self.parts = {"optimizer": optimizer, **carried.parts}

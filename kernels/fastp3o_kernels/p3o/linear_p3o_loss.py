@@ -37,7 +37,7 @@ class PairLoss:
     def __init__(self, pairs: PairInputs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
         self.terms: Tensor | None = None  # what each prompt adds, with Triton, filled in chunk by chunk
-        self.results: Tensor | None = None  # RESULTS, of the last chunk and then of all
+        self.output: P3OLossOutput | None = None  # without a gradient, of the last chunk and then of all
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
         """The loss needs all chunks at once: metrics are not sums over them."""
@@ -57,9 +57,9 @@ class PairLoss:
         )
         with torch.enable_grad():
             logprobs = chunked.logprobs[tokens].detach().requires_grad_()
-            loss, metrics = oracle.token_loss(logprobs, pairs, self.settings)
-            (coefficients,) = torch.autograd.grad(loss, logprobs)
-        self.results = results_tensor(loss.detach(), metrics)
+            output = oracle.token_loss(logprobs, pairs, self.settings)
+            (coefficients,) = torch.autograd.grad(output.loss, logprobs)
+        self.output = output._replace(loss=output.loss.detach())
         return coefficients, None
 
     def total(self, chunked: ChunkedHead) -> Tensor:
@@ -67,15 +67,11 @@ class PairLoss:
             if self.terms is None:
                 self.terms = empty_terms(self.pairs)
                 launch_coefficients(chunked.logprobs, self.pairs, self.settings, self.terms)
-            self.results = launch_results(self.terms, self.pairs, self.settings)
-        elif self.results is None or len(chunked.plan.chunks) > 1:
-            self.results = results_tensor(*oracle.token_loss(chunked.logprobs, self.pairs, self.settings))
-        return self.results[0].clone()
-
-
-def results_tensor(loss: Tensor, metrics: dict[str, Tensor]) -> Tensor:
-    """RESULTS: [9], or [7] without importance weights."""
-    return torch.stack([loss, *(metric.to(loss.dtype) for metric in metrics.values())])
+            results = launch_results(self.terms, self.pairs, self.settings)
+            self.output = loss_output(results[0].clone(), results)
+        elif self.output is None or len(chunked.plan.chunks) > 1:
+            self.output = oracle.token_loss(chunked.logprobs, self.pairs, self.settings)
+        return self.output.loss
 
 
 @uncompiled
@@ -150,5 +146,5 @@ def linear_p3o_loss(
     bounds = bounds_of_prompts(cu_seqlens, len(hidden), rewards.shape[1])
     loss = PairLoss(pairs, settings)
     value = chunked_loss(hidden, head, labels, bounds, loss, memory_budget, triton=triton)
-    assert loss.results is not None  # the loop asks for the total
-    return loss_output(value, loss.results)
+    assert loss.output is not None  # the loop asks for the total
+    return loss.output._replace(loss=value)

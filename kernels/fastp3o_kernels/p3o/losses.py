@@ -11,14 +11,14 @@ from torch import Tensor
 from fastp3o_kernels.checks import check_floating, check_shape
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, uncompiled, use_triton
 from fastp3o_kernels.p3o import oracle
-from fastp3o_kernels.p3o.output import RESULTS, P3OLossOutput
+from fastp3o_kernels.p3o.output import METRICS, SAMPLER_METRICS, P3OLossOutput
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import DEFAULTS, P3OSettings
 from fastp3o_kernels.rows.rows import NO_LABEL
 from fastp3o_kernels.rows.token_logprobs import token_logprobs as label_logprobs
 
 if HAS_TRITON:
-    from fastp3o_kernels.p3o.pair_kernel import launch_pairs
+    from fastp3o_kernels.p3o.pair_kernel import RESULTS, launch_pairs
 
 
 class TokenP3OLoss(torch.autograd.Function):
@@ -39,8 +39,11 @@ class TokenP3OLoss(torch.autograd.Function):
 
 
 def loss_output(loss: Tensor, results: Tensor) -> P3OLossOutput:
-    """Joins a differentiable loss and the metrics in RESULTS: [9], or [7] without importance weights."""
-    return P3OLossOutput(loss, dict(zip(RESULTS[1 : len(results)], results[1:].float().unbind(), strict=True)))
+    """Joins a differentiable loss and what the kernels found: RESULTS, [13], or [11] without importance weights."""
+    values = dict(zip(RESULTS, results.unbind(), strict=False))
+    averaged = {name: count for name, count in (METRICS | SAMPLER_METRICS).items() if name in values}
+    counts = {name: values[count] for name, count in averaged.items() if count is not None}
+    return P3OLossOutput(loss, {name: values[name] for name in averaged}, counts)
 
 
 @uncompiled

@@ -31,8 +31,8 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
     counts, responses = all_pairs(logprobs, old, pairs)
     pair_logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(pair_logprobs, old_logprobs, ref_logprobs, rewards, settings)
-    advantage_mean_abs, sampler_ratios = share(q.abs(), counts), pair_sampler_ratios(old, pairs, settings)
-    if sampler_ratios is not None:
+    means = {"advantage_mean_abs": (q.abs(), counts)}
+    if (sampler_ratios := pair_sampler_ratios(old, pairs, settings)) is not None:
         q = q * sampler_ratios
     log_ratios = pair_logprobs - old_logprobs
     epsilon = settings.clip_range
@@ -46,7 +46,8 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
         zero = (signed_advantage * clipped_ratios > signed_advantage * ratios) | (signed_advantage == 0)
         zero_pairs = zero.all(dim=1)
         response_ratios = exp_limited(logprobs.detach() - old)
-        outside = share(response_ratios.clamp(1 - epsilon, 1 + epsilon) != response_ratios, pairs.in_pairs)
+        outside = response_ratios.clamp(1 - epsilon, 1 + epsilon) != response_ratios
+        means["clip_fraction"] = outside, pairs.in_pairs
     else:
         weighted_advantage = -q * joint_weight(log_ratios, settings)
         difference = preference(pair_logprobs, ref_logprobs)
@@ -58,11 +59,10 @@ def response_loss(logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3
             clipped_losses = weighted_advantage * clipped_difference
             zero_pairs = zero_pairs | (clipped_losses > losses)
             losses = torch.maximum(losses, clipped_losses)
-        outside = share(clipped_difference != difference, counts)
+        means["clip_fraction"] = clipped_difference != difference, counts
     loss = losses.sum() / (2 * pairs.pairs_per_prompt * pairs.divisor)
     zero_prompts = zero_pairs.view(-1, pairs.pairs_per_prompt).all(dim=1)
-    metrics = loss_metrics(logprobs, old, pairs, advantage_mean_abs, outside, zero_prompts)
-    return P3OLossOutput(loss, metrics | sampler_metrics(sampler_ratios, counts, settings))
+    return loss_output(loss, logprobs, old, pairs, settings, zero_prompts, sampler_ratios, counts, means)
 
 
 def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, settings: P3OSettings) -> P3OLossOutput:
@@ -84,8 +84,8 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     counts, responses = all_pairs(response_logprobs, old, pairs)
     logprobs, old_logprobs, ref_logprobs, rewards = responses
     q = advantage_difference(logprobs, old_logprobs, ref_logprobs, rewards, settings)
-    advantage_mean_abs, sampler_ratios = share(q.abs(), counts), pair_sampler_ratios(old, pairs, settings)
-    if sampler_ratios is not None:
+    means = {"advantage_mean_abs": (q.abs(), counts)}
+    if (sampler_ratios := pair_sampler_ratios(old, pairs, settings)) is not None:
         q = q * sampler_ratios
     weighted_advantage = -q * joint_weight(logprobs - old_logprobs, settings)
 
@@ -105,9 +105,8 @@ def token_clipped_loss(token_logprobs: Tensor, old: Tensor, pairs: PairInputs, s
     below = torch.where(token_logprobs < clipped, negative, positive + negative)
     gradient = torch.where(token_logprobs > clipped, positive, below)
     has_gradient = sequence_logprobs((gradient != 0).to(logprobs.dtype), cu_seqlens).view(P, K).sum(dim=1) > 0
-    outside = share(clipped != token_logprobs, counted_tokens)
-    metrics = loss_metrics(response_logprobs, old, pairs, advantage_mean_abs, outside, ~has_gradient)
-    return P3OLossOutput(loss, metrics | sampler_metrics(sampler_ratios, counts, settings))
+    means["clip_fraction"] = clipped != token_logprobs, counted_tokens
+    return loss_output(loss, response_logprobs, old, pairs, settings, ~has_gradient, sampler_ratios, counts, means)
 
 
 def all_pairs(logprobs: Tensor, old: Tensor, pairs: PairInputs) -> tuple[Tensor, list[Tensor]]:
@@ -152,14 +151,6 @@ def pair_sampler_ratios(old: Tensor, pairs: PairInputs, settings: P3OSettings) -
     return truncated_ratios(log_ratios[:, first] + log_ratios[:, second], settings.sampler_ratio_cap).flatten()
 
 
-def sampler_metrics(ratios: Tensor | None, counts: Tensor, settings: P3OSettings) -> dict[str, Tensor]:
-    """ratios, counts: [Q] each."""
-    if ratios is None:
-        return {}
-    values = share(ratios, counts), share(ratios >= settings.sampler_ratio_cap, counts)
-    return {name: value.float() for name, value in zip(SAMPLER_METRICS, values, strict=True)}
-
-
 def preference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """A policy's preference of y1 over y2 less the reference's, [Q]: u of the joint loss."""
     log_ratios = logprobs - ref_logprobs
@@ -175,28 +166,38 @@ def exp_limited(log_ratios: Tensor) -> Tensor:
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def share(values: Tensor, counts: Tensor) -> Tensor:
-    """The mean of the values that count; 0 if none does."""
-    return at_least_fp32(values).masked_fill(~counts, 0.0).sum() / counts.sum().clamp(min=1)
-
-
-def loss_metrics(
+def loss_output(
+    loss: Tensor,
     logprobs: Tensor,
     old: Tensor,
     pairs: PairInputs,
-    advantage_mean_abs: Tensor,
-    clip_fraction: Tensor,
+    settings: P3OSettings,
     zero_prompts: Tensor,
-) -> dict[str, Tensor]:
-    """logprobs, old: [P, K]. zero_prompts: [P] bool, without a gradient."""
-    counts, logprobs = pairs.in_pairs, logprobs.detach()
-    ratios = exp_limited(logprobs - old).masked_fill(~counts, 0.0)
-    values = (
-        share(ratios, counts),
-        torch.nn.functional.pad(ratios.flatten(), (0, 1)).max(),  # 0 if there is none
-        clip_fraction,
-        advantage_mean_abs,
-        share(zero_prompts, counts.any(dim=1)),
-        share(logprobs - pairs.ref_logprobs, counts),
-    )
-    return {name: value.float() for name, value in zip(METRICS, values, strict=True)}
+    sampler_ratios: Tensor | None,
+    pairs_that_count: Tensor,
+    means: dict[str, tuple[Tensor, Tensor]],
+) -> P3OLossOutput:
+    """logprobs, old: [P, K]. zero_prompts: [P] bool, without a gradient. sampler_ratios, pairs_that_count: [Q].
+
+    means: further metrics, as values and flags of those that count.
+    """
+    in_pairs, logprobs = pairs.in_pairs, logprobs.detach()
+    ratios = exp_limited(logprobs - old).masked_fill(~in_pairs, 0.0)
+    means |= {
+        "ratio_mean": (ratios, in_pairs),
+        "zero_gradient_fraction": (zero_prompts, in_pairs.any(dim=1)),
+        "kl": (logprobs - pairs.ref_logprobs, in_pairs),
+    }
+    if sampler_ratios is not None:
+        means["sampler_ratio_mean"] = sampler_ratios, pairs_that_count
+        means["sampler_ratio_capped"] = sampler_ratios >= settings.sampler_ratio_cap, pairs_that_count
+    metrics, counts = {}, {}
+    for name in METRICS | SAMPLER_METRICS:
+        if name in means:
+            values, flags = means[name]
+            counts[name] = flags.sum(dtype=torch.float32)
+            total = at_least_fp32(values).masked_fill(~flags, 0.0).sum()
+            metrics[name] = (total / counts[name].clamp(min=1)).float()
+        elif name == "ratio_max":
+            metrics[name] = torch.nn.functional.pad(ratios.flatten(), (0, 1)).max().float()  # 0 if there is none
+    return P3OLossOutput(loss, metrics, counts)

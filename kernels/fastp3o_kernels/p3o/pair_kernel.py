@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastp3o_kernels.p3o.output import RESULTS, SAMPLER_METRICS
+from fastp3o_kernels.p3o.output import COUNTS, METRICS, SAMPLER_METRICS
 from fastp3o_kernels.p3o.pairs import PairInputs
 from fastp3o_kernels.p3o.settings import LOG_RATIO_LIMIT, P3OSettings
 from fastp3o_kernels.rows.sequence_kernel import BLOCK_T, WARPS, sequence_bounds, sequence_sums, zero_like
@@ -28,16 +28,8 @@ REGISTERS = 65536 // (32 * WARPS)
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 
-# The place of each number in the results.
-LOSS = tl.constexpr(RESULTS.index("loss"))
-RATIO_MEAN = tl.constexpr(RESULTS.index("ratio_mean"))
-RATIO_MAX = tl.constexpr(RESULTS.index("ratio_max"))
-CLIP_FRACTION = tl.constexpr(RESULTS.index("clip_fraction"))
-ADVANTAGE_MEAN_ABS = tl.constexpr(RESULTS.index("advantage_mean_abs"))
-ZERO_GRADIENT_FRACTION = tl.constexpr(RESULTS.index("zero_gradient_fraction"))
-KL = tl.constexpr(RESULTS.index("kl"))
-SAMPLER_RATIO_MEAN = tl.constexpr(RESULTS.index("sampler_ratio_mean"))
-SAMPLER_RATIO_CAPPED = tl.constexpr(RESULTS.index("sampler_ratio_capped"))
+# The numbers that a loss and its metrics come from the kernels as.
+RESULTS = ("loss", *COUNTS, *METRICS, *SAMPLER_METRICS)
 
 # What each prompt adds to the results, and its place: losses; pairs, and responses in pairs; of these the ratios, the
 # largest ratio and log π − log π_ref; how many pairs, responses or tokens are outside the clip range, and of how many;
@@ -168,9 +160,9 @@ def load_term(terms_ptr, place, prompt, P):
 
 
 @triton.jit
-def share(values, counts):
-    """The sum of values over the sum of counts, 0 where nothing counts."""
-    return tl.sum(values, axis=0) / tl.maximum(tl.sum(counts, axis=0), 1.0)
+def mean(total, count):
+    """0 where nothing counts."""
+    return total / tl.maximum(count, 1.0)
 
 
 @triton.jit
@@ -455,7 +447,7 @@ def pair_kernel(
 def results_kernel(
     terms_ptr,  # [TERMS, P] fp32, as in `pair_kernel`
     divisor_ptr,  # [] fp32, as in `pair_kernel`
-    results_ptr,  # [7] fp32, [9] where HAS_SAMPLER, out: RESULTS
+    results_ptr,  # [11] fp32, [13] where HAS_SAMPLER, out: RESULTS
     P,
     mean_over,
     HAS_SAMPLER: tl.constexpr,
@@ -485,22 +477,28 @@ def results_kernel(
             sampler_ratios += load_term(terms_ptr, SAMPLER_RATIOS, prompt, P)
             capped += load_term(terms_ptr, SAMPLER_CAPPED, prompt, P)
         first += BLOCK_R
-    all_prompts = tl.sum(prompts, axis=0)
+    all_pairs, all_responses = tl.sum(pairs, axis=0), tl.sum(responses, axis=0)
+    all_prompts, all_cases = tl.sum(prompts, axis=0), tl.sum(cases, axis=0)
     without_gradient = all_prompts - tl.sum(with_gradient, axis=0)
-    tl.store(results_ptr + LOSS, tl.sum(losses, axis=0) / (tl.load(divisor_ptr) * mean_over))
-    tl.store(results_ptr + CLIP_FRACTION, share(outside, cases))
-    tl.store(results_ptr + RATIO_MEAN, share(ratios, responses))
-    tl.store(results_ptr + RATIO_MAX, tl.reduce(largest_ratio, 0, larger))
-    tl.store(results_ptr + ADVANTAGE_MEAN_ABS, share(advantages, pairs))
-    tl.store(results_ptr + ZERO_GRADIENT_FRACTION, without_gradient / tl.maximum(all_prompts, 1.0))
-    tl.store(results_ptr + KL, share(kls, responses))
+    # In the order of RESULTS.
+    tl.store(results_ptr, tl.sum(losses, axis=0) / (tl.load(divisor_ptr) * mean_over))
+    tl.store(results_ptr + 1, all_pairs)
+    tl.store(results_ptr + 2, all_responses)
+    tl.store(results_ptr + 3, all_prompts)
+    tl.store(results_ptr + 4, all_cases)
+    tl.store(results_ptr + 5, mean(tl.sum(ratios, axis=0), all_responses))
+    tl.store(results_ptr + 6, tl.reduce(largest_ratio, 0, larger))
+    tl.store(results_ptr + 7, mean(tl.sum(outside, axis=0), all_cases))
+    tl.store(results_ptr + 8, mean(tl.sum(advantages, axis=0), all_pairs))
+    tl.store(results_ptr + 9, mean(without_gradient, all_prompts))
+    tl.store(results_ptr + 10, mean(tl.sum(kls, axis=0), all_responses))
     if HAS_SAMPLER:
-        tl.store(results_ptr + SAMPLER_RATIO_MEAN, share(sampler_ratios, pairs))
-        tl.store(results_ptr + SAMPLER_RATIO_CAPPED, share(capped, pairs))
+        tl.store(results_ptr + 11, mean(tl.sum(sampler_ratios, axis=0), all_pairs))
+        tl.store(results_ptr + 12, mean(tl.sum(capped, axis=0), all_pairs))
 
 
 def launch_pairs(token_logprobs: Tensor, pairs: PairInputs, settings: P3OSettings) -> tuple[Tensor, Tensor]:
-    """RESULTS [7] or [9], and dL/d log π of each token of the pairs [N], undefined for other tokens; two launches."""
+    """RESULTS [11] or [13], and dL/d log π of each token of the pairs [N], undefined for other tokens; two launches."""
     terms = empty_terms(pairs)
     coefficients = launch_coefficients(token_logprobs, pairs, settings, terms)
     return launch_results(terms, pairs, settings), coefficients
@@ -568,7 +566,7 @@ def launch_coefficients(token_logprobs: Tensor, pairs: PairInputs, settings: P3O
 
 
 def launch_results(terms: Tensor, pairs: PairInputs, settings: P3OSettings) -> Tensor:
-    """What each prompt adds [TERMS, P] -> RESULTS [7], or [9] where pairs have importance weights; one launch."""
+    """What each prompt adds [TERMS, P] -> RESULTS [11], or [13] where pairs have importance weights; one launch."""
     (P, K), weighted = pairs.rewards.shape, pairs.sampler_logprobs is not None
     count = len(RESULTS) if weighted else len(RESULTS) - len(SAMPLER_METRICS)
     results = torch.empty(count, dtype=torch.float32, device=terms.device)

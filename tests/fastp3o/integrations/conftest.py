@@ -22,10 +22,6 @@ transformers' Trainer:
 - models of two processes diverge, uneven shares
     test_pairs_trainer.py::test_two_processes_train_one_model_and_it_is_fastp3os_own
 
-TRL's OnlineDPOTrainer:
-- no hook for a loss, order of responses
-    test_trl_p3o.py::test_the_online_update_is_fastp3os_own
-
 TRL's GRPOTrainer:
 - siblings are shuffled apart
     test_trl_p3o.py::test_siblings_stay_together

@@ -1,12 +1,10 @@
-"""P3O on the rollouts of GRPOTrainer and OnlineDPOTrainer is fastp3o's own update, in one process and in two."""
+"""P3O on the rollouts of GRPOTrainer is fastp3o's own update, in one process and in two."""
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from tests.fastp3o.integrations.own_trainer import (
-    LEARNING_RATE,
     assert_own_update,
     left_by_two,
     recorded,
@@ -16,10 +14,10 @@ from tests.fastp3o.integrations.own_trainer import (
 
 pytest.importorskip("trl", reason="the extra `integrations` is not installed")
 from fastp3o.integrations import padded_pairs
-from fastp3o.integrations.trl import P3OConfig, P3OTrainer, online_p3o_trainer, p3o_trainer
+from fastp3o.integrations.trl import P3OConfig, P3OTrainer, p3o_trainer
 from fastp3o.integrations.trl.p3o_trainer import shuffled_groups
 from tests.fastp3o.integrations import trl_runs
-from tests.fastp3o.integrations.trl_runs import arguments, online, p3o
+from tests.fastp3o.integrations.trl_runs import arguments, p3o
 
 
 @pytest.fixture
@@ -57,21 +55,11 @@ def test_the_update_is_fastp3os_own(tmp_path, tiny_model, record, options, setti
     assert_own_update(trainer.model.state_dict(), tiny_model, rounds, iterations, **settings)
 
 
-def test_the_online_update_is_fastp3os_own(tmp_path, tiny_model, record):
-    """Accumulated microbatches are averaged, which OnlineDPOTrainer forgets."""
-    microbatches = record(online_p3o_trainer)
-    trainer = online(str(tmp_path), tiny_model, gradient_accumulation_steps=2, per_device_train_batch_size=2)
-    rounds = [[groups] for groups in split_minibatches(microbatches, 2)]
-    assert_own_update(trainer.model.state_dict(), tiny_model, rounds)
-
-
 def test_two_processes_train_one_model_and_it_is_fastp3os_own(tmp_path, tiny_model):
     two_processes(trl_runs.__file__, tmp_path, tiny_model)
     weights, microbatches = left_by_two(tmp_path, "p3o")
     rounds = [split_minibatches(microbatches[first : first + 2], 2) for first in (0, 4)]
     assert_own_update(weights, tiny_model, rounds, 2)
-    weights, microbatches = left_by_two(tmp_path, "online")
-    assert_own_update(weights, tiny_model, [[groups] for groups in microbatches])
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -85,29 +73,6 @@ def test_one_model_goes_through_several_trainers(tmp_path, tiny_model, bf16):
         assert not torch.equal(head, before)
 
 
-def test_the_cache_is_emptied_online_as_often_as_asked(tmp_path, tiny_model, monkeypatch):
-    steps = []
-    monkeypatch.setattr(online_p3o_trainer, "clear_device_cache", lambda: steps.append(1))
-    online(str(tmp_path), tiny_model, max_steps=3)
-    assert not steps
-    online(str(tmp_path), tiny_model, max_steps=3, torch_empty_cache_steps=2)
-    assert len(steps) == 2  # before the first step and the third
-
-
-def test_lomo_gets_the_learning_rate_online(tmp_path, tiny_model, monkeypatch):
-    seen = []
-
-    def looking(accelerator, loss, **options):
-        seen.append(options)
-        backward(accelerator, loss)
-
-    backward = Accelerator.backward
-    monkeypatch.setattr(Accelerator, "backward", looking)
-    for optim in ("adamw_torch", "lomo"):
-        online(str(tmp_path), tiny_model, max_steps=1, optim=optim)
-    assert seen == [{}, {"learning_rate": LEARNING_RATE}]
-
-
 def test_bf16_trains_in_bf16(tmp_path, tiny_model, monkeypatch):
     seen = []
 
@@ -118,8 +83,7 @@ def test_bf16_trains_in_bf16(tmp_path, tiny_model, monkeypatch):
     linear_p3o_loss = padded_pairs.linear_p3o_loss
     monkeypatch.setattr(padded_pairs, "linear_p3o_loss", looking)
     p3o(str(tmp_path), tiny_model, bf16=True, max_steps=1)
-    online(str(tmp_path), tiny_model, bf16=True, max_steps=1)
-    assert seen == [True, True]
+    assert seen == [True]
 
 
 def test_adapters_train_and_are_saved(tmp_path, tiny_model):
@@ -136,16 +100,6 @@ def test_adapters_train_and_are_saved(tmp_path, tiny_model):
     saved = tmp_path / "checkpoint-2"
     assert "2310.00212" in (saved / "README.md").read_text() + (tmp_path / "README.md").read_text()
     peft.AutoPeftModelForCausalLM.from_pretrained(saved)
-
-
-def test_adapters_train_online_against_the_policy_without_them(tmp_path, tiny_model):
-    peft = pytest.importorskip("peft")
-    more = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"]), "optimizers": (None, None)}
-    trainer = online(str(tmp_path), tiny_model, more, logging_strategy="steps", logging_steps=1, learning_rate=1e-2)
-    assert all(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
-    first, second = (log["p3o/kl"] for log in trainer.state.log_history[:2])
-    assert first == pytest.approx(0, abs=1e-5)
-    assert abs(second) > 1e-4
 
 
 def test_evaluation_takes_its_own_number_of_responses(tmp_path, tiny_model):

@@ -1,4 +1,4 @@
-"""Short runs of TRL's trainers on the tiny model; run as a program, in each of two processes.
+"""Short runs of P3OTrainer on the tiny model; run as a program, in each of two processes.
 
 torchrun --nproc_per_node 2 tests/fastp3o/integrations/trl_runs.py FOLDER MODEL
 """
@@ -8,10 +8,8 @@ import sys
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.experimental.online_dpo import OnlineDPOConfig
 
-from fastp3o.integrations.trl import OnlineP3OTrainer, P3OConfig, P3OTrainer, online_p3o_trainer, p3o_trainer
-from fastp3o_kernels import P3OSettings
+from fastp3o.integrations.trl import P3OConfig, P3OTrainer, p3o_trainer
 from tests.fastp3o.integrations.own_trainer import leave, plain_descent, recorded, varied
 
 WORDS = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
@@ -49,18 +47,8 @@ def p3o(folder: str, model_name: str, trainer_class=P3OTrainer, reward=varied, *
     return trainer
 
 
-def online(folder: str, model_name: str, more: dict | None = None, **options) -> OnlineP3OTrainer:
-    args = OnlineDPOConfig(**(arguments(folder) | {"max_new_tokens": 6, "temperature": 1.0} | options))
-    given = parts(model_name) | (more or {})
-    trainer = OnlineP3OTrainer(reward_funcs=varied, args=args, settings=P3OSettings(), **given)
-    trainer.train()
-    return trainer
-
-
 if __name__ == "__main__":
     folder, model_name = sys.argv[1:]
     microbatches = recorded(p3o_trainer)
     trainer = p3o(folder, model_name, gradient_accumulation_steps=2, num_iterations=2, max_steps=4)
     leave(folder, "p3o", trainer, microbatches)
-    microbatches = recorded(online_p3o_trainer)
-    leave(folder, "online", online(folder, model_name, per_device_train_batch_size=2), microbatches)

@@ -123,11 +123,11 @@ def collectives(memory_budget: int) -> list[int]:
     return [sum(count for name, count in counts.items() if kind in name) for kind in ("gather", "reduce_scatter")]
 
 
-def copied(by_layer: bool) -> bool:
+def copied() -> bool:
     """Whether a copy of the sharded model gives the same bits, also where one process makes more passes."""
     expected = labelled_logprobs(tied(), ROWS[0]).detach()
     model = given_by_main(tied())
-    whole_copy = SamplingCopy(model, CPU, torch.float32, by_layer=by_layer)
+    whole_copy = SamplingCopy(model, CPU, torch.float32)
     shard(model, CPU, process_mesh(CPU))
     with torch.no_grad(), whole_copy.gathered(model):
         got = [labelled_logprobs(whole_copy.model, ROWS[0]) for _ in range(1 + 2 * dist.get_rank())]
@@ -223,7 +223,7 @@ def main(file: Path) -> None:
     results = {
         "errors": {name: largest_error(name) for name in MODELS},
         "collectives": [collectives(budget) for budget in (10**6, 1000)],
-        "copied": [copied(by_layer) for by_layer in (False, True)],
+        "copied": copied(),
         "offloaded": offloaded(),
         "overflowed": [overflowed(process, within) for process in range(2) for within in ("pass", "part")],
         "gone after use": gone_after_use(),

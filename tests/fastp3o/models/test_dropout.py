@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastp3o.models.dropout import SwitchedDropout, dropout_on
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.trainable import add_lora
+from fastp3o.models.trainable import SwitchedDropout, add_lora, dropout_on
 from tests.fastp3o.models.model_families import PAIRS, enlarge, random_model
 
 ROW = PAIRS.row()

@@ -115,14 +115,14 @@ def one_segment(query, key, value, segments, *options):
     return ORIGINAL(query, key, value, everything, *options)
 
 
-ORIGINAL = attention.one_by_one
+ORIGINAL = attention.sdpa_per_segment
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModelForSequenceClassification])
 def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, auto):
     model = PackedModel(random_model(family, auto, **({} if auto is AutoModelForCausalLM else {"num_labels": 1})))
-    monkeypatch.setattr(attention, "one_by_one", one_segment)
+    monkeypatch.setattr(attention, "sdpa_per_segment", one_segment)
     with pytest.raises(ValueError, match=OTHER_RESULTS):
         require_packable(model, "leaking")
 
@@ -163,7 +163,7 @@ def test_values_that_are_not_finite_are_named():
 
 def test_a_failing_try_leaves_the_model_packed(monkeypatch):
     model = PackedModel(random_model("llama"))
-    monkeypatch.setattr(attention, "one_by_one", one_segment)
+    monkeypatch.setattr(attention, "sdpa_per_segment", one_segment)
     with pytest.raises(ValueError, match=OTHER_RESULTS):
         require_packable(model, "leaking")
     assert model.model.config._attn_implementation == attention.NAME

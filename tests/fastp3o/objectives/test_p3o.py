@@ -52,8 +52,8 @@ def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_l
         weight, unused = tokens if clipping == "token" else prompts, [torch.empty(0)] * 5
         row = SimpleNamespace(labelled_at=None)
         microbatch = Microbatch(row, *unused, weight, metrics_weight=weight, response_share=prompts)
-        output = objective.loss(lambda *_, found=metrics: P3OLossOutput(torch.zeros(()), found), microbatch)
-        fraction += microbatch.metrics_weight * output.metrics["zero_gradient_fraction"].item()
+        _, metrics = objective.loss(lambda *_, found=metrics: P3OLossOutput(torch.zeros(()), found, {}), microbatch)
+        fraction += microbatch.metrics_weight * metrics["zero_gradient_fraction"].item()
     assert fraction == pytest.approx(0.25)
 
 

@@ -218,9 +218,12 @@ def test_adapters_train_with_a_critic(workplace, tiny_model):
         ({"value_clip_range": 0}, "--value_clip_range must be above 0"),
         ({"critic_learning_rate": 0}, "--critic_learning_rate must be above 0"),
         ({"clip_range": -1}, "--clip_range must be above 0"),
-        ({"step_kl_coef": 2.0}, "--step_kl_coef does nothing with --step_bound clip"),
-        ({"step_kl_target": 0.1}, "--step_kl_target does nothing with --step_bound clip"),
-        ({"step_bound": "penalty", "clip_range": 0.1}, "--clip_range does nothing with --step_bound penalty"),
+        ({"step_kl_coef": 2.0}, "--step_kl_coef does nothing without --step_bound penalty or --step_bound both"),
+        ({"step_kl_target": 0.1}, "--step_kl_target does nothing without --step_bound penalty"),
+        (
+            {"step_bound": "penalty", "clip_range": 0.1},
+            "--clip_range does nothing without --step_bound clip or --step_bound both",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_by_name(changes, message):

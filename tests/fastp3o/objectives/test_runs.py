@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from fastp3o.config import parse_chosen
+from fastp3o.cli import parse_chosen
 from fastp3o.objectives import p3o
 from fastp3o.objectives.base import Microbatch, mean_kl
 from fastp3o.objectives.kl_coefficient import KLCoefficient

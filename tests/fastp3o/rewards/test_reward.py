@@ -77,7 +77,7 @@ def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
 def test_a_function_that_ends_the_program_does_not_end_the_run_in_peace(rollouts):
     reward = returning(None)
     reward.function = lambda prompts, responses: sys.exit(0)
-    with pytest.raises(ValueError, match=r"operator:eq ended the program \(sys.exit or os._exit, status 0\)"):
+    with pytest.raises(ValueError, match=r"operator:eq ended the program \(sys.exit, status 0\)"):
         reward(rollouts)
 
 
@@ -224,6 +224,19 @@ def test_errors_that_are_no_exceptions_are_the_functions(rollouts, error, awaite
         reward(rollouts)
 
 
+def test_an_async_function_that_blocks_has_a_time_limit(rollouts, free_alarm, monkeypatch):
+    async def score(prompts, responses):
+        time.sleep(30)
+
+    monkeypatch.setattr(named_function, "GRACE", 0.1)
+    reward = returning(None)
+    reward.function, reward.timeout = score, 0.1
+    with pytest.raises(
+        FunctionError, match=r"not returned after 0\.1 s \(--reward_timeout\): it was in .*test_reward.py"
+    ):
+        reward(rollouts)
+
+
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_an_async_function_has_a_time_limit(rollouts, stubborn):
     async def score(prompts, responses):
@@ -339,16 +352,6 @@ def test_what_cannot_be_interrupted_is_said_to_be_late(rollouts, free_alarm, mon
     reward.timeout, reward.function = 0.1, score
     reward(rollouts)
     assert "operator:eq has not returned after 0.1 s" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("leave", ["sys.exit(0)", "os._exit(0)"])
-def test_the_end_of_the_process_is_the_functions_error(rollouts, leave):
-    leave_process = os._exit
-    reward = returning(None)
-    reward.function = lambda prompts, responses: eval(leave)
-    with pytest.raises(FunctionError, match=r"operator:eq ended the program \(sys.exit or os._exit, status 0\)"):
-        reward(rollouts)
-    assert os._exit is leave_process
 
 
 @pytest.mark.parametrize(

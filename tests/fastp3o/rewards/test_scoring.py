@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fastp3o.rewards.config import PenaltyConfig
-from fastp3o.rewards.reward import WeightedSum, less_penalties, rewarded, weighted
+from fastp3o.rewards.reward import WeightedSum, penalised_rewards, rewarded, weighted
 
 
 def first(rollouts):
@@ -35,7 +35,7 @@ def test_a_reward_that_is_only_watched_counts_for_nothing(rollouts):
 @pytest.mark.parametrize("reward", [first, WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])])
 def test_penalties_are_subtracted_and_told(rollouts, reward):
     config = PenaltyConfig(missing_eos_penalty=0.5, length_penalty=0.25)
-    values = less_penalties(reward, rollouts, config, longest=8)
+    values = penalised_rewards(reward, rollouts, config, longest=8)
     # " aei" and its end, " xyz" without one, " o" and " u" with theirs
     assert values["reward"].tolist() == [[1 - 1.25, 2 - 0.5 - 1], [3 - 0.75, 4 - 0.75]]
     assert [name for name in values if name.startswith("penalty")] == ["penalty/missing_eos", "penalty/length"]
@@ -43,6 +43,6 @@ def test_penalties_are_subtracted_and_told(rollouts, reward):
 
 
 def test_without_penalties_rewards_are_what_they_were(rollouts):
-    values = less_penalties(first, rollouts, PenaltyConfig(), longest=8)
+    values = penalised_rewards(first, rollouts, PenaltyConfig(), longest=8)
     assert values.keys() == {"reward"}
     assert torch.equal(values["reward"], first(rollouts))

@@ -45,8 +45,8 @@ def translated(
 @pytest.mark.parametrize("adds", ["$A", f"{BOS} $A", f"$A {EOS}", f"{BOS} $A {EOS}"])
 @pytest.mark.parametrize(
     "prompt",
-    ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}], [{"role": "user", "content": HOSTILE}]],
-    ids=["text", "hostile text", "messages", "hostile messages"],
+    ["Hi", HOSTILE, [{"role": "user", "content": "Hi"}]],
+    ids=["text", "hostile text", "messages"],
 )
 def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
     own = tokenizer(adds, own="<turn>")
@@ -61,9 +61,18 @@ def test_names_of_special_tokens_in_a_response_are_text():
     assert translated(tokenizer(), own, "Hi", said)[1] == loaded(own, "Hi", said)[2]
 
 
+def test_a_name_that_only_the_other_model_has_a_token_for_is_text_in_a_message():
+    policy, other = tokenizer(), tokenizer(own="<turn>")
+    asked = [{"role": "user", "content": "Say <turn>:"}]
+    ids = translated(policy, other, asked, " Ho")[0]
+    assert other.decode(ids) == loaded(policy, asked, " Ho")[0]
+    assert other.convert_tokens_to_ids("<turn>") not in ids
+    assert [ids.count(token) for token in (other.bos_token_id, other.eos_token_id)] == [1, 1]  # the template's
+
+
 def test_what_truncation_left_of_a_prompt_is_what_counts():
     policy, own = tokenizer(), tokenizer(own="<turn>")
-    conversation = [{"role": "user", "content": HOSTILE}]
+    conversation = [{"role": "user", "content": "Say what you like"}]
     text, _, _ = loaded(policy, conversation, " Ho", longest=24)
     assert text.startswith(BOS)
     first, *rest = translated(policy, own, conversation, " Ho", longest=24)[0]

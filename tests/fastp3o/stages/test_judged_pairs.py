@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fastp3o.config import parse
+from fastp3o.cli import parse
 from fastp3o.data import load_preferences
 from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation import judge as judges
@@ -142,7 +142,7 @@ def test_a_judge_that_is_not_there_is_found_out_before_anything_is_sampled(judgi
     [
         ("--keep best", "--keep best keeps responses by their rewards: give --reward"),
         ("--keep judged", "--keep judged asks a judge: give --judge, or --judge_url with --judge_model"),
-        ("--keep best --reward r --judge m:f", "--judge and --judge_url do nothing without --keep judged"),
+        ("--keep best --reward r --judge m:f", "--judge does nothing without --keep judged"),
         ("--keep judged --judge m:f --responses_per_prompt 1", "--responses_per_prompt must be at least 2 for pairs"),
         ("--keep judged --judge_url http://a", "--judge_url and --judge_model go together"),
         ("--keep judged --judge m:f --min_gap 1", "--min_gap does nothing without --keep rs_dpo"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fastp3o.config import parse_chosen
+from fastp3o.cli import parse_chosen
 from fastp3o.data import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES

@@ -8,7 +8,8 @@ import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import StageConfig
-from fastp3o.training.run_folder import append_line, check_output_dir, claim, clear_away, release, write_config
+from fastp3o.training import log
+from fastp3o.training.run_folder import check_output_dir, claim, clear_away, release, write_config
 
 FORK = multiprocessing.get_context("fork")  # the child has the imports of this process
 
@@ -150,4 +151,4 @@ def test_a_link_to_nothing_is_named():
 def test_a_log_on_a_full_disk_is_named():
     os.symlink("/dev/full", "metrics.jsonl")
     with pytest.raises(OSError, match=r"No space left on device: 'metrics\.jsonl'"):
-        append_line(Path("metrics.jsonl"), 1, {"loss": 1.0})
+        log.append(Path("metrics.jsonl"), [{"step": 1, "loss": 1.0}])

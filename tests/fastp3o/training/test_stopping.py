@@ -3,11 +3,15 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 
 import pytest
 from accelerate import Accelerator
+from tqdm import tqdm
+from tqdm.contrib.concurrent import process_map
 
+from fastp3o.training.reporting import ThreadsLock
 from fastp3o.training.stopping import SIGNALS, Stops
 
 FORK = multiprocessing.get_context("fork")
@@ -56,3 +60,20 @@ def test_a_worker_has_the_handlers_from_before_the_run():
             expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in SIGNALS]
             os._exit(0 if found == expected else 1)
         assert os.waitpid(worker, 0)[1] == 0
+
+
+def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
+    worker = os.fork()
+    if not worker:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(worker, 0)
+    printing = threading.Thread(target=tqdm.write, args=["the next line"], daemon=True)
+    printing.start()
+    printing.join(5)
+    assert not printing.is_alive()
+
+
+def test_bars_of_a_users_processes_go_on():
+    assert process_map(abs, [-1, 2], max_workers=1, disable=True) == [1, 2]
+    assert isinstance(tqdm.get_lock(), ThreadsLock)

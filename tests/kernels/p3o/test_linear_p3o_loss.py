@@ -135,6 +135,7 @@ def test_as_exact_as_eager_at_every_budget(
         torch.testing.assert_close(
             chunked.metrics[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
+    assert chunked.counts == eager.counts
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)

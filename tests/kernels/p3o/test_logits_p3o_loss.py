@@ -77,6 +77,7 @@ def test_triton_is_as_exact_as_eager(groups, V, clipping, kl_reward, dtype, mask
     assert triton.metrics.keys() == eager.metrics.keys()
     for name, value in eager.metrics.items():
         torch.testing.assert_close(triton.metrics[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    assert triton.counts == eager.counts
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS)

@@ -77,15 +77,31 @@ def test_parts_of_a_batch_add_up_to_it(clipping, level, impl):
     """One prompt, then three, then none: as with accumulation, or processes that share prompts unevenly."""
     batch = Batch(level, LENGTHS[:8], clipping)
     leaves = batch.leaves()
-    whole = batch.loss(leaves, impl=impl).loss
+    whole, metrics, counts = batch.loss(leaves, impl=impl)
     divisors = (batch.divisor, float(batch.divisor), torch.tensor(batch.divisor))
     slices = (slice(0, 1), slice(1, 4), slice(4, 4))
-    parts = [
-        batch.loss(leaves, part, impl, divisor=divisor).loss for part, divisor in zip(slices, divisors, strict=True)
-    ]
+    outputs = [batch.loss(leaves, part, impl, divisor=divisor) for part, divisor in zip(slices, divisors, strict=True)]
+    parts = [output.loss for output in outputs]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-6)
     for got, expected in zip(gradients(sum(parts), leaves), gradients(whole, leaves), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert metrics.keys() - counts.keys() == {"ratio_max"}
+    for name, count in counts.items():
+        assert sum(output.counts[name] for output in outputs) == count
+        total = sum(output.metrics[name] * output.counts[name] for output in outputs)
+        torch.testing.assert_close(total / count, metrics[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("level", ["tokens", "hidden"])
+def test_a_divisor_on_the_device_takes_in_the_loss_scale(level, impl):
+    batch = Batch(level, LENGTHS[:8])
+    leaves = batch.leaves()
+    plain = batch.loss(leaves, impl=impl).loss
+    scaled = batch.loss(leaves, impl=impl, divisor=torch.tensor(batch.divisor / 1024, device=DEVICE)).loss
+    assert scaled == 1024 * plain
+    for got, expected in zip(gradients(scaled, leaves), gradients(plain, leaves), strict=True):
+        torch.testing.assert_close(got, 1024 * expected)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -145,9 +161,9 @@ def test_nothing_to_learn_from_still_reaches_every_parameter(clipping, level, im
     if level == "responses":
         batch.pairs.valid_responses = torch.zeros(len(lengths) // 2, 2, dtype=torch.bool, device=DEVICE)
     leaves = batch.leaves()
-    loss, metrics = batch.loss(leaves, impl=impl)
+    loss, metrics, counts = batch.loss(leaves, impl=impl)
     assert loss == 0
-    assert all(value == 0 for value in metrics.values())
+    assert all(value == 0 for value in (*metrics.values(), *counts.values()))
     for gradient, leaf in zip(gradients(loss, leaves), leaves, strict=True):
         assert gradient.shape == leaf.shape
         assert not gradient.any()

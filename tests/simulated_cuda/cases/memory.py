@@ -15,10 +15,10 @@ from fastp3o.precision import choose_precision
 from fastp3o.rollouts import engine as rollouts
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 from fastp3o.training.optimizer import Optimizer
 from fastp3o_kernels.decoding import response_keys
-from tests.fastp3o.training.test_memory import random_model, random_row
+from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
+from tests.scripts.test_memory import random_model, random_row
 
 # hidden, intermediate, key heads, layers, vocabulary; pairs, prompt, response.
 SMALL = (128, 384, 2, 4, 512), (3, 60, 4)

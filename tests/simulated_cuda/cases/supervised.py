@@ -6,8 +6,7 @@ import pytest
 
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.stages import preference, reward_model, sft
-from fastp3o.training import late
-from fastp3o.training.late import LateNumbers
+from fastp3o.training.reporting import LateNumbers
 from tests.fastp3o.runs import metrics
 from tests.simulated_cuda.record import Record, recorded, write_counts
 
@@ -40,7 +39,7 @@ def test_a_step_waits_once(tiny_model, workplace, stage):
     waits = {place: count for place, count in further.items() if count}
     each = {" ".join(place): count / (steps[1] - steps[0]) for place, count in waits.items()}
     write_counts(f"{stage}, of a step", {"waits": each})
-    assert waits == {("fastp3o/training/late.py", "Moment.wait"): steps[1] - steps[0]}
+    assert waits == {("fastp3o/training/reporting.py", "LateNumbers.read"): steps[1] - steps[0]}
 
 
 def test_the_host_has_launched_the_next_step_when_it_reads(tiny_model, workplace, monkeypatch):
@@ -50,7 +49,7 @@ def test_the_host_has_launched_the_next_step_when_it_reads(tiny_model, workplace
         launched.append(record.launches[STEP])
         return read(numbers)
 
-    monkeypatch.setattr(late.LateNumbers, "read", noted)
+    monkeypatch.setattr(LateNumbers, "read", noted)
     with recorded() as record:
         sft.train(config_of("sft", tiny_model, "run", 2))
     steps = len(metrics("run"))

@@ -17,7 +17,7 @@ LAUNCHES = {"fp32": 1500, "bf16": 1480, "bf16-autocast": 1590, "fp16": 1550}
 WAITS = {
     ("fastp3o/stages/online/report.py", "update_metrics"): 1,
     ("fastp3o/training/processes.py", "require_finite"): 1,
-    ("fastp3o/training/step_guard.py", "StepGuard.steps_before_failure"): 1,
+    ("fastp3o/training/optimizer.py", "Optimizer.require_finite"): 1,
 }
 
 

@@ -1,6 +1,5 @@
 """Tiny runs of each stage in the folder `run`, and whether one that was broken ends as an unbroken one."""
 
-import gzip
 import os
 import shutil
 import time
@@ -20,6 +19,7 @@ from fastp3o.script import run_script
 from fastp3o.stages import online, reward_model, sft
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
+from fastp3o.training import log
 from tests.fastp3o import runs
 from tests.fastp3o.training.faults.injection import FileCalls, fork_together, in_child, wait_together
 
@@ -53,7 +53,7 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
 }
 
 # How long the run of a scene takes, its file-system calls and what it leaves, wherever its folder is.
-UNBROKEN: dict[tuple[type, str], tuple[float, list[int], tuple[dict, list, list, bytes]]] = {}
+UNBROKEN: dict[tuple[type, str], tuple[float, list[int], tuple[dict, list, list, list]]] = {}
 
 
 @dataclass
@@ -100,14 +100,13 @@ class Scene:
     def resume(self) -> None:
         self.train(resume=True)
 
-    def outcome(self) -> tuple[dict, list, list, bytes]:
+    def outcome(self) -> tuple[dict, list, list, list]:
         weights = load_file(self.run / "model" / "model.safetensors")
-        rollouts = self.run / "rollouts.jsonl.gz"
         return (
             {name: weight.float().numpy().tobytes() for name, weight in weights.items()},
             runs.metrics(str(self.run)),
             runs.metrics(str(self.run), "eval.jsonl"),
-            gzip.decompress(rollouts.read_bytes()) if rollouts.exists() else b"",
+            [*log.read(self.run / "rollouts.jsonl")],
         )
 
     def clear(self) -> None:

@@ -7,14 +7,14 @@ from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.stages.reward_model import RewardModelConfig
 from fastp3o.stages.sft import SFTConfig
-from fastp3o.training.states.manifest import Manifest, ResumeError, plain, require_same_run
+from fastp3o.training.states.manifest import Manifest, ResumeError, require_same_run
 
 BEFORE = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r:f"}
 HASHES = {"model": "1", "prompts": "2", "reward function": "3"}
 
 
 def resume(*, before=BEFORE, hashes=HASHES, processes=1, **changes) -> list[str]:
-    manifest = Manifest(4, True, 1, plain(P3OConfig(**before)), HASHES, {})
+    manifest = Manifest(4, True, 1, P3OConfig(**before).plain(), HASHES, {})
     return require_same_run(manifest, P3OConfig(**(before | {"resume": True} | changes)), hashes, processes)
 
 

@@ -20,7 +20,7 @@ from fastp3o.training.optimizer import Optimizer
 from fastp3o.training.processes import NotFiniteError
 from fastp3o.training.states import content, store
 from fastp3o.training.states.manifest import CorruptStateError, Manifest, content_checksum, read_manifest
-from fastp3o.training.states.store import Carried, States
+from fastp3o.training.states.store import RunState, States
 
 CONFIG = {"learning_rate": 0.1}
 
@@ -41,7 +41,7 @@ class Trainer:
         config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule="cosine", warmup_steps=2)
         self.optimizer = Optimizer(Accelerator(cpu=True), Two(), choose_precision(precision, "fp32"), config, steps=20)
         self.scaler = DifferenceScaler(10.0)
-        self.states = States(folder, self.optimizer, Carried({"scaler": self.scaler}))
+        self.states = States(folder, self.optimizer, RunState({"scaler": self.scaler}))
 
     def train(self, first: int, last: int, *, save: bool = True) -> "Trainer":
         for step in range(first, last + 1):

@@ -15,9 +15,9 @@ from fastp3o.config import StageConfig
 from fastp3o.models.sharding import process_mesh
 from fastp3o.objectives.base import Microbatch
 from fastp3o.precision import choose_precision
-from fastp3o.training.memory import Lengths, Model, sharded, update_memory
 from fastp3o.training.optimizer import Optimizer
-from tests.fastp3o.training.test_memory import DEEP, DEEP_HALF, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
+from scripts.predicted_memory import Lengths, Model, sharded, update_memory
+from tests.scripts.test_memory import DEEP, DEEP_HALF, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
 
 CASES = {
     "deep": (DEEP, "fp32"),

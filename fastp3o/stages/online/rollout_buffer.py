@@ -22,7 +22,7 @@ from fastp3o.training.order import derived_seed
 MARGIN = 5.0
 
 
-class Round:
+class BufferedRollouts:
     """The rollouts of one update.
 
     sampled_at: the update before whose steps the policy was as it sampled them. finish: waits for the groups.
@@ -46,7 +46,7 @@ class Round:
         return self.groups
 
 
-class Rounds:
+class RolloutBuffer:
     """Gives each update its rollouts.
 
     Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
@@ -65,26 +65,26 @@ class Rounds:
     ):
         self.context, self.config, self.sampler, self.prompts = context, config, sampler, prompts
         self.end_ids = end_of_sequence_ids(policy.model, context.tokenizer)
-        self.rounds: dict[int, Round] = {}
+        self.buffered: dict[int, BufferedRollouts] = {}
 
     def __call__(self, update: int) -> list[Group]:
         """This process's rollouts of an update. Raises EndpointError if servers fail."""
-        self.rounds = {number: sampled for number, sampled in self.rounds.items() if number >= update}
+        self.buffered = {number: sampled for number, sampled in self.buffered.items() if number >= update}
         for number in range(update, min(update + self.config.rounds_ahead, self.config.updates) + 1):
-            if number not in self.rounds:
-                self.rounds[number] = Round(update, self.begin(number))
-        return self.rounds[update].wait()
+            if number not in self.buffered:
+                self.buffered[number] = BufferedRollouts(update, self.begin(number))
+        return self.buffered[update].wait()
 
     def begin(self, number: int) -> Callable[[], list[Group]]:
-        given = self.prompts(number), self.config.responses_per_prompt, derived_seed(self.config.seed, number)
+        prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)
         if isinstance(self.sampler, VLLMSampler):
-            return self.sampler.begin(*given)
-        groups = self.sampler(*given)
+            return self.sampler.begin(prompts, self.config.responses_per_prompt, seed)
+        groups = self.sampler(prompts, self.config.responses_per_prompt, seed)
         return lambda: groups
 
     def staleness(self, update: int) -> int:
         """The number of updates between the policy that sampled an update's rollouts and the one that they train."""
-        return update - self.rounds[update].sampled_at
+        return update - self.buffered[update].sampled_at
 
     def metrics(self, update: int) -> dict[str, float]:
         """How stale an update's rollouts are, if rounds are sampled ahead, and how much servers round (`probe_gap`, in
@@ -98,7 +98,7 @@ class Rounds:
             metrics["probe_gap"] = self.sampler.publish.gap
         return metrics
 
-    def require_policys_own(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
+    def require_same_policy(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
         """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
         policy's. `sampler_gap` cannot tell with stale or truncated rollouts; then the publisher has compared the two.
         """
@@ -125,18 +125,18 @@ class Rounds:
         Those that servers have failed to answer are left out: a resumed run samples them anew.
         """
         saved = {}
-        for number, sampled in sorted(self.rounds.items()):
+        for number, sampled in sorted(self.buffered.items()):
             if number <= step or sampled.sampled_at > step:
                 continue
             try:
                 groups = sampled.wait()
             except EndpointError:
                 continue
-            own = {
+            answers = {
                 str(prompt.number): [[response.ids, list(response.logprobs or [])] for response in responses]
                 for prompt, responses in groups
             }
-            everyone = gather_object([own]) if self.context.accelerator.num_processes > 1 else [own]
+            everyone = gather_object([answers]) if self.context.accelerator.num_processes > 1 else [answers]
             saved[str(number)] = {
                 "sampled_at": sampled.sampled_at,
                 "responses": {prompt: responses for part in everyone for prompt, responses in part.items()},
@@ -149,6 +149,6 @@ class Rounds:
             groups = []
             for prompt in self.prompts(int(number)):
                 ids, logprobs = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
-                known = logprobs if all(logprobs) else None
-                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, known))))
-            self.rounds[int(number)] = Round(content["sampled_at"], partial(list, groups))
+                computed = logprobs if all(logprobs) else None
+                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, computed))))
+            self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))

@@ -18,8 +18,8 @@ from fastp3o.precision import choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.training.memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from fastp3o_kernels.decoding import response_keys
+from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from tests.fastp3o.together import together
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
@@ -201,7 +201,7 @@ FP16 = choose_precision("fp16", "fp16")
 
 
 def readme() -> str:
-    return (Path(__file__).parents[3] / "fastp3o" / "training" / "README.md").read_text()
+    return (Path(__file__).parents[2] / "fastp3o" / "training" / "README.md").read_text()
 
 
 def model_sizes(config: LlamaConfig, trainable: TrainableConfig) -> Model:

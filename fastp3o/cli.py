@@ -1,0 +1,170 @@
+"""The command line: flags and YAML files that set the options of a configuration, with errors in one line."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+try:
+    import yaml
+except ModuleNotFoundError as error:  # the first package that only the trainer needs
+    raise ModuleNotFoundError("fastp3o's trainer needs further packages: pip install '.[trainer]'") from error
+
+from fastp3o.config import Flags, bounds, field_type
+from fastp3o.script import DEBUG_HELP
+
+Config = TypeVar("Config", bound=Flags)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a configuration's fields, whose help says defaults and bounds.
+
+    A field `a_b` is the flag --a_b or --a-b. A bool may stand alone (--resume) or take a value (--resume no), and one
+    that is True by default also has --no_a_b.
+    """
+
+    def __init__(self, config_class: type, **options: Any):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+        types = get_type_hints(config_class)
+        for flag in fields(config_class):
+            self.add_flag(flag, types[flag.name])
+
+    def add_flag(self, flag: Field, kind: Any) -> None:
+        """kind: the field's type, or a union of it with None."""
+        kind = field_type(kind)
+        options: dict[str, Any] = {"help": described(flag.metadata), "type": kind}
+        if "choices" in flag.metadata:
+            options["choices"] = flag.metadata["choices"]
+        if kind is bool:
+            options |= {"type": truth, "nargs": "?", "const": True}
+        if flag.default is MISSING or flag.metadata.get("required"):
+            options["required"] = True
+        else:
+            options["default"] = flag.default
+        self.add_argument(*spellings(flag.name), **options)
+        if flag.default is True:
+            no = spellings(f"no_{flag.name}")
+            self.add_argument(*no, dest=flag.name, action="store_false", help=options["help"])
+
+    def parse_all(self, arguments: list[str]) -> dict[str, Any]:
+        """The value of each field. Exits with a usage message for an argument that no flag takes."""
+        values, others = self.parse_known_args(arguments)
+        if others:
+            self.error(unknown(others, [name for action in self._actions for name in action.option_strings]))
+        return vars(values)
+
+
+def spellings(name: str) -> list[str]:
+    return [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
+
+
+def described(rules: Mapping[str, Any]) -> str:
+    """The help of a flag, with its bounds."""
+    limits = bounds(rules)
+    return rules["help"] + (f" ({limits}; default: %(default)s)" if limits else "")
+
+
+def truth(text: str) -> bool:
+    """Raises argparse's error for text that is neither yes nor no."""
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"expected yes or no, true or false, t or f, y or n, 1 or 0, got {text!r}")
+
+
+def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
+    """What is wrong with arguments that no flag takes, with the flag that is nearest to the first of them."""
+    name = next((argument.split("=")[0] for argument in arguments if argument.startswith("--")), None)
+    if name is None:
+        return f"unexpected argument {arguments[0]!r}"
+    near = get_close_matches(name, flags, n=1, cutoff=0.8)
+    return f"unknown option {name}" + (f"; the nearest one is {near[0]}" if near else "")
+
+
+def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:
+    """Reads a stage's configuration from flags, or from one YAML file whose values further flags override.
+
+    Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
+    """
+    # No abbreviations: --update would set --updates until another flag begins like that.
+    parser = Parser(config_class, description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False)
+    parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
+    path, arguments = split_off_yaml(arguments)
+    from_file = [] if path is None else yaml_as_flags(parser, config_class, path)
+    values = parser.parse_all(from_file + arguments)
+    try:
+        config = config_class(**values)
+        config.check_complete()
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | None = None) -> Config:
+    """Reads, as `parse` does, the configuration that `--objective` names, or `objective` in the YAML file.
+
+    classes: keys are the objectives; each class has its own in a field `objective` (`objective_name`). `--help`
+    explains the options of the objective, or lists the objectives if none is named.
+    """
+    summaries = [f"  {name:<15}{str(chosen.__doc__).splitlines()[0]}" for name, chosen in classes.items()]
+    parser = argparse.ArgumentParser(
+        description="\n".join(["objectives, whose options --objective NAME --help explains:", *summaries]),
+        epilog=DEBUG_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [CONFIG.yaml] --objective NAME [--field value ...]",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--objective", choices=list(classes), metavar="NAME", help="What trains.")
+    path, flags = split_off_yaml(arguments)
+    values = {} if path is None else yaml_values(parser, path)
+    named = [f"--objective={values['objective']}"] if "objective" in values else []
+    known, others = parser.parse_known_args(named + flags)
+    if known.objective is not None:
+        return parse(classes[known.objective], arguments)
+    if {"-h", "--help"} & set(others):
+        parser.print_help()
+        parser.exit()
+    parser.error(f"--objective is missing: one of {', '.join(classes)}")
+
+
+def split_off_yaml(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """The YAML file, which may come first, and the flags. arguments: None for those of the process."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    has_file = bool(arguments) and arguments[0].endswith((".yaml", ".yml"))
+    return (Path(arguments[0]), arguments[1:]) if has_file else (None, arguments)
+
+
+def yaml_as_flags(parser: argparse.ArgumentParser, config_class: type, path: Path) -> list[str]:
+    """The file's values as flags, which are checked like any others."""
+    values = yaml_values(parser, path)
+    if others := values.keys() - {f.name for f in fields(config_class)}:
+        parser.error(f"{path} has fields that {config_class.__name__} does not: {', '.join(sorted(others))}")
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def yaml_values(parser: argparse.ArgumentParser, path: Path) -> dict[str, str]:
+    """The text of each field's value. Exits with a usage message if a field has none, or more than one."""
+
+    def refuse(problem: str) -> NoReturn:
+        parser.error(f"{path} {problem}")
+
+    try:
+        document = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        parser.error(f"cannot read {path}: {' '.join(str(error).split())}")
+    if not isinstance(document, yaml.MappingNode):
+        refuse("must hold one `field: value` a line")
+    entries = [(str(key.value), value) for key, value in document.value]
+    if twice := [name for name, count in Counter(name for name, _ in entries).items() if count > 1]:
+        refuse(f"gives more than one value for {', '.join(twice)}")
+    if nested := [name for name, value in entries if not isinstance(value, yaml.ScalarNode)]:
+        refuse(f"must give one value for {', '.join(nested)}, not a list or fields of its own")
+    if empty := [name for name, value in entries if value.tag == "tag:yaml.org,2002:null"]:
+        refuse(f"gives no value for {', '.join(empty)}")
+    return {name: value.value for name, value in entries}

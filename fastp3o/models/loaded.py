@@ -1,0 +1,64 @@
+"""A model in a caller's memory, in the place of a checkpoint: the run has copies, and the caller's stays as it is."""
+
+import copy
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from fastp3o.errors import UserError
+
+BLOCK_BYTES = 2**16  # read of the middle of a tensor
+
+
+class LoadedModel(NamedTuple):
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def config(self, **settings: Any) -> PretrainedConfig:
+        """A configuration of its own. settings: other values."""
+        config = type(self.model.config).from_dict({**self.model.config.to_dict(), **settings})
+        config.name_or_path = self.model.name_or_path
+        return config
+
+    def copied(self, model_class: Any, config: PretrainedConfig, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """The weights in a new model on the CPU, with transformers' lists of missing and unexpected ones. options: of
+        `from_pretrained`.
+        """
+        weights = self.model.state_dict()
+        if other := [name for name, weight in weights.items() if not takes_gradients(name, weight)]:
+            raise UserError(f"model has {other[0]} in {weights[other[0]].dtype}; quantized weights are not loaded")
+        kind = model_class._model_mapping[type(config)]
+        model, loading = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+        self.copy_generation_config(model)
+        return model, loading
+
+    def copy_generation_config(self, model: Any) -> None:
+        if model.can_generate() and self.model.can_generate():
+            model.generation_config = copy.deepcopy(self.model.generation_config)
+
+    def fingerprint(self) -> str:
+        """The hash of its settings, and of a block of each weight."""
+        digest = hashlib.sha256(self.model.config.to_json_string().encode())
+        if self.model.can_generate():
+            digest.update(self.model.generation_config.to_json_string().encode())
+        for name, weight in self.model.state_dict().items():
+            digest.update(f"{name} {weight.dtype} {list(weight.shape)}".encode())
+            length = BLOCK_BYTES // weight.element_size()
+            first = max(0, weight.numel() - length) // 2
+            block = weight.detach().flatten()[first : first + length].cpu().contiguous()
+            digest.update(block.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+
+def takes_gradients(name: str, weight: Tensor) -> bool:
+    return weight.is_floating_point() or not name.endswith(".weight")
