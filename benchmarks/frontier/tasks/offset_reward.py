@@ -63,6 +63,10 @@ class OffsetReward:
         scores = zip(groups, self.reward(groups).tolist(), strict=True)
         return torch.tensor([self.rewards(group.prompt.text, own) for group, own in scores], dtype=torch.float32)
 
+    def fingerprint(self) -> str:
+        """Nothing to compare: runs of the study are not resumed."""
+        return ""
+
     def rewards(self, prompt: str, scores: list[float]) -> list[float]:
         """Of the responses to a prompt."""
         plain = prompt in self.plain
