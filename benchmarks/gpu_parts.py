@@ -284,7 +284,7 @@ def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequ
                 waiting.remove(part)
     record = report.load(merge(folder, device))
     if record["environment"]:
-        print("", report.summary(record), "", sep="\n")
+        print("", report.summary([record]), "", sep="\n")
     print(*(line(part, folder) for part in chosen), sep="\n")
     print(f"{time.monotonic() - started:.0f} s; results in {folder}")
     return int(any(state_of(part, folder).word != "passed" for part in chosen))

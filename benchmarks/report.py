@@ -1,22 +1,19 @@
-"""Results of the suite -> tables and plots.
+"""Results of the suite -> tables. Every number comes from a JSON; one that it lacks is written "not measured".
 
-    python -m benchmarks.report RESULTS.json           # a short table
-    python -m benchmarks.report --write                # tables of both READMEs, goals.md and the plots, from results/
-
-Every number comes from the JSON; a number that it lacks is written "not measured".
+python -m benchmarks.report                        # every table and the goals, of the committed results
+python -m benchmarks.report RESULTS.json           # the tables of one run
+python -m benchmarks.report --write                # what pages say: of GPUs, of precisions, of compiled layers
 """
 
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
-from benchmarks.iteration_report import iterations, plot_iterations, unit
-from benchmarks.objectives_report import WAYS, objectives
 from benchmarks.results_file import joined
-from benchmarks.rollouts_report import plot_rollouts, rollouts
-from benchmarks.served_report import measured_with, plot_served, served_runs, speeds
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -24,10 +21,12 @@ README = FOLDER / "README.md"
 FRONT_PAGE = FOLDER.parent / "README.md"
 PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
 BOTH = "forward and backward"
-# Levels that run by themselves on a CPU, where they take long.
-SEPARATE_RUNS = ("iteration", "rollouts")
 # The operation that a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
+# Of an iteration, in their order; an update is four epochs.
+PHASES = ("rollout", "reward", "logprobs", "update", "other")
+WAYS = ("fastp3o", "eager", "TRL", "Liger")
+ABSENT = "–"
 
 
 def load(path: Path) -> dict:
@@ -38,10 +37,6 @@ def load(path: Path) -> dict:
 def described(environment: dict) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in environment["packages"].items() if version)
     return f"{environment['device']}; {packages}; {environment['date']}"
-
-
-def measured_on(record: dict) -> str:
-    return f"Measured on: {described(record['environment'])}."
 
 
 def comparison(results: Results, level: str) -> list[list[str]]:
@@ -151,111 +146,6 @@ def absent(record: dict) -> str:
     return "\n".join(f"- {reason} ({', '.join(sorted(names))})" for reason, names in sorted(reasons.items()))
 
 
-def plot(record: dict, path: Path) -> None:
-    """Time, and memory if it was measured, over N at the first head: forward and backward, and the bare products."""
-    # Tables need no matplotlib.
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    results = select(record["benchmarks"], level="hidden", passes=BOTH)
-    D, V = results[0]["D"], results[0]["V"]
-    same = {key: results[0].get(key) for key in ("D", "V", "dtype")}
-    results = sorted(select(results, **same), key=lambda result: result["N"])
-    with_memory = any(result["extra_gb"] for result in results)
-    figure = Figure(figsize=(6 * (1 + with_memory), 5))
-    axes = figure.subplots(1, 1 + with_memory, squeeze=False)
-    panels = [("ms", "milliseconds")] + [("extra_gb", "GB beyond inputs and gradients")] * with_memory
-    for axis, (key, label) in zip(axes[0], panels, strict=True):
-        for name in dict.fromkeys(result["implementation"] for result in results):
-            points = [(result["N"], result[key]) for result in select(results, implementation=name) if result[key]]
-            emphasis = {"linewidth": 2.5, "zorder": 3} if name == "fastp3o" else {"linewidth": 1.2}
-            axis.plot(*zip(*points, strict=True), marker="o", label=name, **emphasis)
-        if key == "ms":
-            bare = [(result["N"], result["bare_ms"]) for result in select(results, implementation="fastp3o")]
-            axis.plot(*zip(*bare, strict=True), color="black", linestyle="--", label="three bare matrix products")
-        axis.set(xscale="log", yscale="log", xlabel="N, response tokens", ylabel=label)
-        ticks = sorted({result["N"] for result in results})
-        axis.set_xticks(ticks, [str(tick) for tick in ticks])
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("")
-        axis.grid(alpha=0.3)
-    figure.suptitle(
-        f"P3O's loss, forward and backward, D {D}, V {V}, on {record['environment']['device']}", fontsize=11
-    )
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
-def benchmarks_section(record: dict, on_gpu: bool) -> str:
-    """What a run that ended early lacks is named."""
-    parts = [measured_on(record)]
-    if not on_gpu:
-        parts.append("No GPU figure has been measured yet; [`goals.md`](goals.md) has the open cells.")
-    results = record["benchmarks"]
-    tables = {
-        "From hidden states to gradients, forward and backward, next to the three bare matrix products:": comparison(
-            results, "hidden"
-        ),
-        "From logits, next to a bare copy of the bytes that must move:": comparison(results, "logits"),
-    }
-    for title, table in tables.items():
-        parts += [title, markdown(table) if table[1:] else "Not measured."]
-    if select(results, level="hidden", passes=BOTH):
-        parts.append("![time over N](results/kernels.png)")
-    if updates := select(results, level="training"):
-        parts += [f"Training on packed rows: {policy_description(updates[0])}", markdown(packing(results))]
-    if select(results, level="memory"):
-        parts += [
-            "Memory of each pass in MB (shared prompts of 350 tokens, 2 responses of 40; head: its part of the peak):"
-        ]
-        parts += [markdown(memory(results))]
-    return "\n\n".join(parts)
-
-
-def objectives_section(cpu: dict, gpu: dict | None) -> str:
-    one = select(cpu["benchmarks"], level="objectives")[0]
-    shape = f"N {one['N']}, D {one['D']}, V {one['V']}, {one['dtype']}"
-    on_gpu = "No GPU figure has been measured yet."
-    if gpu and (found := select(gpu["benchmarks"], level="objectives")):
-        on_gpu = "N {N}, D {D}, V {V}, {dtype} on the GPU: ".format(**found[0]) + described(gpu["environment"]) + "."
-    times = f"Times on the CPU: {one['clock']} time, the least of all rounds."
-    first = f"{measured_on(cpu)} {shape}. {times} {on_gpu} F = N V D. Each cell has {' / '.join(WAYS)}."
-    table = objectives(cpu["benchmarks"], gpu["benchmarks"] if gpu else [])
-    return f"{first}\n\n{markdown(table)}"
-
-
-def iteration_section(record: dict) -> str:
-    results = record["benchmarks"]
-    first = f"{measured_on(record)} In {unit(results)}; `×`: of fastp3o's, the median of turns."
-    if not record["environment"]["cuda"]:
-        first += " No GPU figure has been measured yet."
-    return "\n\n".join([first, markdown(iterations(results)), "![where the time goes](results/iteration.png)"])
-
-
-def rollouts_section(record: dict) -> str:
-    first = f"{measured_on(record)} `×`: of the tokens per second of `generate`, the median of rounds."
-    if not record["environment"]["cuda"]:
-        first += " No GPU figure has been measured yet."
-    return "\n\n".join([first, markdown(rollouts(record["benchmarks"])), "![tokens per second](results/rollouts.png)"])
-
-
-def served_section(record: dict) -> str:
-    plotted = "![where the time of an update goes](results/served.png)"
-    return "\n\n".join([measured_with(record), markdown(speeds(record)), markdown(served_runs(record)), plotted])
-
-
-def policy_description(update: dict) -> str:
-    return (
-        "forward and backward of one update of a random Llama with "
-        f"{update['parameters'] / 1e6:.1f} M parameters (D {update['D']}, V {update['V']}, {update['dtype']}). Lengths "
-        "of prompts and responses vary by half around these means; K responses to a prompt; extra memory is beyond "
-        "weights and gradients:"
-    )
-
-
 def precision_section(record: dict) -> str:
     device = f"{record['device']}, torch {record['torch']}"
     policy = f"a Llama of {record['parameters'] / 1e6:.1f} M parameters, {record['nats_per_token']:.2f} nats a token"
@@ -273,6 +163,124 @@ def write_between(path: Path, name: str, section: str) -> None:
     path.write_text(between_markers(path.read_text(), name, section))
 
 
+def iterations(results: Results) -> list[list[str]]:
+    """Seconds of each trainer at each shape, by phase, in all and as multiples of fastp3o's. Header first."""
+    lines = [["model", "P × K", "trainer", *PHASES, "in all", "×", "peak GB"]]
+    for result in select(results, level="iteration"):
+        lengths_of = f"{result['prompt']} + {result['response']} tokens"
+        shape = [f"{described_model(result)}; {lengths_of}", f"{result['P']} × {result['K']}"]
+        for name, figures in result["trainers"].items():
+            if "absent" in figures:
+                lines.append([*shape, name, *[""] * len(PHASES), f"absent: {figures['absent']}", "", ""])
+                continue
+            seconds = [f"{figures[f'{phase}_s']:.2f}" for phase in PHASES]
+            in_all = [f"{figures['seconds']:.2f}", f"{figures['ratio']:.1f}", f"{figures['peak_gb']:.2f}"]
+            lines.append([*shape, name, *seconds, *in_all])
+    return lines
+
+
+def described_model(result: dict) -> str:
+    return f"D {result['D']}, {result['layers']} layers, V {result['V']}"
+
+
+def objectives(cpu: Results, gpu: Results) -> list[list[str]]:
+    """One row per objective; each cell has the numbers of all WAYS between slashes. Header first."""
+    cpu, gpu = (select(results, level="objectives") for results in (cpu, gpu))
+    lines = [["objective", "operations, F", "extra MB", "× bare products, CPU", "× bare products, GPU"]]
+    for name in dict.fromkeys(result["objective"] for result in cpu + gpu):
+        cpu_results, gpu_results = (select(results, objective=name) for results in (cpu, gpu))
+        counted = [
+            figures(cpu_results or gpu_results, "counted_operations", "{:.3g}"),
+            figures(cpu_results or gpu_results, "extra_gb", "{:.0f}", 1e3),
+        ]
+        ratios = (figures(results, "ratio_to_bare", "{:.2f}") for results in (cpu_results, gpu_results))
+        lines.append([name, *counted, *ratios])
+    return lines
+
+
+def figures(results: Results, key: str, form: str, times: float = 1.0) -> str:
+    if not results:
+        return NOT_MEASURED
+    found = {result["implementation"]: result[key] for result in results if result[key] is not None}
+    return " / ".join(form.format(times * found[way]) if way in found else ABSENT for way in WAYS)
+
+
+def rollouts(results: Results) -> list[list[str]]:
+    """Each way at each shape: speed, and tokens computed and bytes read per token of the responses. Header first."""
+    counted = "launches" if any("gpu_ms_per_step" in way for way in all_ways(results)) else "operations"
+    lines = [["model", "prompt + response", "K", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
+    lines[0] += ["tokens computed", "MB read"]
+    if counted == "launches":
+        lines[0] += ["GPU ms a step", "share of the floor"]
+    for result in select(results, level="rollouts"):
+        shape = [described_model(result), lengths(result), str(result["K"])]
+        for name, way in result["ways"].items():
+            if "absent" in way:
+                lines.append([*shape, name, f"absent: {way['absent']}", *[""] * (len(lines[0]) - 5)])
+                continue
+            cells = [f"{way['tokens_per_s']:.0f}", f"{way['ratio']:.2f}", f"{way['ms_per_step']:.1f}"]
+            cells.append(cell(way, f"{counted}_per_step", "{:.0f}"))
+            cells += [f"{way['computed_per_token']:.1f}", f"{way['bytes_read_per_token'] / 1e6:.2f}"]
+            if counted == "launches":
+                cells.append(cell(way, "gpu_ms_per_step", "{:.2f}"))
+                cells.append(f"{way['floor_ms'] / way['ms']:.0%}" if "floor_ms" in way else "")
+            lines.append([*shape, name, *cells])
+    return lines
+
+
+def all_ways(results: Results) -> list[dict]:
+    return [way for result in select(results, level="rollouts") for way in result["ways"].values()]
+
+
+def cell(way: dict, name: str, form: str) -> str:
+    return form.format(way[name]) if name in way else ""
+
+
+def lengths(result: dict) -> str:
+    if result["mean"] is None:
+        return f"{result['prompt']} + {result['response']}"
+    return f"about {result['prompt']} + about {result['mean']}, at most {result['response']}"
+
+
+def speeds(record: dict) -> list[list[str]]:
+    speed = record["speed"]
+    lines = [["sampler", "tokens/s", "tokens a processor second"]]
+    for name, tokens in speed["tokens_per_second"].items():
+        lines.append([name, f"{tokens:.0f}", f"{speed['tokens_per_processor_second'][name]:.0f}"])
+    return lines
+
+
+def served_runs(record: dict) -> list[list[str]]:
+    """Reward and KL at the end of each seed's run, the largest sampler gap, and seconds of an update."""
+    lines = [["rollouts from", "reward by seed", "KL by seed", "largest sampler gap", "seconds an update", "waiting"]]
+    for way in ways(record):
+        runs = [run for run in record["runs"] if run["way"] == way]
+        last = [run["evaluations"][-1] for run in runs]
+        steps = later_steps(record, way)
+        # A stale gap is the policy's own move.
+        fresh = [step["sampler_gap"] for run in runs for step in run["steps"] if not step.get("staleness")]
+        lines.append(
+            [
+                way,
+                " ".join(f"{one['reward']:.2f}" for one in last),
+                " ".join(f"{one['kl']:.2f}" for one in last),
+                f"{max(fresh):.1e}",
+                f"{fmean(step['seconds'] for step in steps):.2f}",
+                f"{fmean(step['seconds_rollout'] for step in steps):.2f}",
+            ]
+        )
+    return lines
+
+
+def ways(record: dict) -> list[str]:
+    return list(dict.fromkeys(run["way"] for run in record["runs"]))
+
+
+def later_steps(record: dict, way: str) -> list[dict]:
+    """All updates but each run's first, which has what happens once."""
+    return [step for run in record["runs"] if run["way"] == way for step in run["steps"][1:]]
+
+
 def judged(*records: dict) -> Results:
     """The results that goals are about. On a CPU these are only rounding, which does not depend on the device, and
     rollouts and iterations, whose goals name a device.
@@ -286,43 +294,19 @@ def judged(*records: dict) -> Results:
 
 
 def write() -> None:
-    """Tables and plots from the GPU's results if there are any, otherwise from the CPU's."""
-    gpu, cpu = RESULTS / "kernels.gpu.json", RESULTS / "kernels.cpu.json"
-    on_gpu = gpu.exists()
-    record = load(gpu if on_gpu else cpu)
-    write_between(README, "benchmarks", benchmarks_section(record, on_gpu))
+    """Writes what pages say of GPUs, and the tables of the trainer's page."""
+    record = gpu_record()
+    write_between(README, "gpu", gpu_sentence(record))
+    FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record))
     write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
     counts = load(RESULTS / "compiled_counts.json")
-    write_between(README, "decode", compiled_section(decode_table(counts), counts))
     write_between(PRECISION_README, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
-    (FOLDER / "goals.md").write_text(goals_page(record, on_gpu))
-    if select(record["benchmarks"], level="hidden", passes=BOTH):
-        plot(record, RESULTS / "kernels.png")
-    write_between(README, "objectives", objectives_section(*objective_records()))
-    write_between(README, "gpu", gpu_sentence(record if on_gpu else None))
-    FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record if on_gpu else None))
-    record = level_record("iteration")
-    write_between(README, "iteration", iteration_section(record))
-    plot_iterations(record, RESULTS / "iteration.png")
-    record = level_record("rollouts")
-    write_between(README, "rollouts", rollouts_section(record))
-    plot_rollouts(record, RESULTS / "rollouts.png")
-    record = load(RESULTS / "served.json")
-    write_between(README, "served", served_section(record))
-    plot_served(record, RESULTS / "served.png")
 
 
-def goals_page(record: dict, on_gpu: bool) -> str:
-    """The goals with what the GPU's results say of them, and the CPU's where a goal names one."""
-    device = "no GPU has been measured; precision, rollouts and iterations on a CPU"
-    if on_gpu:
-        device = f"{described(record['environment'])}; rollouts and iterations on a CPU where a goal says so"
-    records = [record, *(load(path) for level in SEPARATE_RUNS for path in sorted(RESULTS.glob(f"{level}.?pu.json")))]
-    page = f"# Goals\n\nThe worst of all heads and numbers of tokens. Results of: {device}.\n\n"
-    page += markdown(goals_table(judged(*records))) + "\n"
-    if on_gpu:
-        page += f"\nAll passes of fastp3o:\n\n{markdown(other_passes(record['benchmarks']))}\n"
-    return page + (f"\nNot measured, with the reason:\n\n{absent(record)}\n" if record["not_measured"] else "")
+def gpu_record() -> dict | None:
+    """What `run_gpu.sh` has measured on a GPU; None before."""
+    path = RESULTS / "kernels.gpu.json"
+    return load(path) if path.exists() else None
 
 
 def goals_met(record: dict) -> str:
@@ -334,9 +318,9 @@ def goals_met(record: dict) -> str:
 def gpu_sentence(record: dict | None) -> str:
     """What is known of GPUs."""
     if record is None:
-        no_gpu = "no GPU has been measured; [`goals.md`](goals.md) has the open cells."
+        no_gpu = "no GPU has been measured."
         return f"- All timings are from a CPU and small models: {no_gpu}"
-    return f"- On {described(record['environment'])}: [{goals_met(record)}](goals.md)."
+    return f"- On {described(record['environment'])}: [{goals_met(record)}](goals.py)."
 
 
 def with_gpu_limit(front_page: str, record: dict | None) -> str:
@@ -351,46 +335,40 @@ def with_gpu_limit(front_page: str, record: dict | None) -> str:
     return changed
 
 
-def objective_records() -> tuple[dict, dict | None]:
-    """The CPU's record and, if there is one, the GPU's, which is the whole suite's."""
-    gpu = RESULTS / "kernels.gpu.json"
-    return load(RESULTS / "objectives.cpu.json"), load(gpu) if gpu.exists() else None
+def summary(records: Iterable[dict]) -> str:
+    """Every table of the results of one or several runs, and the goals."""
+    records = list(records)
+    devices = [f"Measured on: {described(record['environment'])}" for record in records]
+    results = [result for record in records for result in record["benchmarks"]]
+    cpu, gpu = (
+        [r for one in records if bool(one["environment"]["cuda"]) == cuda for r in one["benchmarks"]]
+        for cuda in (False, True)
+    )
+    tables = [comparison(results, "hidden"), comparison(results, "logits"), other_passes(results), packing(results)]
+    tables += [memory(results), iterations(results), rollouts(results), objectives(cpu, gpu)]
+    tables.append(goals_table(judged(*records)))
+    return "\n\n".join(
+        [*devices, *(plain(table) for table in tables if table[1:]), *filter(None, map(absent, records))]
+    )
 
 
-def level_record(level: str) -> dict:
-    """The GPU's results if there are any, from the whole suite's run or one of the level's own."""
-    for name in ("kernels.gpu", f"{level}.gpu", f"{level}.cpu"):
-        path = RESULTS / f"{name}.json"
-        if path.exists() and select((record := load(path))["benchmarks"], level=level):
-            return record
-    raise FileNotFoundError(f"{RESULTS} has no results of {level}")
+def committed() -> str:
+    """The summary of all committed results, with what no suite measures."""
+    paths = [path for pattern in ("*.cpu.json", "*.gpu.json") for path in sorted(RESULTS.glob(pattern))]
+    served, counts = load(RESULTS / "served.json"), load(RESULTS / "compiled_counts.json")
+    tables = [speeds(served), served_runs(served), decode_table(counts)]
+    return "\n\n".join([summary(map(load, paths)), *map(plain, tables)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="?", help="JSON of one run, for a short table.")
-    parser.add_argument("--write", action="store_true", help="Rewrite both READMEs' tables, goals.md and the plots.")
+    parser.add_argument("results", type=Path, nargs="?", help="JSON of one run; by default all committed ones.")
+    parser.add_argument("--write", action="store_true", help="Write what pages say of the results.")
     arguments = parser.parse_args()
-    if not arguments.results and not arguments.write:
-        parser.error("give a JSON for a table, or --write")
-    if arguments.results:
-        print(summary(load(arguments.results)))
     if arguments.write:
         write()
-
-
-def summary(record: dict) -> str:
-    """Every table of a run's results, for a terminal."""
-    results = record["benchmarks"]
-    parts = [plain(goals_table(judged(record))), absent(record)]
-    for level in ("hidden", "logits"):
-        measured = select(results, level=level)
-        first = select(measured, **{key: measured[0][key] for key in "NDV"}) if measured else []
-        parts.append(plain(comparison(first, level)) if first else "")
-    tables = [packing(results), memory(results), iterations(results), rollouts(results)]
-    by_device = ([], results) if record["environment"]["cuda"] else (results, [])
-    tables.append(objectives(*by_device))
-    return "\n\n".join([part for part in parts if part] + [plain(table) for table in tables if table[1:]])
+    else:
+        print(summary([load(arguments.results)]) if arguments.results else committed())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Predicts what bounds each phase of training on one H100, from counts: operations, bytes, launches and waits. No GPU.
 
-    python -m benchmarks.roofline          # results/roofline.json, its plot, and the table in NOTES.md
+    python -m benchmarks.roofline          # results/roofline.json, and the table in NOTES.md
 
 T tokens, L layers, D hidden size, V vocabulary. The body's launches and the bytes that its elementwise operations move
 are counted on PyTorch's meta device with transformers' own modules; other counts follow from shapes. Constants that are
@@ -21,12 +21,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 FOLDER = Path(__file__).parent
-RESULT, PLOT, NOTES = FOLDER / "results" / "roofline.json", FOLDER / "results" / "roofline.png", FOLDER / "NOTES.md"
+RESULT, NOTES = FOLDER / "results" / "roofline.json", FOLDER / "NOTES.md"
+BEGIN, END = "<!-- roofline: begin -->", "<!-- roofline: end -->"
 COMPILED = FOLDER / "results" / "compiled_counts.json"
 # Operations that launch nothing.
 FREE = ("empty", "detach", "_unsafe_view", "prim.device")
 THEN = ", layers compiled"
-BEGIN, END = "<!-- roofline: begin -->", "<!-- roofline: end -->"
 
 # Assumptions: what an H100 reaches in bf16 products and in copies, the host's time for a launch, a small kernel's time
 # in a replayed graph, and how long the device stands still when the host has waited for it.
@@ -293,39 +293,6 @@ def table(found: dict[str, tuple[list[Phase], list[Phase]]]) -> str:
     return "\n".join(lines)
 
 
-def plot(found: dict[str, tuple[list[Phase], list[Phase]]]) -> None:
-    # Tables need no matplotlib.
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(13, 5.4), layout="constrained")
-    colors = {"products": "#4477aa", "weights and keys read": "#66ccee", "other memory traffic": "#ccbb44"}
-    colors |= {"small kernels of a graph": "#ee6677"}
-    for axis, (model, both) in zip(figure.subplots(1, len(found), sharey=True), found.items(), strict=True):
-        parts = in_turns(*both)
-        for place, phase in enumerate(parts):
-            seconds, left = phase.seconds(), 0.0
-            for name, color in colors.items():
-                axis.barh(place, 1000 * seconds[name], left=left, color=color, height=0.62)
-                left += 1000 * seconds[name]
-            axis.plot([1000 * seconds["host"]] * 2, [place - 0.38, place + 0.38], color="black", linewidth=1.8)
-            axis.text(
-                max(left, 1000 * seconds["host"]), place, f"  {1000 * phase.total():.0f}", va="center", fontsize=9
-            )
-        axis.set_yticks(range(len(parts)), [phase.name for phase in parts])
-        plain, compiled = (1000 * seconds_of_update(update) for update in both)
-        axis.set_title(f"{model}: {plain:.0f} ms an update, {compiled:.0f} with compiled layers")
-        axis.set_xlabel("ms, predicted for one H100")
-        axis.set_xlim(0, 1.13 * 1000 * max(phase.total() for phase in parts))
-        axis.spines[["top", "right"]].set_visible(False)
-    axis.invert_yaxis()
-    handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    handles.append(Line2D([], [], color="black", linewidth=1.8, label="the host's launches and waits, meanwhile"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
-    figure.savefig(PLOT, dpi=130)
-
-
 def main() -> None:
     layers = json.loads(COMPILED.read_text())["layers"]
     found = {model.name: updates(model, layers[model.name]) for model in MODELS}
@@ -339,7 +306,6 @@ def main() -> None:
         for model, both in found.items()
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    plot(found)
     before, rest = NOTES.read_text().split(BEGIN)
     NOTES.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END)[1]}")
 

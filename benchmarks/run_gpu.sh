@@ -4,7 +4,7 @@
 # In order of worth: a minute's test of all kernels, stages and a rollout with CUDA graphs; what the goals are about; the
 # rest, with the GPU's tests and compute-sanitizer (`gpu_parts.py`). Results go to FOLDER, or to $OUT, or to
 # benchmarks/results, each as soon as it is measured. Run again, it goes on where it stopped; --only PART[,PART] measures
-# those anew. A table comes last, and `python -m benchmarks.report --write` puts the figures into all pages.
+# those anew. A table comes last, and `python -m benchmarks.report --write` tells the pages.
 #
 # It needs torch, triton, pytest and pytest-benchmark, the trainer's packages for whole runs, and no network. It uses
 # `python3` as it is (FASTP3O_PYTHON for another). Wheels in a folder .whl, if there is one, are unpacked for it. Without

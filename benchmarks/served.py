@@ -4,7 +4,7 @@
         --prompts TRAIN.jsonl --eval_prompts EVAL.jsonl
 
 The server has MODEL and the run's precision. Runs are `scripts/p3o.py`'s, each in a process of its own. Writes
-benchmarks/results/served.json, from which `python -m benchmarks.report --write` makes the table and the plot.
+benchmarks/results/served.json, of which `python -m benchmarks.report` prints the tables.
 """
 
 import argparse

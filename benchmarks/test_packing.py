@@ -78,7 +78,7 @@ def packed_update(
         pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
         old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
         microbatch = Microbatch(row, rewards, logprobs, logprobs, old, ref, weight=len(sums) / all_pairs)
-        return lambda: microbatch.weight * OBJECTIVE.loss(policy, microbatch).loss
+        return lambda: microbatch.weight * OBJECTIVE.loss(policy, microbatch)[0]
 
     return Update(sum(row.tokens for row in rows), [row_loss(row) for row in rows])
 

@@ -20,7 +20,6 @@ PAGES = (
         ".github/CHANGELOG.md",
         "benchmarks/README.md",
         "benchmarks/frontier/README.md",
-        "benchmarks/frontier/two_languages.md",
     ),
 )
 

@@ -2,7 +2,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from benchmarks import iteration_trainers, report, test_iteration
-from benchmarks.iteration_report import iterations, plot_iterations, unit
 from benchmarks.iteration_trainers import PHASES, TRAINERS, Stopwatch, Task, save_model
 from benchmarks.test_iteration import Iteration, figures, random_prompts
 from benchmarks.training_shapes import llama
@@ -75,27 +74,10 @@ def test_the_median_iteration_and_the_median_ratio(record):
 
 
 def test_the_table_has_every_trainer(record):
-    lines = iterations(record["benchmarks"])
+    lines = report.iterations(record["benchmarks"])
     assert {len(line) for line in lines} == {len(lines[0])}
     assert lines[2][1:] == ["32 × 2", "TRL GRPO", "0.25", "0.25", "0.25", "9.00", "0.25", "10.00", "3.3", "1.50"]
     assert "absent: No module named 'trl'" in lines[3]
-
-
-def test_the_unit_says_whose_time_it_is(record):
-    assert unit(record["benchmarks"]) == "seconds"
-    record["benchmarks"][0]["clock"] = "processor"
-    assert unit(record["benchmarks"]) == "seconds of processor time"
-
-
-def test_plot(record, tmp_path):
-    plot_iterations(record, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
-def test_what_is_committed_is_what_the_results_give():
-    written = report.README.read_text()
-    record = report.level_record("iteration")
-    assert report.between_markers(written, "iteration", report.iteration_section(record)) == written
 
 
 def test_memory_is_counted_until_the_block_is_left():

@@ -143,15 +143,6 @@ def test_tables():
     ]
 
 
-def test_the_section_has_updates_where_they_were_measured():
-    environment = {"device": "a GPU", "packages": {}, "date": "2026-01-01"}
-    section = report.benchmarks_section({"environment": environment, "benchmarks": UPDATES}, on_gpu=True)
-    assert "1235.8 M parameters (D 2048, V 128256, bfloat16)" in section
-    assert report.markdown(report.packing(UPDATES)) in section
-    without = report.benchmarks_section({"environment": environment, "benchmarks": []}, on_gpu=True)
-    assert "packed rows" not in without
-
-
 def test_updates_come_after_the_kernels_at_the_first_number_of_tokens():
     def item(name, **params):
         return SimpleNamespace(name=name, callspec=SimpleNamespace(params=params))

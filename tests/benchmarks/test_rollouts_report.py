@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks import report, rollouts_report
+from benchmarks import report
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def record():
 
 
 def test_the_table_has_every_way_and_reasons_of_those_that_are_absent(record):
-    header, _, engine, absent, *_, ragged = rollouts_report.rollouts(record["benchmarks"])
+    header, _, engine, absent, *_, ragged = report.rollouts(record["benchmarks"])
     assert engine[:4] == ["D 512, 4 layers, V 999", "350 + 128", "2", "fastp3o engine"]
     assert engine[4:] == ["300", "3.40", "20.0", "340", "4.0", "2.00"]
     assert absent[3:5] == ["TRL GRPO", "absent: no module"]
@@ -26,18 +26,7 @@ def test_the_table_has_every_way_and_reasons_of_those_that_are_absent(record):
 def test_on_a_gpu_there_are_launches_and_the_share_of_the_floor(record):
     ways = record["benchmarks"][0]["ways"]
     ways["fastp3o engine"] |= {"launches_per_step": 9.4, "gpu_ms_per_step": 1.5, "floor_ms": 60.0, "ms": 80.0}
-    header, generate, engine, *_ = rollouts_report.rollouts(record["benchmarks"])
+    header, generate, engine, *_ = report.rollouts(record["benchmarks"])
     assert header[-2:] == ["GPU ms a step", "share of the floor"]
     assert (engine[7], engine[-2:]) == ("9", ["1.50", "75%"])
     assert generate[-2:] == ["", ""]
-
-
-def test_the_plot(record, tmp_path):
-    rollouts_report.plot_rollouts(record, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
-def test_what_is_committed_is_what_the_results_give():
-    written = report.README.read_text()
-    section = report.rollouts_section(report.level_record("rollouts"))
-    assert report.between_markers(written, "rollouts", section) == written

@@ -1,58 +1,55 @@
-"""The committed records -> the verdicts of README.md, tables.md, all_runs.md, the figures, and the plot of the
-repository's README.
+"""The committed records -> the verdicts of README.md, the figures, and the plot of the repository's README.
 
-python -m benchmarks.frontier.report
+python -m benchmarks.frontier.report            writes them
+python -m benchmarks.frontier.report --table    prints every arm and every paired difference
 """
 
-import json
+import argparse
+from itertools import chain
 from pathlib import Path
 
-from benchmarks.frontier.gradients import figure as gradients
-from benchmarks.frontier.report import (
-    equal_kl,
-    figures,
-    passes,
-    readme_plot,
-    rewards,
-    stale,
-    tables,
-    tuned_figures,
-    verdicts,
-)
-from benchmarks.frontier.report.study import load_study
-from benchmarks.frontier.runs.records import RESULTS, read
+from benchmarks.frontier.report import equal_kl, measures, readme_plot, rewards, stale, verdicts
+from benchmarks.frontier.report.measures import Study, load_study
+from benchmarks.frontier.runs.execute import ARMS
+from benchmarks.frontier.runs.stale import LAGS
+from benchmarks.frontier.runs.tuned_arms import PROMPTS
+from benchmarks.frontier.tasks.task import RESULTS
+from benchmarks.report import markdown
 
 README_PLOT = Path(__file__).parents[3] / ".github" / "offset.svg"
+FIGURES = {
+    README_PLOT: readme_plot.draw,
+    RESULTS / "stale.svg": stale.figure,
+    RESULTS / "equal_kl.svg": equal_kl.figure,
+    RESULTS / "scales.svg": rewards.scales_figure,
+}
 
 
-def write_report() -> None:
+def tables(study: Study) -> list[list[list[str]]]:
+    """Verdicts, arms at their levels, paired differences, equal KL, weights under offsets, earlier comparisons."""
+    arms = chain.from_iterable(arms() for arms in ARMS.values())
+    rivals = [pair for lag in LAGS for K in PROMPTS for pair in stale.rivals(study, lag, K)]
+    return [
+        verdicts.table(study),
+        measures.levels(study, arms),
+        measures.differences(study, [*rivals, *rewards.pairs()]),
+        equal_kl.differences(study),
+        rewards.different_weights(study),
+        verdicts.earlier_table(study),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="Print tables, and write nothing.")
     study = load_study()
-    optimum = json.loads(read(RESULTS / "optimum.json") or "{}")
-    win_rates = json.loads(read(RESULTS / "win_rates.json") or "[]")
-    tables.TABLES.write_text(tables.tables_page(study, optimum))
+    if parser.parse_args().table:
+        print("\n\n".join(map(markdown, tables(study))))
+        return
     verdicts.write(study)
-    tables.ALL_RUNS.write_text(tables.all_runs_page(study))
-    drawn = {
-        README_PLOT: lambda path: readme_plot.draw(study, path),
-        RESULTS / "frontier.png": lambda path: figures.frontier(study, optimum, path),
-        RESULTS / "offset.png": lambda path: figures.offset(study, path),
-        RESULTS / "sweep.png": lambda path: figures.kl_coefs(study, path),
-        RESULTS / "clipping.png": lambda path: figures.clipping(study, path),
-        RESULTS / "learning_rates.png": lambda path: figures.learning_rates(study, path),
-        RESULTS / "win_rates.png": lambda path: figures.win_rates(win_rates, path),
-        RESULTS / "envelope.png": lambda path: tuned_figures.envelope(study, optimum, path),
-        RESULTS / "questions.png": lambda path: tuned_figures.one_setting_at_a_time(study, path),
-        RESULTS / "stale.png": lambda path: stale.figure(study, path),
-        RESULTS / "equal_kl.png": lambda path: equal_kl.figure(study, path),
-        RESULTS / "passes.png": lambda path: passes.figure(study, path),
-        RESULTS / "scales.png": lambda path: rewards.scales_figure(study, path),
-        RESULTS / "offset_doses.png": lambda path: rewards.figure(study, path),
-        RESULTS / "equal_cost.png": lambda path: tuned_figures.by_responses(study, path),
-    }
-    for path, draw in drawn.items():
-        print(f"{path.name}: {'written' if draw(path) else 'skipped, its runs have not been made'}")
-    gradients.write_figure_and_table()
+    for path, draw in FIGURES.items():
+        print(f"{path.name}: {'written' if draw(study, path) else 'skipped, its runs have not been made'}")
 
 
 if __name__ == "__main__":
-    write_report()
+    main()

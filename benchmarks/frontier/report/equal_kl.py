@@ -5,28 +5,24 @@ from pathlib import Path
 
 from pandas import DataFrame
 
-from benchmarks.frontier.report import cells, many
-from benchmarks.frontier.report.rows import Mark, Row, draw
-from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.report import measures
+from benchmarks.frontier.report.figures import Mark, Row, draw
+from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import equal_kl
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
 from benchmarks.frontier.runs.records import Records
 from benchmarks.frontier.runs.stale import label
-from benchmarks.frontier.runs.tuned_arms import RESULTS, selection_runs
-from benchmarks.frontier.tasks.groups import MANY_LANGUAGES
-from benchmarks.frontier.tasks.task import TASK_SETTINGS
+from benchmarks.frontier.runs.tuned_arms import RESULTS
 from fastp3o.evaluation.matched_kl import Estimate, gain_at_kl, paired_difference
 
 FIRST = ("joint", 0.0)
 # Column of the evaluations -> its name. `step` is the update at which a run crosses the KL.
 OUTCOMES = {"reward": "gain", "gold": "gold gain", "step": "update"}
-GAINS = ("reward", "gold")
-USUAL_UPDATES = TASK_SETTINGS[MANY_LANGUAGES]["updates"]
 
 
 def chosen(study: Study, pair: tuple[str, float], kl: float) -> Run | None:
     """An algorithm with the setting that was chosen for a KL; None if it reaches it with no setting."""
-    found = study.tuned_arms.get("equal_kl", {}).get(label(*pair), {}).get(f"{kl:g}")
+    found = study.chosen.get("equal_kl", {}).get(label(*pair), {}).get(f"{kl:g}")
     return found and Run(**found)
 
 
@@ -48,55 +44,19 @@ def on_results(study: Study, one: Run, kl: float) -> DataFrame:
     return outcomes(study.records, [replace(one, task=task, seed=seed) for seed, task in RESULTS], kl)
 
 
-def levels(study: Study) -> list[list[str]]:
-    """Header first."""
-    lines = [["KL", "algorithm", "learning rate", "KL coefficient", "updates", *OUTCOMES.values()]]
-    for (kl, _), one in settings(study).items():
-        found = on_results(study, one, kl)
-        about = [f"{kl:g}", many.name_of(one), *about_setting(one)]
-        lines.append([*about, *(many.mean(found, name) for name in OUTCOMES)])
-    return lines
-
-
-def about_setting(one: Run) -> list[str]:
-    return [cells.rate(one.learning_rate), f"{one.kl_coef:g}", str(one.updates or USUAL_UPDATES)]
-
-
-def difference(study: Study, kl: float, pair: tuple[Run, Run], outcome: str, comparisons: int = 1) -> Estimate | None:
+def difference(study: Study, kl: float, pair: tuple[Run, Run], outcome: str) -> Estimate | None:
     """Over the languages on which both reach the KL."""
-    return paired_difference(*(many.by_seed(on_results(study, one, kl), outcome) for one in pair), comparisons)
+    return paired_difference(*(measures.by_seed(on_results(study, one, kl), outcome) for one in pair))
 
 
-def differences(study: Study) -> tuple[list[list[str]], int]:
-    """Joint P3O minus every other algorithm. Header first, then the number of intervals."""
-    arms = settings(study)
-    pairs = {
-        (f"{kl:g}", many.name_of(one)): (kl, (arms[kl, FIRST], one))
-        for (kl, pair), one in arms.items()
-        if pair != FIRST and (kl, FIRST) in arms
-    }
-
-    def found(count: int) -> cells.Differences:
-        return {
-            key: [difference(study, kl, two, outcome, count) for outcome in GAINS] for key, (kl, two) in pairs.items()
-        }
-
-    return cells.difference_table(["KL", "joint P3O minus", *(OUTCOMES[name] for name in GAINS)], found)
-
-
-def trials(study: Study) -> list[list[str]]:
-    """Mean gain and update at each KL of every setting on the selection languages. Header first."""
-    at = [f"{name} at KL {kl:g}" for kl in equal_kl.KLS for name in ("gain", "update")]
-    lines = [["algorithm", "learning rate", "KL coefficient", "updates", *at]]
-    for pair in equal_kl.EVERYONE:
-        for usual in equal_kl.settings(*pair):
-            for one in (usual, replace(usual, updates=equal_kl.MORE_UPDATES)):
-                runs = selection_runs(one, one.learning_rate)
-                found = [outcomes(study.records, runs, kl) for kl in equal_kl.KLS]
-                if all(len(rows) == len(runs) for rows in found):
-                    values = [rows[name].mean(skipna=False) for rows in found for name in ("reward", "step")]
-                    shown = [cells.NOT_REACHED if value != value else cells.number(value) for value in values]
-                    lines.append([many.name_of(one), *about_setting(one), *shown])
+def differences(study: Study) -> list[list[str]]:
+    """Joint P3O minus every other algorithm. Header first."""
+    arms, lines = settings(study), [["KL", "joint P3O minus", "setting", *OUTCOMES.values()]]
+    for (kl, pair), one in arms.items():
+        if pair != FIRST and (kl, FIRST) in arms:
+            found = [difference(study, kl, (arms[kl, FIRST], one), name) for name in OUTCOMES]
+            shown = [measures.estimate(estimate, signed=True) for estimate in found]
+            lines.append([f"{kl:g}", measures.name_of(one), measures.described(one), *shown])
     return lines
 
 
@@ -112,7 +72,7 @@ def best_rival(study: Study, kl: float) -> tuple[str, Estimate | None]:
     if not known or (kl, FIRST) not in arms:
         return "", None
     best = max(known, key=known.__getitem__)
-    return many.name_of(best), difference(study, kl, (arms[kl, FIRST], best), "reward")
+    return measures.name_of(best), difference(study, kl, (arms[kl, FIRST], best), "reward")
 
 
 MARKS = {"reward": Mark("o", "learned reward"), "gold": Mark("D", "true utility", filled=False)}

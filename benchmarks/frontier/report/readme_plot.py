@@ -6,11 +6,11 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.frontier.report import cells, many
-from benchmarks.frontier.report.drawing import LOOKS, bars
+from benchmarks.frontier.report import measures
+from benchmarks.frontier.report.figures import LOOKS, bars
+from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.report.rewards import ppo
-from benchmarks.frontier.report.study import Study
-from benchmarks.frontier.runs.plan import BETA
+from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.rewards import DEVIATIONS, PPO_RATES
 from benchmarks.frontier.runs.tuned_arms import arm
 from fastp3o.evaluation.matched_kl import Estimate, interval
@@ -51,8 +51,8 @@ def ends(study: Study) -> dict[str, Estimate | None]:
     return found
 
 
-def end(study: Study, one: many.Run) -> Estimate | None:
-    values = many.measured(study, one)["end"]
+def end(study: Study, one: Run) -> Estimate | None:
+    values = measures.measured(study, one)["end"]
     return None if values.empty else interval([list(values)])
 
 
@@ -76,5 +76,5 @@ def draw_levels(axes: Axes, found: dict[str, Estimate | None]) -> None:
 
 def summary(found: dict[str, Estimate | None]) -> str:
     """The numbers that the plot shows, for its metadata."""
-    means = {name: cells.estimate(one) for name, one in found.items()}
+    means = {name: measures.estimate(one) for name, one in found.items()}
     return "Reward − 0.1 KL: " + "; ".join(f"{name} {mean}" for name, mean in means.items())

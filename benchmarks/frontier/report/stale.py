@@ -2,38 +2,26 @@
 
 from pathlib import Path
 
-from benchmarks.frontier.report import many
-from benchmarks.frontier.report.rows import Mark, Row, draw
-from benchmarks.frontier.report.study import Study
+from benchmarks.frontier.report import measures
+from benchmarks.frontier.report.figures import Mark, Row, draw
+from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs import stale
 from benchmarks.frontier.runs.plan import BETA, CLIPPINGS, Run
-from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm
+from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm, selection_runs
 
 OLDEST = max(stale.LAGS)
-HEADER = ["lag", "K", "algorithm", "correction"]
-RATIOS = [pair for pair, always in stale.ALWAYS.items() if "ratios" in always]
 
 
-def arms(study: Study) -> dict[tuple[str, ...], Run]:
-    """Everything that was compared, by lag, K, algorithm and correction."""
-    if "corrections" not in study.tuned_arms:
-        return {}
-    return {label(one): one for lag in sorted(stale.LAGS) for one in stale.at_lag(lag, study.tuned_arms["corrections"])}
-
-
-def label(one: Run) -> tuple[str, ...]:
-    return str(one.rounds_ahead), str(one.responses_per_prompt), many.name_of(one), one.correction
-
-
-def corrections() -> dict[tuple[str, ...], Run]:
-    """The trials from which corrections were chosen."""
-    found = [one for algorithm, own in stale.COMPARED for one in stale.corrected(algorithm, own)]
-    return {label(one)[2:]: one for one in found}
+def arms(study: Study) -> list[Run]:
+    """Everything that was compared."""
+    if "corrections" not in study.chosen:
+        return []
+    return [one for lag in sorted(stale.LAGS) for one in stale.at_lag(lag, study.chosen["corrections"])]
 
 
 def tuned(study: Study, algorithm: str, own: float, lag: int, responses: int) -> Run:
     """An algorithm with the correction that was chosen for it."""
-    chosen = study.tuned_arms.get("corrections", {})
+    chosen = study.chosen.get("corrections", {})
     correction = chosen.get(stale.label(algorithm, own), "none") if lag else "none"
     return arm(algorithm, responses, own, rounds_ahead=lag, correction=correction)
 
@@ -41,61 +29,24 @@ def tuned(study: Study, algorithm: str, own: float, lag: int, responses: int) ->
 def best_p3o(study: Study, lag: int, responses: int) -> Run | None:
     """The P3O with the highest reward − BETA KL on the languages of the selection; None if none has run there."""
     ends = {}
-    for one in arms(study).values():
+    for one in arms(study):
         if one.algorithm in CLIPPINGS and (one.rounds_ahead, one.responses_per_prompt) == (lag, responses):
-            rate = study.tuned_arms.get("rates", {}).get(one.name)
+            rate = study.chosen.get("rates", {}).get(one.name)
             if rate is not None:
-                ends[one] = many.measures(study.records, many.selection_runs(one, rate))["end"].mean()
+                ends[one] = measures.measures(study.records, selection_runs(one, rate))["end"].mean()
     return max(ends, key=ends.__getitem__, default=None)
 
 
-def rivals(study: Study) -> many.Pairs:
-    """The best P3O against every algorithm that is not P3O, at each lag with each K."""
-    pairs = {}
-    for lag in sorted(stale.LAGS):
-        for responses in PROMPTS:
-            first = best_p3o(study, lag, responses)
-            for algorithm, own in stale.COMPARED if first else ():
-                if algorithm not in CLIPPINGS:
-                    second = tuned(study, algorithm, own, lag, responses)
-                    pairs[str(lag), str(responses), described(first), described(second)] = first, second
-    return pairs
-
-
-def with_ratios(study: Study) -> many.Pairs:
-    """At the largest lag: P3O without clipping against the others, all with ratios to the policy that sampled; and
-    every algorithm with these ratios against itself without a correction.
-    """
-    pairs = {}
-    for responses in PROMPTS:
-        unclipped = ratios("none", 0.0, responses)
-        for algorithm, own in RATIOS:
-            one, plain = ratios(algorithm, own, responses), tuned(study, algorithm, own, OLDEST, responses)
-            if one != unclipped:
-                pairs[str(responses), described(unclipped), described(one)] = unclipped, one
-            pairs[str(responses), described(one), described(plain)] = one, plain
-    return pairs
+def rivals(study: Study, lag: int, responses: int) -> list[tuple[Run, Run]]:
+    """The best P3O against every algorithm that is not P3O."""
+    first = best_p3o(study, lag, responses)
+    others = [pair for pair in stale.COMPARED if pair[0] not in CLIPPINGS]
+    return [(first, tuned(study, *pair, lag, responses)) for pair in others] if first else []
 
 
 def ratios(algorithm: str, own: float, responses: int) -> Run:
     """An algorithm at the largest lag with ratios to the policy that sampled."""
     return arm(algorithm, responses, own, rounds_ahead=OLDEST, correction="ratios")
-
-
-def lost(study: Study) -> many.Pairs:
-    """What stale rollouts cost: every algorithm with its correction at each lag against itself at none."""
-    return {
-        (str(lag), str(responses), described(old), described(fresh)): (old, fresh)
-        for lag in sorted(stale.LAGS)
-        for responses in PROMPTS
-        for algorithm, own in stale.COMPARED
-        if lag
-        for old, fresh in [(tuned(study, algorithm, own, lag, responses), tuned(study, algorithm, own, 0, responses))]
-    }
-
-
-def described(one: Run) -> str:
-    return f"{many.name_of(one)}, {one.correction}" if one.rounds_ahead else many.name_of(one)
 
 
 def rows_of(study: Study, responses: int) -> list[Row]:
@@ -107,7 +58,7 @@ def rows_of(study: Study, responses: int) -> list[Row]:
             "stale": tuned(study, algorithm, own, OLDEST, responses),
             "ratios": ratios(algorithm, own, responses),
         }
-        found = {name: many.difference(study, (one, start), "end") for name, one in asked.items()}
+        found = {name: measures.difference(study, (one, start), "end") for name, one in asked.items()}
         rows.append(Row(asked["fresh"], found))
     return rows
 

@@ -3,20 +3,25 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.frontier.report import cells, equal_kl, many, objective, rewards, stale
-from benchmarks.frontier.report.study import Study
+from pandas import DataFrame, Series
+
+from benchmarks.frontier.report import equal_kl, measures, rewards, stale
+from benchmarks.frontier.report.measures import Study
 from benchmarks.frontier.runs.equal_kl import KLS
 from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.rewards import PPO_RATES, scales
-from benchmarks.frontier.runs.tuned_arms import arm
-from benchmarks.frontier.tasks.groups import RETUNED
+from benchmarks.frontier.runs.tuned_arms import RESULTS, arm
 from benchmarks.goals import NOT_MEASURED
 from benchmarks.report import markdown, write_between
-from fastp3o.evaluation.matched_kl import Estimate, paired_difference
+from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, paired_difference
 
 README = Path(__file__).parents[1] / "README.md"
 END = f"reward − {BETA:g} KL"
 TEN = "ten languages"
+# Algorithm, learning rate and KL coefficient of the comparisons before.
+K2 = (("joint", 3e-4, BETA), ("ppo", 1.5e-4, BETA))
+EARLIER_KL, FIRST_P3O = 4.0, ("joint", 3e-4, 0.03)
+FIRST_RIVALS = (("ppo", 3e-4, 0.03), ("dpo", 1.5e-4, 0.1), ("dpo", 7.5e-5, 0.1))
 HIGHER_KL = max(KLS)  # where P3O does worse than at the lower one
 
 
@@ -66,7 +71,7 @@ def table(study: Study) -> list[list[str]]:
     lines = [["where P3O differs", "answer", "P3O minus the best other", "measure", "on"]]
     for verdict in verdicts(study):
         found = verdict.estimate
-        number = NOT_MEASURED if found is None else f"{cells.estimate(found, signed=True)}, {verdict.rival}"
+        number = NOT_MEASURED if found is None else f"{measures.estimate(found, signed=True)}, {verdict.rival}"
         lines.append([verdict.question, reading(found), number, verdict.measure, verdict.where])
     return lines
 
@@ -85,30 +90,51 @@ def against_best_rival(study: Study, lag: int, responses: int) -> tuple[str, Est
     """The best P3O of the selection languages against the rival with the highest mean on those of the results, which
     is a choice in the rival's favour.
     """
-    pairs = [pair for key, pair in stale.rivals(study).items() if key[:2] == (str(lag), str(responses))]
-    return against_highest(study, pairs)
+    return against_highest(study, stale.rivals(study, lag, responses))
 
 
 def against_highest(study: Study, pairs: list[tuple[Run, Run]]) -> tuple[str, Estimate | None]:
-    means = {pair: many.measured(study, pair[1])["end"].mean() for pair in pairs}
+    means = {pair: measures.measured(study, pair[1])["end"].mean() for pair in pairs}
     known = {pair: mean for pair, mean in means.items() if mean == mean}
     if not known:
         return "", None
     best = max(known, key=known.__getitem__)
-    return many.name_of(best[1]), many.difference(study, best, "end")
+    return measures.name_of(best[1]), measures.difference(study, best, "end")
 
 
 def against_ppo(study: Study) -> tuple[str, Estimate | None]:
-    """With the settings that the second comparison chose."""
-    arms = {
-        one.algorithm: one
-        for group, one in objective.compared(study)
-        if group == RETUNED and one.responses_per_prompt == 2
-    }
-    if not {"joint", "ppo"} <= arms.keys():
-        return "", None
-    ends = [objective.at_the_end(study, RETUNED, arms[name]).to_dict() for name in ("joint", "ppo")]
-    return "PPO", paired_difference(*ends)
+    """Two languages with four seeds each, at the rates that the selection seeds chose."""
+    return "PPO", paired_difference(*(ends(earlier(study, "retuned", *arm)) for arm in K2))
+
+
+def earlier(study: Study, group: str, algorithm: str, rate: float, kl_coef: float) -> DataFrame:
+    """Plain runs with two responses of the comparisons before the ten languages, on the seeds of their results."""
+    plain = {"responses_per_prompt": 2, "offset": "none", "own_parameter": 0.0, "reward_factor": 1.0, "updates": 0}
+    wanted = plain | {"group": group, "algorithm": algorithm, "learning_rate": rate, "kl_coef": kl_coef}
+    runs = study.records.runs
+    return runs[(runs[list(wanted)] == Series(wanted)).all(axis=1) & (runs["seed"] < len(RESULTS))].assign(
+        gain=lambda found: [gain_at_kl(study.records.histories[name], EARLIER_KL) for name in found["name"]]
+    )
+
+
+def ends(runs: DataFrame, column: str = "final_objective") -> dict[Seed, float]:
+    """By language and seed, for those that have it."""
+    found = runs.set_index(["task", "seed"])[column].dropna()
+    return {seed: float(value) for seed, value in found.items()}
+
+
+def earlier_table(study: Study) -> list[list[str]]:
+    """What the repository's README says of two responses per prompt, with intervals that hold together for all that was
+    compared then. Header first.
+    """
+    lines = [["P3O minus", "rate", "measure", "single", "together", "compared"]]
+    pairs = [("retuned", END, "final_objective", K2[1], K2[0], 19)]
+    pairs += [("language", f"gain at KL {EARLIER_KL:g}", "gain", one, FIRST_P3O, 72) for one in FIRST_RIVALS]
+    for group, measure, column, rival, joint, count in pairs:
+        values = [ends(earlier(study, group, *arm), column) for arm in (joint, rival)]
+        found = [measures.estimate(paired_difference(*values, some), signed=True) for some in (1, count)]
+        lines.append([measures.NAMES[rival[0]], measures.rate(rival[1]), measure, *found, str(count)])
+    return lines
 
 
 def under_an_offset(study: Study, deviation: float) -> tuple[str, Estimate | None]:

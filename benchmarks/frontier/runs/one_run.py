@@ -14,11 +14,9 @@ import torch
 from accelerate.state import AcceleratorState
 
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.tasks.groups import group_of
-from benchmarks.frontier.tasks.offset_reward import OffsetReward
-from benchmarks.frontier.tasks.offsets import OFFSETS
+from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward
 from benchmarks.frontier.tasks.synthetic import read_jsonl
-from benchmarks.frontier.tasks.task import TASK_SETTINGS, Task, load_scores
+from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
 from fastp3o.config import Named
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.stages.online import train
@@ -32,11 +30,8 @@ LATE_EVALUATION = 28
 GOLD = "benchmarks.frontier.tasks.task:Task.gold"
 
 
-def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = None) -> dict[str, Any]:
-    """Trains in `folder`/run.name, where the finished model stays, and returns the run with its results.
-
-    updates: stop after this many, with the bits that the whole run has there; None for the whole run.
-    """
+def train_and_record(run: Run, task: Task, folder: Path) -> dict[str, Any]:
+    """Trains in `folder`/run.name, where the finished model stays, and returns the run with its results."""
     # A killed command leaves the files of its runs, which runs of the next one must not meet.
     output, log_file = folder / f"{run.name}.{os.getpid()}", folder / f"{run.name}.{os.getpid()}.log.txt"
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +39,7 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
     AcceleratorState._reset_state(reset_partial_state=True)
     started = time.perf_counter()
     with log_file.open("w") as log, redirect_stdout(log), redirect_stderr(log):
-        train(replace(configuration(run, task, output, updates), **rewards(run, task)))
+        train(replace(configuration(run, task, output), **rewards(run, task)))
     shutil.rmtree(output / "state")
     log_file.rename(output / "log.txt")
     finished = folder / run.name
@@ -61,8 +56,10 @@ def train_and_record(run: Run, task: Task, folder: Path, updates: int | None = N
 
 def rewards(run: Run, task: Task) -> dict[str, Named]:
     """By the options that name them."""
-    offset, gold = {"reward": Named(task.reward_model, offset_reward(run, task))}, task.gold_reward()
-    return offset if gold is None else offset | {"gold_reward": Named(GOLD, gold)}
+    return {
+        "reward": Named(task.reward_model, offset_reward(run, task)),
+        "gold_reward": Named(GOLD, task.gold_reward()),
+    }
 
 
 def offset_reward(run: Run, task: Task) -> OffsetReward:
@@ -87,11 +84,11 @@ def read_prompts(path: str) -> list[str]:
     return [record["prompt"] for record in read_jsonl(Path(path))]
 
 
-def configuration(run: Run, task: Task, output: Path, updates: int | None = None) -> OnlineConfig:
-    settings = TASK_SETTINGS[group_of(run.task)] | {
+def configuration(run: Run, task: Task, output: Path) -> OnlineConfig:
+    settings = SETTINGS | {
         "model": task.policy,
         "reward": task.reward_model,
-        "gold_reward": None if task.gold is None else GOLD,
+        "gold_reward": GOLD,
         "prompts": task.prompts,
         "eval_prompts": task.eval_prompts,
         "output_dir": str(output),
@@ -110,9 +107,6 @@ def configuration(run: Run, task: Task, output: Path, updates: int | None = None
             "updates": run.updates,
             "eval_at": f"{settings['eval_at']},{settings['updates']},{LATE_EVALUATION}",
         }
-    if updates is not None:
-        reached = [at for at in settings["eval_at"].split(",") if int(at) <= updates]
-        settings |= {"updates": updates, "eval_at": ",".join(reached)}
     # The number of optimizer steps does not depend on that of prompts.
     settings["prompts_per_minibatch"] = run.prompts_per_update // MINIBATCHES
     settings["rounds_ahead"] = run.rounds_ahead
@@ -136,13 +130,8 @@ CENTRED, STANDARDISED = "ppo_centred", "joint-group"
 # steps, so RLOO makes one pass, as by default.
 OWN_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("p3o", {"clipping": name, "reward_scaling": "none"}) for name in CLIPPINGS},
-    **{
-        f"joint-{scaling}": ("p3o", {"clipping": "joint", "reward_scaling": scaling})
-        for scaling in ("absolute", "difference")
-    },
-    "joint_once": ("p3o", {"clipping": "joint", "reward_scaling": "none", "inner_epochs": 1}),
+    "joint-difference": ("p3o", {"clipping": "joint", "reward_scaling": "difference"}),
     "ppo": ("ppo", PPO_SETTINGS),
-    "ppo_narrow": ("ppo", PPO_SETTINGS | {"clip_range": 0.1}),
     CENTRED: ("ppo", PPO_SETTINGS),
     STANDARDISED: ("p3o", {"clipping": "joint", "reward_scaling": "none"}),
     "dpo": ("online_dpo", {}),

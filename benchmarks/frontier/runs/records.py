@@ -7,28 +7,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pandas import DataFrame, Series, isna
+from pandas import DataFrame, Series
 
 from benchmarks.frontier.runs.plan import BETA, LATER, Run
-from benchmarks.frontier.tasks.groups import group_of
 from fastp3o.evaluation.frontier import Evaluations
-from fastp3o.evaluation.matched_kl import gain_at_kl
-
-RESULTS = Path(__file__).parents[2] / "results" / "frontier"
 
 RUN_FIELDS = (*Run.__dataclass_fields__, "seconds", "sha256")
 EVALUATION_FIELDS = (
     *("run", "step", "kl", "reward", "reward_std", "gold", "missing_eos", "prompts"),
     *("seconds", "response_tokens"),
 )
-SEED = ["task", "seed"]  # shared by paired runs
 
 
 @dataclass(frozen=True)
 class Records:
     """One row per run and one per evaluation, in recorded order; rewards are divided by their factor.
 
-    runs: name, group, the fields of plan.Run, seconds, sha256 (of the final weights), and the results:
+    runs: name, group (of tasks), the fields of plan.Run, seconds, sha256 (of the final weights), and the results:
         first_kl: KL of the first evaluation after the start, below which no gain is known; NaN without one
         final_step, final_kl, final_missing_eos: values of the last evaluation
         final_reward, final_gold: gains of the last evaluation over the first, NaN without a gold utility
@@ -49,11 +44,6 @@ class Records:
             histories.setdefault(evaluation["run"], []).append(evaluation)
         return histories
 
-    def at_kl(self, runs: DataFrame, kl: float, outcome: str) -> Series:
-        """Gains of some runs in `outcome` at a KL, by their index; NaN if a run has none there."""
-        gains = [gain_at_kl(self.histories[name], kl, outcome) for name in runs["name"]]
-        return Series(gains, index=runs.index, dtype=float)
-
 
 def load(path: Path) -> Records:
     """Reads a runs.jsonl, which may not exist yet. ValueError if a run was recorded twice."""
@@ -70,7 +60,7 @@ def to_frames(lines: Iterable[dict[str, Any]]) -> Records:
     names = [Run(**{field: line[field] for field in Run.__dataclass_fields__}).name for line in lines]
     runs = DataFrame(lines, columns=list(RUN_FIELDS))
     runs.insert(0, "name", Series(names, dtype=object))
-    runs.insert(1, "group", runs["task"].map(group_of))
+    runs.insert(1, "group", runs["task"].map(lambda task: task.rpartition("-")[0]))
     evaluations = DataFrame(
         [{"run": name} | one for name, line in zip(names, lines, strict=True) for one in evaluations_of(line)],
         columns=list(EVALUATION_FIELDS),
@@ -108,16 +98,6 @@ def ends(evaluations: DataFrame) -> DataFrame:
             "final_objective": last["objective"],
         }
     )
-
-
-def by_task(values: Series) -> list[list[float]]:
-    """The values that are not NaN, by task: the strata of an interval."""
-    strata: dict[str, list[float]] = {}
-    for task, value in zip(values.index.get_level_values("task"), values, strict=True):
-        stratum = strata.setdefault(task, [])
-        if not isna(value):
-            stratum.append(value)
-    return list(strata.values())
 
 
 def read(path: Path) -> str:

@@ -17,7 +17,7 @@ def without_offset() -> Iterator[Run]:
     return (arm(algorithm) for algorithm in INVARIANT)
 
 
-def offset_doses(group: str) -> Iterator[Run]:
+def offset_doses() -> Iterator[Run]:
     """PPO at three rates, and the others at theirs, under offsets that nothing predicts."""
     for seed, task in RESULTS:
         for deviation in reversed(DEVIATIONS):

@@ -1,13 +1,11 @@
-"""Rollouts of an older policy, and many passes over fresh ones."""
+"""Rollouts of an older policy."""
 
 from collections.abc import Iterator, Mapping
 
 from benchmarks.frontier.runs.plan import CLIPPINGS, Run
-from benchmarks.frontier.runs.tuned_arms import PASSES as DEFAULT_PASSES
-from benchmarks.frontier.runs.tuned_arms import PROMPTS, USUAL_PASSES, arm, rates_of, required, selection_runs
+from benchmarks.frontier.runs.tuned_arms import PROMPTS, arm, rates_of, required, selection_runs
 
 LAGS = (6, 0, 2)  # the one that says most first
-PASSES = (1, 16, 4, 2, 8)
 
 # Algorithm and its own parameter. REBEL's was best for reward − BETA KL in the comparison before.
 COMPARED = (
@@ -33,7 +31,7 @@ def corrected(algorithm: str, own: float) -> list[Run]:
     ]
 
 
-def corrections(group: str) -> Iterator[Run]:
+def corrections() -> Iterator[Run]:
     """Every algorithm with every correction."""
     for number in range(2):
         for algorithm, own in COMPARED:
@@ -59,10 +57,3 @@ def at_lag(lag: int, chosen: Mapping[str, str] | None = None) -> Iterator[Run]:
             best = chosen[label(algorithm, own)] if lag else "none"
             for correction in dict.fromkeys([best, *further.get((algorithm, own), ())]):
                 yield arm(algorithm, responses, own, rounds_ahead=lag, correction=correction)
-
-
-def with_passes(passes: int) -> Iterator[Run]:
-    """Algorithms with this many passes over fresh rollouts."""
-    for algorithm, own in (("joint", 0), ("none", 0), ("ppo", 0), ("grpo", 0), ("gspo", 0.03), ("rloo", 0)):
-        usual = passes == DEFAULT_PASSES.get(algorithm, USUAL_PASSES)
-        yield arm(algorithm, own=own, inner_epochs=0 if usual else passes)

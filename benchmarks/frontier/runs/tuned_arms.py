@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.frontier.runs.plan import BETA, Run
-from benchmarks.frontier.tasks.groups import MANY_LANGUAGES, TASKS
+from benchmarks.frontier.tasks.task import TASKS
 
 PROMPTS = {4: 32, 16: 8}  # responses per prompt -> prompts of an update: equally many responses
 RATES = (3e-4, 6e-4, 1.5e-4, 1.2e-3)
 USUAL_PASSES = 4
 PASSES = {"rloo": 1}  # by default, where that is not the usual
 
-RESULTS = tuple(enumerate(TASKS[MANY_LANGUAGES][:8]))  # seed, task
-SELECTION = tuple(zip((100, 101), TASKS[MANY_LANGUAGES][8:], strict=True))
+RESULTS = tuple(enumerate(TASKS[:8]))  # seed, task
+SELECTION = tuple(zip((100, 101), TASKS[8:], strict=True))
 
 # Choices of the selection runs: "rates" -> the name of an arm -> its rate; "corrections", see stale.py.
 CHOSEN = Path(__file__).parent / "tuned_arms.json"

@@ -9,7 +9,6 @@ import re
 import numpy as np
 
 TOPICS, STYLES, CONTEXT = 10, 4, 4
-LONG_PROMPT = 122  # words of a long prompt, including topic and style
 CLASSES, WORDS = 12, 120  # word w belongs to class w // 10
 MAX_TOKENS = 32  # of a response, including its end-of-sequence
 VOCABULARY = [
@@ -102,18 +101,6 @@ class Language:
         beyond = max(0, len(words) - FREE_LENGTH)
         gain = float(self.class_weights[topic] @ np.sqrt(counts))
         return gain - PENALTY_PER_REPEAT * repeats - PENALTY_PER_WORD * beyond
-
-
-class LongPrompts(Language):
-    """The same tables and utility, with prompts of 122 words: the language itself continues a short one.
-
-    Their last word is the first previous word of a response; all words but topic and style show these two once more.
-    """
-
-    def prompts(self, n: int, rng: np.random.Generator) -> list[str]:
-        short = super().prompts(n, rng)
-        words = self.continued(short, LONG_PROMPT - len(short[0].split()), rng)
-        return [f"{prompt} {text_of(further)}" for prompt, further in zip(short, words, strict=True)]
 
 
 def parsed(prompt: str) -> tuple[int, int, int]:

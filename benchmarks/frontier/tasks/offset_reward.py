@@ -1,16 +1,40 @@
-"""A reward in its standard deviations, with an offset and a factor per prompt, or less the prompt's mean."""
+"""A reward in its standard deviations, with an offset and a factor per prompt, or less the prompt's mean.
 
+An offset δ(x) is equal for all responses to a prompt: preferences stay, and a critic has more to learn.
+"""
+
+import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import stdev
+from statistics import NormalDist, stdev
 
 import torch
 from torch import Tensor
 
-from benchmarks.frontier.tasks.offsets import Offset, on_grid, unlearnable
 from fastp3o.rewards.reward import Reward
 from fastp3o.rollouts.groups import Group
 from fastp3o_kernels.losses import SMALL
+
+# Multiples of it up to 2^13 have 23 bits, so fp32 holds them and their sums exactly: the difference of two rewards has
+# the same bits with an offset as without.
+GRID = 2.0**-10
+
+Offset = Callable[[str], float]
+
+
+def unlearnable(prompt: str) -> float:
+    """A normal number from a cryptographic hash of the prompt, which nothing predicts for an unseen prompt."""
+    bits = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:6])
+    return NormalDist().inv_cdf((bits + 0.5) / 2**48)
+
+
+OFFSETS: dict[str, Offset | None] = {"none": None, "unlearnable": unlearnable}
+
+
+def on_grid(value: float) -> float:
+    """The nearest multiple of GRID."""
+    return round(value / GRID) * GRID
 
 
 @dataclass(frozen=True)
@@ -38,6 +62,10 @@ class OffsetReward:
         """[P, K] fp32."""
         scores = zip(groups, self.reward(groups).tolist(), strict=True)
         return torch.tensor([self.rewards(group.prompt.text, own) for group, own in scores], dtype=torch.float32)
+
+    def fingerprint(self) -> str:
+        """Nothing to compare: runs of the study are not resumed."""
+        return ""
 
     def rewards(self, prompt: str, scores: list[float]) -> list[float]:
         """Of the responses to a prompt."""

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ PREFERENCE_SCALE, FLIPPED = 1.7, 0.05
 END, PAD = "<end>", "<pad>"
 
 LIMITS: dict[str, Any] = {"max_prompt_tokens": 16, "max_response_tokens": MAX_TOKENS, "tokens_per_row": 2048}
-LONG_LIMITS: dict[str, Any] = LIMITS | {"max_prompt_tokens": 128, "tokens_per_row": 8192}
 
 # Fields of SFTConfig and RewardModelConfig with which one thread learns both in four minutes.
 SFT: dict[str, Any] = LIMITS | {
@@ -44,23 +42,9 @@ REWARD_MODEL: dict[str, Any] = LIMITS | {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shape of an untrained Llama, and the learning rate of its fine-tuning."""
-
-    hidden_size: int = 64
-    intermediate_size: int = 152
-    layers: int = 2
-    learning_rate: float = 6e-3
-
-
-# Number of parameters -> the shape.
-SHAPES = {100_000: Shape(), 1_000_000: Shape(192, 560, 2, 3e-3), 6_000_000: Shape(384, 1216, 3, 1.5e-3)}
-
-
-def make_data(folder: Path, seed: int, kind: type[Language] = Language) -> None:
+def make_data(folder: Path, seed: int) -> None:
     """Writes the data of the language and, in init/, tokenizer and model; no prompt occurs twice in all files."""
-    language, rng = kind(seed), np.random.default_rng([seed, 1])
+    language, rng = Language(seed), np.random.default_rng([seed, 1])
     total = DEMONSTRATIONS + TRAIN_PAIRS + EVAL_PAIRS + TRAIN_PROMPTS + EVAL_PROMPTS
     prompts = iter(language.prompts(total, rng))
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,15 +79,6 @@ def preferences(language: Language, prompts: list[str], rng: np.random.Generator
     ]
 
 
-def with_wrong_labels(records: list[dict[str, str]], share: float, rng: np.random.Generator) -> list[dict[str, str]]:
-    """Preferences with this share flipped in total, instead of those already flipped."""
-    turned = rng.random(len(records)) < (share - FLIPPED) / (1 - 2 * FLIPPED)
-    return [
-        record | {"chosen": record["rejected"], "rejected": record["chosen"]} if turn else record
-        for record, turn in zip(records, turned, strict=True)
-    ]
-
-
 def read_jsonl(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -120,15 +95,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, shape: Shape = SHAPES[100_000]) -> LlamaForCausalLM:
-    """An untrained Llama."""
+def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """An untrained Llama of 0.1 million parameters."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.layers,
+            hidden_size=64,
+            intermediate_size=152,
+            num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=256,
             tie_word_embeddings=True,

@@ -5,28 +5,24 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from benchmarks.frontier.runs import choice, duels, equal_kl, execute, plan, stale, tuned_arms, tuning
+from benchmarks.frontier.runs import choice, equal_kl, execute, one_run, plan, stale, tuned_arms
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
-from benchmarks.frontier.runs.parts import PARTS, PLAN, parts_of
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
 from benchmarks.frontier.tasks import synthetic
 from benchmarks.frontier.tasks import task as tasks
-from benchmarks.frontier.tasks.groups import RETUNED, STUDIED
 from benchmarks.frontier.tasks.language import Language
 from benchmarks.frontier.tasks.task import Task
 
 ROOT = Path(__file__).parents[4]
-START = Run("language-0", "joint", 1e-3, 0.03, 0, prompts_per_update=8)
+START = Run("many_languages-0", "joint", 1e-3, 0.03, 0, prompts_per_update=8)
 
 
 @pytest.fixture
@@ -42,10 +38,15 @@ def task(tmp_path, monkeypatch) -> Task:
             synthetic.write_jsonl(tmp_path / name, [{"prompt": prompt} for prompt in language.prompts(16, rng)])
     (tmp_path / "length.py").write_text("def reward(prompts, responses):\n    return [len(r) / 8 for r in responses]\n")
     monkeypatch.chdir(tmp_path)
-    small = {"updates": 2, "inner_epochs": 1, "eval_at": "1", "eval_responses_per_prompt": 2, "max_response_tokens": 8}
-    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", {"max_prompt_tokens": 16} | small)
+    small = {"inner_epochs": 1, "sampler": "transformers"} | {
+        "updates": 2,
+        "eval_at": "1",
+        "eval_responses_per_prompt": 2,
+        "max_response_tokens": 8,
+    }
+    monkeypatch.setattr(one_run, "SETTINGS", {"max_prompt_tokens": 16} | small)
     return Task(
-        name="language-0",
+        name="many_languages-0",
         policy=str(tmp_path / "policy"),
         reward_model="length:reward",
         prompts=str(tmp_path / "prompts.train.jsonl"),
@@ -70,62 +71,6 @@ def test_a_run_is_recorded_with_its_evaluations_and_weights(task, tmp_path):
     assert train_and_record(START, task, tmp_path / "trained")["sha256"] == record["sha256"]
 
 
-def test_a_run_that_stops_early_is_the_beginning_of_the_whole_run(task, tmp_path):
-    whole = train_and_record(START, task, tmp_path / "whole")
-    early = train_and_record(START, task, tmp_path / "early", updates=1)
-    assert early["evaluations"] == whole["evaluations"][:2]
-
-
-def test_a_run_that_stops_early_is_not_evaluated_behind_its_end(task, tmp_path, monkeypatch):
-    settings = tasks.TASK_SETTINGS["languages"] | {"updates": 3, "eval_at": "1,2"}
-    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", settings)
-    assert configuration(START, task, tmp_path, updates=1).evaluated_at == {1}
-
-
-def test_runs_stop_where_they_cross_a_kl():
-    steps = [(0, 0.0), (2, 1.0), (10, 5.0), (20, 3.0), (30, 6.0)]
-    evaluations = [{"step": step, "kl": kl} for step, kl in steps]
-    assert duels.update_at(START.name, evaluations, 4.0) == 8
-    assert duels.update_at(START.name, evaluations, 5.0) == 10
-    with pytest.raises(ValueError, match=f"{START.name}: no evaluation reached KL 8"):
-        duels.update_at(START.name, evaluations, 8.0)
-
-
-def test_win_rates_take_the_place_of_those_of_the_same_duel(tmp_path):
-    path, duel = tmp_path / "win_rates.json", {"task": "languages", "equal_kl": None}
-    execute.write_win_rates([duel | {"win_rate": 0.4}], path)
-    execute.write_win_rates([duel | {"equal_kl": 4.0, "win_rate": 0.6}], path)
-    execute.write_win_rates([duel | {"win_rate": 0.5}], path)
-    assert [(one["equal_kl"], one["win_rate"]) for one in execute.read_win_rates(path)] == [(4.0, 0.6), (None, 0.5)]
-
-
-def test_some_runs_of_all_algorithms_are_no_comparison(tmp_path):
-    """What --only leaves in a folder of results of its own."""
-    some = list(plan.algorithms("languages"))[:3]
-    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(vars(one)) + "\n" for one in some))
-    execute.compare_finished(None, "languages", tmp_path, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["runs.jsonl"]
-
-
-def test_win_rates_are_means_over_seeds_of_every_rival(task, tmp_path):
-    trained = replace(START, learning_rate=3e-2)
-    train_and_record(trained, task, tmp_path)
-    players = {}
-    for seed, kl in ((0, 2.0), (1, 3.0)):
-        players[replace(trained, seed=seed)] = duels.Player(duels.model_folder(trained, tmp_path), kl)
-        players[replace(trained, seed=seed, algorithm="ppo")] = duels.Player(task.policy, 1.0)
-    with ThreadPoolExecutor(1) as pool:
-        rates = duels.win_rates(pool, {task.name: task}, players, equal_kl=None)
-    assert [(rate["second"], rate["by"]) for rate in rates] == list(product(("ppo", "sft"), ("reward", "gold")))
-    for rate in rates:
-        assert (rate["task"], rate["first"], rate["seeds"], rate["first_kl"]) == ("languages", "joint", 2, 2.5)
-        assert rate["low"] <= rate["win_rate"] <= rate["high"]
-    assert [rate["second_kl"] for rate in rates] == [1.0, 1.0, 0.0, 0.0]
-    # This PPO is the start itself.
-    assert [rate["win_rate"] for rate in rates[:2]] == [rate["win_rate"] for rate in rates[2:]]
-    assert rates[0]["win_rate"] != 0.5
-
-
 @pytest.mark.parametrize(
     ("algorithm", "moves"),
     [
@@ -142,43 +87,11 @@ def test_an_offset_moves_ppo_alone(task, tmp_path, algorithm, moves):
     assert (len(hashes) == 2) == moves
 
 
-def evaluations(kls: list[float], per_nat: float) -> list[dict]:
-    return [{"step": step, "kl": kl, "reward": per_nat * kl} for step, kl in enumerate(kls)]
-
-
-def test_the_rate_with_the_highest_gain_that_gets_far_enough_is_chosen(tmp_path, monkeypatch):
-    for module in (plan, choice):
-        monkeypatch.setattr(module, "SETTINGS", tmp_path / "settings.json")
-    far, short, late = [0.0, 1.0, 5.0, 9.0], [0.0, 1.0, 5.0], [0.0, 4.5, 9.0]
-    made = {7.5e-5: (short, 9.0), 1.5e-4: (far, 2.0), 3e-4: (far, 3.0), 6e-4: (far, 1.0), 1.2e-3: (late, 9.0)}
-    records = [vars(one) | {"evaluations": evaluations(*made[one.learning_rate])} for one in plan.rates("languages")]
-    choice.choose_rates("languages", to_frames(records))
-    chosen = json.loads((tmp_path / "settings.json").read_text())
-    assert chosen == {"languages": dict.fromkeys(plan.ALGORITHMS, 3e-4)}
-    too_short = to_frames(one | {"evaluations": evaluations(short, 1.0)} for one in records)
-    with pytest.raises(RuntimeError, match="no rate of joint gets beyond KL 4"):
-        choice.choose_rates("languages", too_short)
-
-
 def test_recorded_runs_are_not_run_again(tmp_path):
     again = replace(START, seed=1)
     (tmp_path / "runs.jsonl").write_text(json.dumps(vars(START)) + "\n")
     assert execute.waiting([START, again, again], tmp_path / "runs.jsonl") == [again]
     assert execute.waiting([START], tmp_path / "none.jsonl") == [START]
-
-
-def test_every_part_names_each_run_once(monkeypatch):
-    chosen = {group: dict.fromkeys(plan.ALGORITHMS, 3e-4) for group in STUDIED}
-    monkeypatch.setattr(plan, "chosen_rates", lambda: chosen)
-    monkeypatch.setattr(tuning, "tuned", lambda: TUNED)
-    assert {name for group in PLAN for name in parts_of(group)} == set(PARTS)
-    monkeypatch.setattr(tuned_arms, "chosen", lambda: CHOSEN)
-    monkeypatch.setattr(tuned_arms, "chosen_rate", lambda arm: 3e-4)
-    for group, parts in PLAN.items():
-        for part in parts.values():
-            names = [one.name for one in part(group)]
-            assert names
-            assert len(names) == len(set(names))
 
 
 SLOW = equal_kl.settings("joint", 0.0)[0]
@@ -187,25 +100,19 @@ CHOSEN = {
     "slow_settings": {SLOW.name: 0.5},
     "equal_kl": {stale.label(*pair): {"1": vars(equal_kl.settings(*pair)[0])} for pair in equal_kl.EVERYONE},
 }
-SETTING = {"learning_rate": 6e-4, "kl_coef": 0.3, "own_parameter": 0.0}
-TUNED = {
-    RETUNED: {
-        "own_parameters": {"rebel": {"1": 1.0, "2": 3.0}, "gspo": {"1": 0.01, "2": 0.01}},
-        "settings": {name: {"1": SETTING, "2": SETTING | {"kl_coef": 0.1}} for name in plan.EVERYONE},
-    }
-}
 
 
-def test_parts_that_need_a_choice_say_which_part_makes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-    with pytest.raises(ValueError, match="no parameter of gspo for retuned: run the part `own_parameters` first"):
-        list(tuning.trial_rates(RETUNED))
-    with pytest.raises(ValueError, match="no settings of joint for retuned: run the part `trial_rates` first"):
-        list(tuning.envelope(RETUNED))
+def test_every_part_names_each_run_once(monkeypatch):
+    monkeypatch.setattr(tuned_arms, "chosen", lambda: CHOSEN)
+    monkeypatch.setattr(tuned_arms, "chosen_rate", lambda arm: 3e-4)
+    for planned, _ in execute.PARTS.values():
+        names = [one.name for one in planned()]
+        assert names
+        assert len(names) == len(set(names))
 
 
 def test_what_is_as_by_default_is_not_in_a_name():
-    assert START.name == "language-0-joint-0.001-0.03-0-none-0-2-8"
+    assert START.name == "many_languages-0-joint-0.001-0.03-0-none-0-2-8"
     assert (
         replace(START, own_parameter=0.5, reward_factor=10.0).name == START.name + "-own_parameter=0.5-reward_factor=10"
     )
@@ -218,18 +125,16 @@ def test_what_is_as_by_default_is_not_in_a_name():
     [
         *((name, 0.0, {}) for name in ("dr_grpo", "dapo", "joint-difference")),
         ("rloo", 0.0, {"inner_epochs": 1, "kl_estimator": "k1"}),
-        ("joint_once", 0.0, {"clipping": "joint", "inner_epochs": 1, "reward_scaling": "none"}),
         ("grpo", 0.0, {"inner_epochs": 4, "kl_estimator": "k3"}),
         ("grpo", 0.1, {"clip_low": 0.1, "clip_high": 0.1}),
         ("rebel", 3.0, {"eta": 3.0}),
         ("gspo", 0.01, {"clip_low": 0.01, "clip_high": 0.01}),
         ("separate", 0.5, {"clipping": "separate", "clip_range": 0.5, "reward_scaling": "none"}),
-        ("ppo_narrow", 0.0, {"clip_range": 0.1, "critic_learning_rate": 2e-3}),
         ("ppo", 0.5, {"clip_range": 0.5, "critic_learning_rate": 2e-3}),
     ],
 )
 def test_runs_name_objectives_and_their_own_parameters(task, tmp_path, monkeypatch, algorithm, own, set_to):
-    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", tasks.TASK_SETTINGS["languages"] | {"inner_epochs": 4})
+    monkeypatch.setitem(one_run.SETTINGS, "inner_epochs", 4)
     run = replace(START, algorithm=algorithm, own_parameter=own, responses_per_prompt=4)
     config = configuration(run, task, tmp_path)
     assert {name: getattr(config, name) for name in set_to} == set_to
@@ -248,7 +153,7 @@ def test_runs_name_objectives_and_their_own_parameters(task, tmp_path, monkeypat
     ],
 )
 def test_stale_rollouts_are_corrected_as_their_runs_say(task, tmp_path, monkeypatch, algorithm, correction, set_to):
-    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", tasks.TASK_SETTINGS["languages"] | {"sampler": "engine"})
+    monkeypatch.setitem(one_run.SETTINGS, "sampler", "engine")
     run = replace(START, algorithm=algorithm, correction=correction, rounds_ahead=6)
     config = configuration(run, task, tmp_path)
     assert {name: getattr(config, name) for name in set_to} == set_to
@@ -278,14 +183,14 @@ def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximise
         ends = [{"step": step, "kl": 3.0 * step, "reward": step * (gain + 0.3), "missing_eos": 0.0} for step in (0, 1)]
         return vars(run) | {"evaluations": ends}
 
-    choice.choose_corrections("many_languages", to_frames(map(recorded, stale.corrections("many_languages"))))
+    choice.choose_corrections(to_frames(map(recorded, stale.corrections())))
     found = json.loads((tmp_path / "tuned_arms.json").read_text())["corrections"]
     assert found.pop("none") == "weights"
     assert set(found.values()) == {"none"}
     arm = tuned_arms.arm("ppo", rounds_ahead=2)
     with pytest.raises(ValueError, match=f"has no rate of {arm.name}"):
         list(tuned_arms.results([arm]))
-    choice.choose_rates_of(lambda: [arm], "many_languages", to_frames(map(recorded, tuned_arms.trials([arm]))))
+    choice.choose_rates_of(lambda: [arm], to_frames(map(recorded, tuned_arms.trials([arm]))))
     runs = list(tuned_arms.results([arm]))
     assert [(run.seed, run.task[-1], run.learning_rate) for run in runs] == [(n, str(n), 6e-4) for n in range(8)]
     assert "corrections" in json.loads((tmp_path / "tuned_arms.json").read_text())
@@ -303,17 +208,17 @@ def test_slow_settings_get_more_updates_instead_of_being_ruled_out(task, tmp_pat
         worth = 2.0 if slow else 1.0
         return vars(run) | {"evaluations": [one | {"reward": one["kl"] * worth} for one in ends]}
 
-    trials = list(map(recorded, equal_kl.equal_kl_trials("many_languages")))
-    choice.choose_slow_settings("many_languages", to_frames(trials))
-    longer = list(equal_kl.equal_kl_longer("many_languages"))
+    trials = list(map(recorded, equal_kl.equal_kl_trials()))
+    choice.choose_slow_settings(to_frames(trials))
+    longer = list(equal_kl.equal_kl_longer())
     assert len(longer) == 2 * 3 * len(equal_kl.EVERYONE)
     assert {run.updates for run in longer} == {40}
-    choice.choose_at_equal_kl("many_languages", to_frames([*trials, *map(recorded, longer)]))
-    runs = list(equal_kl.equal_kl("many_languages"))
+    choice.choose_at_equal_kl(to_frames([*trials, *map(recorded, longer)]))
+    runs = list(equal_kl.equal_kl())
     assert len(runs) == 8 * len(equal_kl.EVERYONE), "the same setting is best at both KLs"
     assert all(run.learning_rate == min(tuned_arms.rates_of(run)) for run in runs)
-    monkeypatch.setitem(tasks.TASK_SETTINGS, "languages", tasks.TASK_SETTINGS["many_languages"])
-    config = configuration(replace(runs[0], task="language-0"), task, tmp_path)
+    monkeypatch.setattr(one_run, "SETTINGS", tasks.SETTINGS)
+    config = configuration(runs[0], task, tmp_path)
     assert (config.updates, config.eval_at) == (40, "2,4,7,10,14,20,28")
 
 
@@ -337,49 +242,10 @@ def test_scales_and_means_of_prompts_are_those_of_training_alone(task, tmp_path)
         assert record["sha256"] != plain["sha256"]
 
 
-def trial_records(gains: dict[tuple, float], seeds=(100, 101)) -> list[dict]:
-    """Of an algorithm, learning rate, KL coefficient and own parameter the proxy gain a nat."""
-    return [
-        vars(run) | {"evaluations": evaluations([0.0, 0.5, 1.5, 3.0], per_nat)}
-        for (algorithm, rate, kl_coef, own), per_nat in gains.items()
-        for run in tuning.trial(RETUNED, algorithm, tuning.Setting(rate, kl_coef, own))
-        if run.seed in seeds
-    ]
-
-
-def test_settings_are_chosen_for_each_kl_among_trials_on_the_same_seeds(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-    etas = {("rebel", 3e-4, 0.1, eta): gain for eta, gain in ((1.0, 1.0), (3.0, 2.0), (10.0, 1.5))}
-    clips = {("gspo", 3e-4, 0.1, clip): gain for clip, gain in ((0.003, 1.0), (0.01, 1.5), (0.03, 2.0))}
-    records = trial_records(etas | clips)
-    choice.choose_own_parameters(RETUNED, to_frames(records))
-    assert [tuning.own_parameters_of(RETUNED, name) for name in ("rebel", "gspo", "joint")] == [[3.0], [0.03], [0.0]]
-    for one in records:
-        if one["own_parameter"] == 3.0:
-            one["evaluations"] = evaluations([0.0, 0.5, 1.3], 2.0)
-    choice.choose_own_parameters(RETUNED, to_frames(records))
-    assert tuning.own_parameters_of(RETUNED, "rebel") == [3.0, 10.0], "each KL has its own"
-    trials = [run for run in tuning.trial_rates(RETUNED) if run.algorithm == "rebel"]
-    assert {run.own_parameter for run in trials} == {3.0, 10.0}
-    choice.choose_settings(RETUNED, to_frames(records))
-    assert tuning.settings(RETUNED, "rebel") == {1.0: (3e-4, 0.1, 3.0), 2.0: (3e-4, 0.1, 10.0)}
-    low, high = ("joint", 3e-4, 0.1, 0.0), ("joint", 6e-4, 0.3, 0.0)
-    records += trial_records({low: 1.0, high: 2.0}, seeds=(100,)) + trial_records({low: 3.0}, seeds=(101,))
-    choice.choose_settings(RETUNED, to_frames(records))
-    chosen = tuning.settings(RETUNED, "joint")
-    assert chosen == dict.fromkeys(tuning.ENVELOPE_KLS, (6e-4, 0.3, 0.0)), "seed 101 has not run with both"
-    assert "ppo" not in tuning.tuned()[RETUNED]["settings"]
-    for one in records:
-        if one["learning_rate"] == 6e-4:
-            one["evaluations"] = evaluations([0.0, 0.5, 1.3], 2.0)
-    choice.choose_settings(RETUNED, to_frames(records))
-    assert tuning.settings(RETUNED, "joint") == {1.0: (6e-4, 0.3, 0.0), 2.0: (3e-4, 0.1, 0.0)}, "it must get far enough"
-
-
 COMMAND = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from benchmarks.frontier.runs.worker import begin_worker
+from benchmarks.frontier.runs.execute import begin_worker
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")

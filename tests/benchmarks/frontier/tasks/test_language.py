@@ -8,7 +8,6 @@ from benchmarks.frontier.tasks.language import (
     PENALTY_PER_REPEAT,
     PENALTY_PER_WORD,
     Language,
-    LongPrompts,
     parsed,
     words_in,
 )
@@ -67,24 +66,6 @@ def test_equal_seeds_give_equal_texts(language, prompts, responses):
     assert again.responses(prompts, np.random.default_rng(2)) == responses
     assert again.utility(prompts, responses) == language.utility(prompts, responses)
     assert Language(1).responses(prompts, np.random.default_rng(2)) != responses
-
-
-def test_long_prompts_go_on_in_the_language(language):
-    long = LongPrompts(0)
-    prompts = long.prompts(200, np.random.default_rng(1))
-    assert {len(prompt.split()) for prompt in prompts} == {122}
-    assert len(set(prompts)) == 200
-    assert [" ".join(prompt.split()[:6]) for prompt in prompts] == language.prompts(200, np.random.default_rng(1))
-    surprises = []
-    for prompt in prompts:
-        topic, style, _ = parsed(prompt)
-        words = words_in(prompt)[5:]
-        surprises += list(-np.log(language.probabilities[topic, style, words[:-1], words[1:]]))
-    assert np.mean(surprises) == pytest.approx(3.5, abs=0.1)
-    response = long.responses(prompts[:1], np.random.default_rng(2))
-    assert long.utility(prompts[:1], response)[0] * long.scale == pytest.approx(
-        language.utility(prompts[:1], response)[0] * language.scale
-    )
 
 
 def test_what_is_no_prompt_is_refused(language):

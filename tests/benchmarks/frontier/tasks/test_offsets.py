@@ -13,9 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.frontier.tasks.language import Language, parsed
-from benchmarks.frontier.tasks.offset_reward import OffsetReward, prompts_factor
-from benchmarks.frontier.tasks.offsets import GRID, OFFSETS, learnable, on_grid, unlearnable
+from benchmarks.frontier.tasks.language import Language
+from benchmarks.frontier.tasks.offset_reward import GRID, OFFSETS, OffsetReward, on_grid, prompts_factor, unlearnable
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
 ROOT = Path(__file__).parents[4]
@@ -28,36 +27,28 @@ def prompts() -> list[str]:
     return Language(0).prompts(3000, np.random.default_rng(1))
 
 
-@pytest.mark.parametrize("offset", [learnable, unlearnable])
-def test_offsets_have_mean_zero_and_deviation_one(offset, prompts):
-    values = [offset(prompt) for prompt in prompts]
+def test_offsets_have_mean_zero_and_deviation_one(prompts):
+    values = [unlearnable(prompt) for prompt in prompts]
     assert np.mean(values) == pytest.approx(0.0, abs=0.06)
     assert np.std(values) == pytest.approx(1.0, abs=0.06)
 
 
-def test_the_learnable_offset_is_of_topic_and_style(prompts):
-    values = {parsed(prompt)[:2]: learnable(prompt) for prompt in prompts}
-    assert all(learnable(prompt) == values[parsed(prompt)[:2]] for prompt in prompts)
-    assert len(set(values.values())) == 40
-
-
-@pytest.mark.parametrize("offset", [learnable, unlearnable])
-def test_any_text_has_an_offset(offset):
-    assert all(abs(offset(prompt)) < 10 for prompt in REAL_PROMPTS)
+def test_any_text_has_an_offset():
+    assert all(abs(unlearnable(prompt)) < 10 for prompt in REAL_PROMPTS)
 
 
 def test_offsets_are_the_same_in_every_process():
     prompts = [PROMPT, *REAL_PROMPTS]
-    code = "from benchmarks.frontier.tasks.offsets import learnable, unlearnable; "
+    code = "from benchmarks.frontier.tasks.offset_reward import unlearnable; "
     output = subprocess.run(
-        [sys.executable, "-c", f"{code}print([[learnable(text), unlearnable(text)] for text in {prompts!a}])"],
+        [sys.executable, "-c", f"{code}print([unlearnable(text) for text in {prompts!a}])"],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": "7"},
         check=True,
         capture_output=True,
         text=True,
     ).stdout
-    assert json.loads(output) == [[learnable(text), unlearnable(text)] for text in prompts]
+    assert json.loads(output) == [unlearnable(text) for text in prompts]
 
 
 VALUES = st.floats(-1000, 1000)

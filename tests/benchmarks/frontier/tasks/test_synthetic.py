@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.frontier.tasks import synthetic
-from benchmarks.frontier.tasks.language import VOCABULARY, Language, LongPrompts
+from benchmarks.frontier.tasks.language import VOCABULARY, Language
 from fastp3o.data import load_demonstrations, load_preferences, load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 
@@ -80,32 +80,3 @@ def test_who_knows_the_utility_agrees_with_three_labels_in_four(folder, language
 
 def test_the_model_is_tiny(folder):
     assert load_policy(str(folder / "init")).model.num_parameters() == pytest.approx(1e5, rel=0.01)
-
-
-@pytest.mark.parametrize("parameters", synthetic.SHAPES)
-def test_models_have_the_sizes_that_they_are_named_by(parameters):
-    model = synthetic.make_model(synthetic.make_tokenizer(), 0, synthetic.SHAPES[parameters])
-    assert model.num_parameters() == pytest.approx(parameters, rel=0.04)
-
-
-def test_further_labels_are_turned_until_so_many_are_wrong(folder):
-    records = read_records(folder, "preferences.train")
-    turned = synthetic.with_wrong_labels(records, 0.35, np.random.default_rng(0))
-    other = [
-        one["chosen"] == two["rejected"] and one["rejected"] == two["chosen"]
-        for one, two in zip(records, turned, strict=True)
-    ]
-    assert all(one == two for one, two, is_other in zip(records, turned, other, strict=True) if not is_other)
-    # Of those that were right, and of those that were wrong, equally many are turned.
-    assert np.mean(other) == pytest.approx((0.35 - 0.05) / (1 - 2 * 0.05), abs=0.03)
-
-
-def test_long_prompts_are_cut_by_no_loader(tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        for name in SIZES:
-            patch.setattr(synthetic, name, 20)
-        synthetic.make_data(tmp_path, 0, LongPrompts)
-    limits = {name: synthetic.LONG_LIMITS[name] for name in ("max_prompt_tokens", "max_response_tokens")}
-    _, report = load_demonstrations(str(tmp_path / "sft.jsonl"), load_tokenizer(str(tmp_path / "init")), **limits)
-    assert str(report) == "20 examples, 0 prompts and 0 responses truncated, 0 records skipped"
-    load_policy(str(tmp_path / "init")).check_reach(sum(limits.values()))

@@ -1,0 +1,163 @@
+"""The ten languages: arms by their measures, paired differences between them, and how both are written.
+
+Measures of a run, rewards in standard deviations:
+
+    end          reward − BETA KL after the last update, which training maximises
+    gain, gold   of the learned reward and of the true utility at a KL of EQUAL_KL, NaN if it is not reached
+    final_kl     in nats per response
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from pandas import DataFrame
+
+from benchmarks.frontier.runs import tuned_arms
+from benchmarks.frontier.runs.plan import BETA, Run
+from benchmarks.frontier.runs.records import Records, load
+from benchmarks.frontier.runs.tuned_arms import RESULTS
+from benchmarks.frontier.tasks import task
+from benchmarks.goals import NOT_MEASURED
+from fastp3o.evaluation.frontier import Evaluations
+from fastp3o.evaluation.matched_kl import Estimate, Seed, gain_at_kl, interval, paired_difference
+
+EQUAL_KL = 1.0
+MEASURES = {
+    "end": f"reward − {BETA:g} KL",
+    "gain": f"gain at KL {EQUAL_KL:g}",
+    "gold": "gold there",
+    "final_kl": "final KL",
+}
+NAMES = {
+    "joint": "P3O, joint",
+    "separate": "P3O, separate",
+    "none": "P3O, no clipping",
+    "ppo": "PPO",
+    "dpo": "online DPO",
+    "rloo": "RLOO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "rebel": "REBEL",
+    "ppo_centred": "PPO less the prompt's mean",
+    "joint-group": "P3O, groups scaled",
+    "joint-difference": "P3O, rewards scaled",
+}
+# An arm's label -> a pair of arms whose difference it is.
+Pairs = Mapping[tuple[str, ...], tuple[Run, Run]]
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """All recorded runs, and the choices of `tuned_arms.chosen`."""
+
+    records: Records
+    chosen: dict[str, dict] = field(default_factory=dict)
+
+
+def load_study() -> Study:
+    """The committed records and choices."""
+    return Study(load(task.RESULTS / "runs.jsonl"), tuned_arms.chosen())
+
+
+def measured(study: Study, arm: Run) -> DataFrame:
+    """MEASURES of an arm's runs on the languages of the results, by seed."""
+    rate = rate_of(study, arm)
+    planned = [] if rate is None else [replace(arm, task=name, seed=seed, learning_rate=rate) for seed, name in RESULTS]
+    return measures(study.records, planned)
+
+
+def rate_of(study: Study, arm: Run) -> float | None:
+    """The arm's own learning rate if it has one, otherwise the one that was chosen for it."""
+    return arm.learning_rate or study.chosen.get("rates", {}).get(arm.name)
+
+
+def measures(records: Records, runs: Iterable[Run]) -> DataFrame:
+    """By seed; runs that are not recorded are left out."""
+    found = {run.seed: records.histories[run.name] for run in runs if run.name in records.histories}
+    rows = {seed: measures_of(history) for seed, history in found.items()}
+    return DataFrame.from_dict(rows, orient="index", columns=list(MEASURES))
+
+
+def measures_of(history: Evaluations) -> dict[str, float | None]:
+    return {
+        "end": history[-1]["objective"],
+        "gain": gain_at_kl(history, EQUAL_KL),
+        "gold": gain_at_kl(history, EQUAL_KL, "gold"),
+        "final_kl": history[-1]["kl"],
+    }
+
+
+def name_of(arm: Run) -> str:
+    """As in figures and tables: the algorithm with its own parameter."""
+    return NAMES[arm.algorithm] + (f" {arm.own_parameter:g}" if arm.own_parameter else "")
+
+
+def difference(study: Study, pair: tuple[Run, Run], measure: str) -> Estimate | None:
+    """Over the languages on which both have it."""
+    return paired_difference(*(by_seed(measured(study, arm), measure) for arm in pair))
+
+
+def by_seed(found: DataFrame, measure: str) -> dict[Seed, float]:
+    """Languages are not strata: one more would be another of their kind, so intervals are over languages."""
+    return {("", seed): float(value) for seed, value in found[measure].dropna().items()}
+
+
+def levels(study: Study, arms: Iterable[Run]) -> list[list[str]]:
+    """One line an arm that has run. Header first."""
+    lines = [["arm", "learning rate", *MEASURES.values()]]
+    for arm in dict.fromkeys(arms):
+        found = measured(study, arm)
+        if not found.empty:
+            means = [estimate(interval([list(found[name].dropna())])) if found[name].any() else "" for name in MEASURES]
+            lines.append([described(arm), rate(rate_of(study, arm)), *means])
+    return lines
+
+
+def differences(study: Study, pairs: Iterable[tuple[Run, Run]]) -> list[list[str]]:
+    """One line a pair that has run, the second one's measures subtracted from the first one's. Header first."""
+    judged = ("end", "gain")
+    lines = [["first", "minus", *(MEASURES[name] for name in judged)]]
+    for first, second in dict.fromkeys(pairs):
+        found = [difference(study, (first, second), name) for name in judged]
+        if found[0] is not None:
+            lines.append([described(first), described(second), *(estimate(one, signed=True) for one in found)])
+    return lines
+
+
+def described(arm: Run) -> str:
+    """An arm with all in which it is not the usual one."""
+    parts = [name_of(arm), f"K {arm.responses_per_prompt}"]
+    parts += [f"β {arm.kl_coef:g}"] if arm.kl_coef != BETA else []
+    parts += [f"{arm.rounds_ahead} updates old, {arm.correction}"] if arm.rounds_ahead else []
+    parts += [f"offset {arm.offset_sd:g}"] if arm.offset_sd else []
+    parts += [f"factors {arm.reward_spread:g}"] if arm.reward_spread else []
+    parts += [f"{arm.updates} updates"] if arm.updates else []
+    return ", ".join(parts + ([f"rate {rate(arm.learning_rate)}"] if arm.learning_rate else []))
+
+
+def number(value: float, *, signed: bool = False) -> str:
+    """Two decimals, with a proper minus."""
+    return (f"{value:+z.2f}" if signed else f"{value:z.2f}").replace("-", "−")
+
+
+def estimate(found: Estimate | None, *, signed: bool = False) -> str:
+    """`mean [low, high] (seeds)`, without the interval if there are too few seeds for one."""
+    if found is None:
+        return NOT_MEASURED
+    limits = within(found.low, found.high, signed=signed)
+    return f"{number(found.mean, signed=signed)}{limits} ({found.count})"
+
+
+def within(low: float, high: float, *, signed: bool = False) -> str:
+    return f" [{number(low, signed=signed)}, {number(high, signed=signed)}]" if math.isfinite(low) else ""
+
+
+def rate(value: float | None) -> str:
+    """3e-4 rather than 0.0003 or 3e-04."""
+    if value is None:
+        return NOT_MEASURED
+    digits, exponent = f"{value:.2e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
