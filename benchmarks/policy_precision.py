@@ -89,7 +89,7 @@ def after_a_step(policy: PackedModel, microbatch: Microbatch, learning_rate: flo
     moved = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(moved.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     config = P3OConfig(model="", output_dir="", prompts="", reward="", learning_rate=learning_rate)
-    config.build().loss(moved, microbatch)[0].backward()
+    config.build().loss(moved, microbatch, len(microbatch.rewards))[0].backward()
     optimizer.step()
     return moved
 
@@ -103,7 +103,7 @@ def measure(policy: PackedModel, groups: list[Group]) -> list[dict]:
     row = single_row(groups).to(policy.model.device)
     old = sums(policy, row).view(-1, 2)
     rewards = torch.randn(old.shape, generator=torch.Generator().manual_seed(0)).to(old.device)
-    microbatch = Microbatch(row, rewards, old, old, old, old, 1.0)
+    microbatch = Microbatch(row, rewards, old, old, old, old)
     exact = sums(copy.deepcopy(policy).double(), row)
     moved = {rate: after_a_step(policy, microbatch, rate) for rate in LEARNING_RATES}
     truth = {rate: sums(copy.deepcopy(model).double(), row) - exact for rate, model in moved.items()}

@@ -77,8 +77,8 @@ def packed_update(
         sums = sequence_logprobs(logprobs, row.cu_seqlens).view(-1, 2)
         pairs = [pairs_per_group * group + pair for group in row.groups for pair in range(pairs_per_group)]
         old, ref, rewards = made_up_rollout(sums, pairs, all_pairs)
-        microbatch = Microbatch(row, rewards, logprobs, logprobs, old, ref, weight=len(sums) / all_pairs)
-        return lambda: microbatch.weight * OBJECTIVE.loss(policy, microbatch)[0]
+        microbatch = Microbatch(row, rewards, logprobs, logprobs, old, ref)
+        return lambda: OBJECTIVE.loss(policy, microbatch, all_pairs)[0]
 
     return Update(sum(row.tokens for row in rows), [row_loss(row) for row in rows])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fastp3o.errors import UserError
 from fastp3o.training import log
 from fastp3o.training.log import LoggedGroup, LoggedResponse
 
@@ -18,6 +19,8 @@ def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     spec = importlib.util.spec_from_file_location("rollouts", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+
+    monkeypatch.setattr(UserError, "names_flags", True)  # as for any command
 
     def main(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["rollouts.py", *map(str, arguments)])

@@ -65,6 +65,7 @@ def configure(script: str, flags: list[str]) -> Any:
 
 def run(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    monkeypatch.syspath_prepend(SCRIPTS)  # as Python does for a script
     runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
 
 

@@ -313,7 +313,7 @@ def test_different_texts_of_a_prompt_are_refused(play, tiny_model):
         (["--judge", "m:f", "--judge_url", "http://a", "--judge_model", "m"], "exclude each other"),
         (["--judge_url", "http://a"], "go together"),
         (["--judge_model", "m", "--reward", "r"], "go together"),
-        (["--reward", "r", "--verdicts", "v.jsonl"], "--verdicts keeps"),
+        (["--reward", "r", "--verdicts", "v.jsonl"], "--verdicts does nothing without --judge_url"),
         (["--reward", "r", "--responses_per_prompt", "0"], "--responses_per_prompt must be at least 1, got 0"),
         (["--reward", "r", "--models", "a,b"], "--models takes the place of --first and --second"),
     ],

@@ -16,7 +16,7 @@ from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.training.minibatches import make_microbatches, pack_minibatches, policy_logprobs
+from fastp3o.training.minibatches import equal_passes, make_microbatches, pack_minibatches, policy_logprobs
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.together import together
 
@@ -47,13 +47,14 @@ def own_update(
             rollouts = groups_of_ids([group.prompt for group in groups], [group.responses for group in groups])
             rewards = torch.tensor([group.rewards for group in groups])
             rows = pack_minibatches(accelerator, rollouts, 1, Packing(100))
-            prepared += make_microbatches(
-                accelerator, partial(policy_logprobs, policy), reference, rows, rewards, None, objective
+            microbatches = make_microbatches(
+                accelerator, partial(policy_logprobs, policy), reference, rows, rewards, None
             )
+            prepared += equal_passes(accelerator, microbatches, None, objective)
         for _ in range(inner_epochs):
-            for microbatches in prepared:
-                for microbatch in microbatches:
-                    (objective.loss(policy, microbatch).loss * microbatch.weight).backward()
+            for passes in prepared:
+                for microbatch, _ in passes.rows:
+                    objective.loss(policy, microbatch, passes.divisor)[0].backward()
                 optimizer.step()
                 optimizer.zero_grad()
     return policy.model.state_dict()

@@ -154,7 +154,12 @@ def test_parts_of_a_model_learn_rankings_and_the_head_with_them(data, tiny_model
 def test_merged_adapters_score_as_they_did_in_training(data, tiny_model, tokenizer, monkeypatch):
     models = []
     load = RewardModelling.load_model
-    monkeypatch.setattr(RewardModelling, "load_model", lambda task: models.append(load(task)) or models[-1])
+
+    def recorded(*arguments, **options):
+        models.append(load(*arguments, **options))
+        return models[-1]
+
+    monkeypatch.setattr(RewardModelling, "load_model", staticmethod(recorded))
     reward_model.train(config(tiny_model, "run", lora_rank=4))
     examples, _ = load_rankings("ranked.jsonl", tokenizer, **LIMITS)
     (row,) = pack(examples["prompt_ids"], examples["ranked_ids"], Packing(8192))
