@@ -87,11 +87,11 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
     if os.environ.get("FASTP3O_TRIAL") == "1":
         return {
             "tests-others": test(f"{rooms}/test_checks.py"),
-            "tests-stages": test("tests/fastp3o/stages/test_online.py", "-k", "first_ratio and fp16"),
+            "tests-stages": test("tests/fastp3o/training/test_online.py", "-k", "first_ratio and fp16"),
         }
     others = (f"{rooms}/test_checks.py", f"{rooms}/test_losses.py", f"{rooms}/test_response_tokens.py")
     trainer = ("tests/fastp3o/models/test_attention.py", "tests/fastp3o/models/test_reference.py")
-    stages = "tests/fastp3o/stages/test_online.py"
+    stages = "tests/fastp3o/training/test_online.py"
     return {
         **{f"tests-{room}": test(f"{rooms}/{room}") for room in ("rows", "head", "p3o", "decoding")},
         "tests-others": test(*others, f"{rooms}/test_exposed_head.py", f"{rooms}/test_drop_in.py"),

@@ -39,9 +39,9 @@ from benchmarks.measure import CLOCK
 from benchmarks.peers import AbsentError
 from benchmarks.shapes import CUDA
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.stages import setup
-from fastp3o.stages.online import loop
-from fastp3o.training import reporting, run_files
+from fastp3o.run import names as run_files
+from fastp3o.run import report as reporting
+from fastp3o.training import loop, setup
 
 PHASES = ("rollout", "reward", "logprobs", "update")
 EPOCHS = 4

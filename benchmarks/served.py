@@ -29,8 +29,8 @@ from fastp3o.precision import choose_precision
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import make_prompts
 from fastp3o.rollouts.sampler import Sampler
-from fastp3o.served.publisher import Publisher
-from fastp3o.served.sampler import VLLMSampler
+from fastp3o.rollouts.vllm.publisher import Publisher
+from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "served.json"

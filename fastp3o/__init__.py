@@ -1,7 +1,7 @@
 """fastp3o: a trainer for Pairwise Proximal Policy Optimization (P3O, arXiv 2310.00212).
 
-`train` does from Python what the scripts do (api/). Names are imported when they are first used: torch alone takes
-seconds. __init__.pyi has their types.
+`train` does from Python what the scripts do (training/api.py). Names are imported when they are first used: torch alone
+takes seconds. __init__.pyi has their types.
 """
 
 import importlib
@@ -11,9 +11,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 HOMES = {
-    "api": ("Result", "train"),
     "errors": ("UserError",),
-    "stages.config": ("RewardModelConfig", "SFTConfig"),
+    "run.result": ("Result",),
+    "training.api": ("train",),
+    "training.config": ("RewardModelConfig", "SFTConfig"),
     "objectives.p3o": ("P3OConfig", "PPGConfig"),
     "objectives.ppo": ("PPOConfig",),
     "objectives.policy_gradient": (

@@ -1,5 +1,3 @@
-from fastp3o.api import Result as Result
-from fastp3o.api import train as train
 from fastp3o.errors import UserError as UserError
 from fastp3o.objectives.p3o import P3OConfig as P3OConfig
 from fastp3o.objectives.p3o import PPGConfig as PPGConfig
@@ -33,7 +31,9 @@ from fastp3o.objectives.preferences import OnlineSLiCConfig as OnlineSLiCConfig
 from fastp3o.objectives.preferences import ORPOConfig as ORPOConfig
 from fastp3o.objectives.preferences import SimPOConfig as SimPOConfig
 from fastp3o.objectives.preferences import SLiCConfig as SLiCConfig
-from fastp3o.stages.config import RewardModelConfig as RewardModelConfig
-from fastp3o.stages.config import SFTConfig as SFTConfig
+from fastp3o.run.result import Result as Result
+from fastp3o.training.api import train as train
+from fastp3o.training.config import RewardModelConfig as RewardModelConfig
+from fastp3o.training.config import SFTConfig as SFTConfig
 
 __version__: str

@@ -23,8 +23,8 @@ from fastp3o.evaluation.matched_kl import (
     paired_difference,
     passed_at_once,
 )
+from fastp3o.run.names import CONFIG
 from fastp3o.script import run_script
-from fastp3o.training.run_files import CONFIG
 
 
 def main() -> None:

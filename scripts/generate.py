@@ -4,13 +4,13 @@ python scripts/generate.py --model runs/sft/model --reward runs/rm/model --promp
 """
 
 from fastp3o.cli import parse
+from fastp3o.generate.config import GenerateConfig
 from fastp3o.script import run_script
-from fastp3o.stages.generate.config import GenerateConfig
 
 
 def main() -> None:
     config = parse(GenerateConfig)
-    from fastp3o.stages.generate.loop import generate  # takes seconds, which --help does without
+    from fastp3o.generate.loop import generate  # takes seconds, which --help does without
 
     generate(config)
 

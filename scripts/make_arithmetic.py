@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, options, required
+from fastp3o.files import write_file
 from fastp3o.script import run_script
-from fastp3o.training.durable import write_file
 
 
 @options

@@ -32,7 +32,7 @@ OBJECTIVES = {
 
 def main() -> None:
     config = parse_chosen(OBJECTIVES)
-    from fastp3o.stages.online import train  # takes seconds, which --help does without
+    from fastp3o.training.loop import train  # takes seconds, which --help does without
 
     train(config)
 

@@ -7,7 +7,7 @@ from fastp3o.script import run_script
 
 def main() -> None:
     config = parse(OnlineDPOConfig)
-    from fastp3o.stages.online import train  # takes seconds, which --help does without
+    from fastp3o.training.loop import train  # takes seconds, which --help does without
 
     train(config)
 

@@ -7,7 +7,7 @@ from fastp3o.script import run_script
 
 def main() -> None:
     config = parse_chosen(OFFLINE_OBJECTIVES)
-    from fastp3o.stages.preference import train  # takes seconds, which --help does without
+    from fastp3o.training.preferences import train  # takes seconds, which --help does without
 
     train(config)
 

@@ -2,12 +2,12 @@
 
 from fastp3o.cli import parse
 from fastp3o.script import run_script
-from fastp3o.stages.config import RewardModelConfig
+from fastp3o.training.config import RewardModelConfig
 
 
 def main() -> None:
     config = parse(RewardModelConfig)
-    from fastp3o.stages.reward_model import train  # takes seconds, which --help does without
+    from fastp3o.training.reward_model import train  # takes seconds, which --help does without
 
     train(config)
 

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fastp3o.errors import UserError
+from fastp3o.run.log import LoggedGroup, LoggedResponse, compressed, prompt_end, read_updates, visible
+from fastp3o.run.names import ROLLOUTS
 from fastp3o.script import run_script
-from fastp3o.training.log import LoggedGroup, LoggedResponse, compressed, prompt_end, read_updates, visible
-from fastp3o.training.run_files import ROLLOUTS
 
 WIDTH = 110  # columns off a terminal
 

@@ -2,12 +2,12 @@
 
 from fastp3o.cli import parse
 from fastp3o.script import run_script
-from fastp3o.stages.config import SFTConfig
+from fastp3o.training.config import SFTConfig
 
 
 def main() -> None:
     config = parse(SFTConfig)
-    from fastp3o.stages.sft import train  # takes seconds, which --help does without
+    from fastp3o.training.sft import train  # takes seconds, which --help does without
 
     train(config)
 

@@ -100,7 +100,7 @@ def print_matrices(config: WinRateConfig, rates: "Rates", responses: "list[Respo
 
 
 def write(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
-    from fastp3o.training.durable import write_file
+    from fastp3o.files import write_file
 
     names, tokens = config.checkpoints, [side.mean_tokens for side in responses]
     result: dict = {"config": asdict(config)}

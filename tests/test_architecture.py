@@ -100,7 +100,7 @@ def in_any(*packages: str) -> Callable[[str], bool]:
 
 
 def concrete_objective(name: str) -> bool:
-    shared = ("fastp3o.objectives.base", "fastp3o.objectives.kl_coefficient")
+    shared = ("fastp3o.objectives.base", "fastp3o.objectives.config", "fastp3o.objectives.kl_coefficient")
     return name.startswith("fastp3o.objectives.") and name not in shared
 
 
@@ -120,9 +120,12 @@ def imports() -> Imports:
         pytest.param("fastp3o.rollouts", in_any("fastp3o.objectives"), id="rollouts-on-objectives"),
         pytest.param("fastp3o.objectives", in_any("fastp3o.rollouts"), id="objectives-on-rollouts"),
         pytest.param("fastp3o.objectives", in_any("fastp3o.training"), id="objectives-on-training"),
-        pytest.param("fastp3o.objectives", in_any("fastp3o.stages"), id="objectives-on-stages"),
+        pytest.param("fastp3o.objectives", in_any("fastp3o.run"), id="objectives-on-run"),
+        pytest.param("fastp3o.run", in_any("fastp3o.training"), id="run-on-training"),
+        pytest.param("fastp3o.rollouts", in_any("fastp3o.run", "fastp3o.training"), id="rollouts-on-runs"),
         pytest.param("fastp3o.objectives", in_any("accelerate"), id="objectives-on-accelerate"),
-        pytest.param("fastp3o.training", concrete_objective, id="training-on-a-concrete-objective"),
+        pytest.param("fastp3o.run", concrete_objective, id="run-on-a-concrete-objective"),
+        pytest.param("fastp3o.training.microbatches", concrete_objective, id="steps-on-a-concrete-objective"),
         pytest.param("benchmarks", in_any("tests"), id="benchmarks-on-tests"),
         pytest.param("fastp3o", in_any("benchmarks", "scripts", "tests"), id="trainer-on-what-uses-it"),
     ],

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastp3o.evaluation.bootstrap import percentile_interval
-from fastp3o.training.durable import whole_file
+from fastp3o.files import whole_file
 
 BINS = 10
 WIDTH = 0.5 / BINS

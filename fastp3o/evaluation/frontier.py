@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastp3o.errors import UserError
-from fastp3o.training.run_files import EVALUATIONS
+from fastp3o.run.names import EVALUATIONS
 
 # The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
 Evaluations = list[dict[str, float]]

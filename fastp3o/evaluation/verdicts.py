@@ -12,7 +12,7 @@ import numpy as np
 
 from fastp3o.errors import UserError
 from fastp3o.evaluation.bootstrap import percentile_interval
-from fastp3o.training import log
+from fastp3o.run import log
 
 
 class Verdict(StrEnum):

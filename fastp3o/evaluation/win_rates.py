@@ -24,8 +24,8 @@ from fastp3o.rewards.reward import asked_columns, load_reward
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
 from fastp3o.rollouts.sampler import Sampler, sampling_settings
-from fastp3o.served.publisher import Publisher
-from fastp3o.served.sampler import VLLMSampler
+from fastp3o.rollouts.vllm.publisher import Publisher
+from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
 
 @dataclass(frozen=True)

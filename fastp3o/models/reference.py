@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.sharding import FrozenModel, local_part, map_rows_in_lockstep
+from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
 from fastp3o.packing.packed_row import PackedRow
+from fastp3o.processes import local_part
 
 # Elements of weights that move at a time: their fp32 copies take memory.
 TOGETHER = 2**26

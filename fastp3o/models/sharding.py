@@ -180,11 +180,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class FrozenModel:
     """A model that does not train, whole or spread over a mesh. With `offload`, its weights are on the CPU, in pinned
     memory, and the device has a copy only while they are used.

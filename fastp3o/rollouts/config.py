@@ -1,4 +1,4 @@
-"""The flags that win rates and `stages/generate/` share: sampling without training."""
+"""The flags that win rates and `generate/` share: sampling without training."""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,3 @@
-"""The machinery of a training loop: `run.py` is around the steps, `minibatches.py` and `optimizer.py` make one."""
+"""Makes the steps: what a script or `train` runs. loop.py is the online algorithm from top to bottom, supervised.py the
+loop of fixed data; microbatches.py makes an optimizer step of either.
+"""

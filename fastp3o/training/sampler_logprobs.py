@@ -14,7 +14,7 @@ from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import by_group
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rollouts.groups import Group
-from fastp3o.training.minibatches import policy_logprobs
+from fastp3o.training.microbatches import policy_logprobs
 from fastp3o.training.ratio_noise import ratio_noise
 from fastp3o_kernels import sequence_logprobs
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fastp3o.errors import UserError
-from fastp3o.training import reporting
-from fastp3o.training.reporting import Reporter
+from fastp3o.run import report as reporting
+from fastp3o.run.report import Reporter
 from tests.fastp3o.metric_table import require_documented
 
 REWARDS = '''

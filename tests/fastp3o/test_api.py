@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fastp3o
 from fastp3o import DPOConfig, KTOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
 from fastp3o.cli import parse
-from fastp3o.stages import online
-from fastp3o.stages.generate.config import GenerateConfig
+from fastp3o.generate.config import GenerateConfig
+from fastp3o.training import loop as online
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.fastp3o.torchrun import environment, torchrun
 

@@ -16,7 +16,7 @@ from fastp3o.objectives.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GSPOConfig, REINFORCEConfig, RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
-from fastp3o.stages.sft import SFTConfig
+from fastp3o.training.sft import SFTConfig
 
 CONFIGS = {
     config.__name__: config

@@ -9,8 +9,8 @@ import torch
 
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
+from fastp3o.processes import NotFiniteError
 from fastp3o.script import run_script
-from fastp3o.training.processes import NotFiniteError
 
 
 def fail(error: Exception) -> None:

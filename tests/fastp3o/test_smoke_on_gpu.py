@@ -11,12 +11,14 @@ from benchmarks import small_case
 from benchmarks.shapes import TRIAL
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
-from fastp3o.stages import online, preference, reward_model, sft
+from fastp3o.training import loop as online
+from fastp3o.training import preferences as preference
+from fastp3o.training import reward_model, sft
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o import runs
 from tests.fastp3o.models.model_families import random_model
 from tests.fastp3o.rollouts.test_engine import PROMPTS, K, largest_difference, make_engine
-from tests.fastp3o.stages.test_supervised import reward_config, sft_config
+from tests.fastp3o.training.test_supervised import reward_config, sft_config
 
 pytestmark = pytest.mark.gpu
 FEW = {"limit": 2, "prompts_per_update": 2, "prompts_per_minibatch": 2, "inner_epochs": 1, "max_response_tokens": 4}

@@ -20,15 +20,15 @@ from typing import Any, TextIO
 
 import torch
 
+from tests.fastp3o.run.faults.injection import fork_together, wait_together
 from tests.fastp3o.torchrun import ROOT, environment
-from tests.fastp3o.training.faults.injection import fork_together, wait_together
 
 LONGEST = 300.0  # seconds
 SCRIPTS = ("p3o", "online", "sft", "reward_model", "preference", "generate")
 # Imported by these scripts when they run.
 LATER = (
-    *("fastp3o.stages.online", "fastp3o.stages.sft", "fastp3o.stages.reward_model", "fastp3o.stages.preference"),
-    "fastp3o.stages.generate.loop",
+    *("fastp3o.training.loop", "fastp3o.training.sft", "fastp3o.training.reward_model", "fastp3o.training.preferences"),
+    "fastp3o.generate.loop",
     *("torch._dynamo", "peft", "torch.distributed.tensor.debug", "tests.fastp3o.models.model_families"),
     *("transformers.models.llama.modeling_llama", "transformers.models.llama.tokenization_llama"),
 )

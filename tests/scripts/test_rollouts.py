@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fastp3o.errors import UserError
-from fastp3o.training import log
-from fastp3o.training.log import LoggedGroup, LoggedResponse
+from fastp3o.run import log
+from fastp3o.run.log import LoggedGroup, LoggedResponse
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "rollouts.py"
 Show = Callable[..., str]

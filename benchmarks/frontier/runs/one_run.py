@@ -19,8 +19,8 @@ from benchmarks.frontier.tasks.synthetic import read_jsonl
 from benchmarks.frontier.tasks.task import SETTINGS, Task, load_scores
 from fastp3o.config import Named
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.stages.online import train
-from fastp3o.training.run_files import EVALUATIONS, METRICS
+from fastp3o.run.names import EVALUATIONS, METRICS
+from fastp3o.training.loop import train
 from scripts.online import OBJECTIVES
 
 # optimizer steps of an inner epoch

@@ -23,9 +23,9 @@ from fastp3o.packing.pack import Packing
 from fastp3o.rewards.reward import Reward, load_reward
 from fastp3o.rollouts.groups import make_prompts, texts
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
-from fastp3o.stages import reward_model, sft
-from fastp3o.stages.reward_model import RewardModelConfig
-from fastp3o.stages.sft import SFTConfig
+from fastp3o.training import reward_model, sft
+from fastp3o.training.reward_model import RewardModelConfig
+from fastp3o.training.sft import SFTConfig
 
 RESULTS = Path(__file__).parents[2] / "results" / "frontier"
 # Ten languages of one kind. Eight have one seed each and give the results; on the other two settings are chosen.

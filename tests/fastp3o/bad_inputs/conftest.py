@@ -9,7 +9,7 @@ import pytest
 from fastp3o.data import chat_template
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
-from fastp3o.training.run import Run
+from fastp3o.run.run import Run
 from tests.fastp3o.bad_inputs.broken_models import make_models
 from tests.fastp3o.bad_inputs.working import BegunError
 

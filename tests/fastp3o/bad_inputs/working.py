@@ -11,10 +11,10 @@ import pytest
 
 from fastp3o.cli import parse, parse_chosen
 from fastp3o.evaluation.win_rates import WinRateConfig
+from fastp3o.generate.config import GenerateConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
-from fastp3o.stages.generate.config import GenerateConfig
-from fastp3o.stages.reward_model import RewardModelConfig
-from fastp3o.stages.sft import SFTConfig
+from fastp3o.training.reward_model import RewardModelConfig
+from fastp3o.training.sft import SFTConfig
 
 # Random inputs of each kind that are tried.
 EXAMPLES = int(os.environ.get("FASTP3O_FUZZ", "25"))

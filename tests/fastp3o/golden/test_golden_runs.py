@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tests.fastp3o.together import together
 
 RECORD = Path(__file__).with_name("runs.json")
-RUNS = Path(__file__).parents[1] / "stages" / "runs_of_a_process.py"
+RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 
 COMMON = ["--report_to", "none", "--learning_rate", "3e-3"]
 FP32 = ["--precision", "fp32"]

@@ -21,10 +21,10 @@ from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import add_lora, freeze_below
 from fastp3o.objectives.ppo import Critic
+from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import choose_precision
-from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.states.content import load_tensors, save_tensors, saved_names
+from fastp3o.run.state_content import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model

@@ -16,8 +16,8 @@ from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, 
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
 from fastp3o.models.trainable import choose_trainable, whole_model
+from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
-from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge, random_model
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])

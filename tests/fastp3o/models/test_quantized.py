@@ -16,9 +16,10 @@ from fastp3o.models.reference import adapters_off
 from fastp3o.models.trainable import choose_trainable, whole_model
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.preferences import DPOConfig
-from fastp3o.stages import preference, reward_model, sft
-from fastp3o.stages.config import RewardModelConfig, SFTConfig
-from fastp3o.stages.online import train
+from fastp3o.training import preferences as preference
+from fastp3o.training import reward_model, sft
+from fastp3o.training.config import RewardModelConfig, SFTConfig
+from fastp3o.training.loop import train
 from tests.fastp3o.models.model_families import PAIRS, random_model
 from tests.fastp3o.models.test_adapters import logits, saved, trained
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fastp3o.config import StageConfig
 from fastp3o.models import sharding
 from fastp3o.models.sharding import process_mesh, whole
+from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
-from fastp3o.training.optimizer import Optimizer
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, compute_loss, go_on, optimizer_for, step, tied
 from tests.fastp3o.together import together

@@ -22,7 +22,7 @@ from fastp3o.objectives.policy_gradient import (
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.training.minibatches import (
+from fastp3o.training.microbatches import (
     MetricSums,
     make_microbatches,
     mean_over_steps,

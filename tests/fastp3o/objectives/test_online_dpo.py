@@ -1,5 +1,5 @@
 from fastp3o.objectives.preferences import OnlineDPOConfig
-from fastp3o.stages.online import train
+from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 

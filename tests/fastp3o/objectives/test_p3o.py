@@ -14,8 +14,8 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.objectives.ppo import PPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
-from fastp3o.stages.online import train
-from fastp3o.training.minibatches import MetricSums, mean_over_steps
+from fastp3o.training.loop import train
+from fastp3o.training.microbatches import MetricSums, mean_over_steps
 from fastp3o_kernels import P3OLossOutput
 from fastp3o_kernels.p3o.settings import METRICS
 from tests.fastp3o.runs import assert_equal, config, metrics, weights, weights_of_start

@@ -9,7 +9,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.kl_coefficient import StepKLCoefficient
 from fastp3o.objectives.ppo import PPO, PPOConfig, ppo_loss
-from fastp3o.stages.online import train
+from fastp3o.training.loop import train
 from fastp3o_kernels.losses import step_kl
 from tests.fastp3o.backward import means
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights

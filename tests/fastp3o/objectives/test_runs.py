@@ -15,7 +15,7 @@ from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GRPOPlusConfig, RLOOConfig
 from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.stages.online import train
+from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
 
 ROOT = Path(__file__).parents[3]

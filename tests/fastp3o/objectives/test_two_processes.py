@@ -2,7 +2,7 @@
 
 from tests.fastp3o.objectives.test_runs import NEW, SETTINGS
 from tests.fastp3o.runs import copy_at_save_before
-from tests.fastp3o.stages.test_distributed import FP32, ONLINE, assert_same_metrics, furthest, train
+from tests.fastp3o.training.test_distributed import FP32, ONLINE, assert_same_metrics, furthest, train
 
 BESIDE = {
     "p3o that samples ties again": ["p3o", "--dynamic_sampling", "2", "--reward", "rewards_for_tests:vowels"],

@@ -6,9 +6,10 @@ import torch
 from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.preferences import DPOConfig, NashMDConfig, OnlineDPOConfig
-from fastp3o.stages import preference, sft
-from fastp3o.stages.config import SFTConfig
-from fastp3o.stages.online import train
+from fastp3o.training import preferences as preference
+from fastp3o.training import sft
+from fastp3o.training.config import SFTConfig
+from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 
 SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}

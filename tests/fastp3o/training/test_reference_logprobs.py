@@ -8,8 +8,8 @@ from datasets import Dataset
 from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
+from fastp3o.processes import NotFiniteError
 from fastp3o.training import reference_logprobs
-from fastp3o.training.processes import NotFiniteError
 from fastp3o.training.reference_logprobs import (
     DamagedFileError,
     ReferenceLogprobs,

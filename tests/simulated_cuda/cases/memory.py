@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
+from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.rollouts import engine as rollouts
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.training.optimizer import Optimizer
 from fastp3o_kernels.decoding import response_keys
 from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 from tests.fastp3o.backward import scaled_backward

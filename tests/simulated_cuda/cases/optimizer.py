@@ -6,9 +6,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from fastp3o.config import StageConfig
+from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
-from fastp3o.training.optimizer import Optimizer
-from fastp3o.training.processes import NotFiniteError
+from fastp3o.processes import NotFiniteError
 from tests.fastp3o.backward import scaled_backward
 from tests.simulated_cuda.record import recorded
 

@@ -11,14 +11,15 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForSequenceClassification
 
+from fastp3o.generate.config import GenerateConfig
+from fastp3o.generate.loop import generate
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
-from fastp3o.stages import preference, reward_model, sft
-from fastp3o.stages.generate.config import GenerateConfig
-from fastp3o.stages.generate.loop import generate
-from fastp3o.stages.online import train
-from fastp3o.training.run_files import EVALUATIONS
-from fastp3o.training.stopping import StoppedError
+from fastp3o.run.names import EVALUATIONS
+from fastp3o.run.signals import StoppedError
+from fastp3o.training import preferences as preference
+from fastp3o.training import reward_model, sft
+from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 from tests.simulated_cuda.native import ROOT
 from tests.simulated_cuda.record import recorded

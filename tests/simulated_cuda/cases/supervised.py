@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
-from fastp3o.stages import preference, reward_model, sft
-from fastp3o.training.reporting import LateNumbers
+from fastp3o.run.report import LateNumbers
+from fastp3o.training import preferences as preference
+from fastp3o.training import reward_model, sft
 from tests.fastp3o.runs import metrics
 from tests.simulated_cuda.record import Record, recorded, write_counts
 
@@ -39,7 +40,7 @@ def test_a_step_waits_once(tiny_model, workplace, stage):
     waits = {place: count for place, count in further.items() if count}
     each = {" ".join(place): count / (steps[1] - steps[0]) for place, count in waits.items()}
     write_counts(f"{stage}, of a step", {"waits": each})
-    assert waits == {("fastp3o/training/reporting.py", "LateNumbers.read"): steps[1] - steps[0]}
+    assert waits == {("fastp3o/run/report.py", "LateNumbers.read"): steps[1] - steps[0]}
 
 
 def test_the_host_has_launched_the_next_step_when_it_reads(tiny_model, workplace, monkeypatch):

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastp3o.stages.online import train
-from fastp3o.training.reporting import Phases
+from fastp3o.run.report import Phases
+from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
 from tests.simulated_cuda.record import Record, recorded, write_counts
 
@@ -15,9 +15,9 @@ from tests.simulated_cuda.record import Record, recorded, write_counts
 LAUNCHES = {"fp32": 1500, "bf16": 1480, "bf16-autocast": 1590, "fp16": 1550}
 # Places where one update's host waits, except in its rollouts. The clock of the phases waits as well.
 WAITS = {
-    ("fastp3o/stages/online/report.py", "update_metrics"): 1,
-    ("fastp3o/training/processes.py", "require_finite"): 1,
-    ("fastp3o/training/optimizer.py", "Optimizer.require_finite"): 1,
+    ("fastp3o/training/metrics.py", "update_metrics"): 1,
+    ("fastp3o/processes.py", "require_finite"): 1,
+    ("fastp3o/optimizer.py", "Optimizer.require_finite"): 1,
 }
 
 

@@ -1,0 +1,166 @@
+"""Sampling without training: responses to prompts, their rewards, and those kept as data to train on."""
+
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from datasets import Dataset
+from tqdm import tqdm
+
+from fastp3o.context import Context
+from fastp3o.data import load_prompts
+from fastp3o.evaluation.judge import load_judge
+from fastp3o.generate.config import GenerateConfig
+from fastp3o.generate.report import Generated, summary, write_kept
+from fastp3o.generate.samples import SamplesFile, make_samples
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.sharding import FrozenModel, process_mesh
+from fastp3o.precision import choose_precision
+from fastp3o.processes import on_main_process, require_finite
+from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.reward import Reward, asked_columns, rewarded
+from fastp3o.rollouts.groups import make_prompts
+from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.vllm.publisher import Publisher
+from fastp3o.run.fingerprints import run_fingerprints
+from fastp3o.run.folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
+from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
+from fastp3o.run.report import Phases
+from fastp3o.training.build import load_frozen_policy, load_named_reward, sampled_model
+from fastp3o.training.samplers import policy_sampler
+from fastp3o.training.setup import make_accelerator
+
+
+def generate(config: GenerateConfig) -> Generated:
+    """Samples responses to all prompts and leaves in `config.output_dir`
+
+        samples.jsonl    a line a prompt: all responses with their rewards, see `Samples`
+        kept.jsonl       those that are kept, as demonstrations or as preferences
+
+    A resumed run goes on after the last whole batch, and has the bits of an unbroken one; so has one on another number
+    of processes, which take whole batches in turns. It may keep other responses: nothing is sampled again. Without
+    `rollout_memory`, free memory decides how many prompts are sampled at once if it has no room for a batch, and the
+    bits are those of that number.
+
+    With --keep judged also verdicts.jsonl, what an endpoint has answered. A resumed run does not ask for it again.
+
+    Raises ValueError if nothing is kept, NotFiniteError if a reward is not finite, FunctionError if a reward function
+    fails, EndpointError if an endpoint refuses or fails after all retries.
+    """
+    config.check_complete()
+    precision = choose_precision(config.precision, automatic="fp16")
+    accelerator = make_accelerator(config.seed, precision)
+    check_output_dir(accelerator, config)
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
+    prompts, report = load_prompts(
+        config.prompts,
+        tokenizer,
+        columns=asked_columns(config.scorers, config),
+        as_given=True,
+        **config.prompt_options,
+    )
+    accelerator.print(f"{config.prompts}: {report}")
+    samples = SamplesFile(Path(config.output_dir) / SAMPLES)
+    load_judge(config, None)  # what is wrong with it is said before anything is sampled
+    manifest, done = on_main_process(accelerator, lambda: find_progress(accelerator, config, prompts, samples))
+    models = load_models(context, config, prompts) if done < len(prompts) else None
+
+    folder = claim(accelerator, config)
+    try:
+        on_main_process(accelerator, lambda: begin(config, folder, manifest, samples, done))
+        speed = 0.0 if models is None else sample_rest(context, config, prompts, *models, samples, done)
+        generated = on_main_process(accelerator, lambda: write_kept(config, samples, folder / KEPT))
+        generated = generated._replace(tokens_per_second=speed)
+    finally:
+        release(folder)
+    accelerator.print(summary(generated, config, folder / KEPT))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return generated
+
+
+def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> tuple[Sampler, Reward | None]:
+    """A sampler of the policy, and the reward. Each process has a part of the models.
+
+    prompts: an endpoint is asked about the first one, before anything begins.
+    """
+    _, precision, tokenizer, mesh, _ = context
+    reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
+    policy = load_frozen_policy(context, config, config.model)
+    # Its own weights are spread, and those of a reward model of its size.
+    sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
+    FrozenModel(policy, context.device, mesh, offload=False)
+    if config.sampler == "vllm":
+        sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
+    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size), reward
+
+
+def find_progress(
+    accelerator: Accelerator, config: GenerateConfig, prompts: Dataset, samples: SamplesFile
+) -> tuple[Manifest, int]:
+    """Returns the manifest of this run's samples, and the number of prompts that have theirs. Changes nothing.
+
+    Raises ResumeError if the samples in the folder are of another run, and CorruptStateError if nothing tells.
+    """
+    fingerprints = run_fingerprints(config, {"prompts": prompts})
+    manifest = Manifest(0, False, accelerator.num_processes, config.plain(), fingerprints, {})
+    done = samples.whole_batches(config.rollout_batch_size, len(prompts))
+    if config.resume:
+        lines = []
+        if samples.path.exists():
+            try:
+                before = read_manifest(samples.path.parent)
+            except CorruptStateError as error:
+                unknown = f"--resume: what the samples in {samples.path.parent} are of cannot be told: {error}"
+                raise CorruptStateError(f"{unknown}. Begin a new --output_dir") from error
+            lines += require_same_run(before, config, fingerprints, accelerator.num_processes)
+        for line in [*lines, f"--resume: {done} of {len(prompts)} prompts have their responses in {samples.path}"]:
+            accelerator.print(line)
+    return manifest, done
+
+
+def begin(config: GenerateConfig, folder: Path, manifest: Manifest, samples: SamplesFile, done: int) -> None:
+    """Puts the folder in order for sampling, after all checks."""
+    clear_away(folder)
+    manifest.write(folder)
+    samples.cut_after(done)
+    write_config(folder, config)
+
+
+def sample_rest(
+    context: Context,
+    config: GenerateConfig,
+    prompts: Dataset,
+    sampler: Sampler,
+    reward: Reward | None,
+    samples: SamplesFile,
+    done: int,
+) -> float:
+    """Samples responses to all prompts after the first `done`. Returns tokens per second, over all processes."""
+    accelerator = context.accelerator
+    size, total, phases, tokens = config.rollout_batch_size, len(prompts), Phases(), 0
+    disable = None if accelerator.is_main_process else True
+    with tqdm(total=total, initial=done, desc="generate", unit="prompt", disable=disable) as bar:
+        for first in range(done, total, size * accelerator.num_processes):
+            start = first + size * accelerator.process_index
+            share = list(range(start, min(start + size, total)))
+            # A process that has none left works on another's first prompt: each must make as many passes.
+            numbers = share or [first]
+            examples = prompts[numbers]
+            with phases("sampling"):
+                groups = sampler(make_prompts(examples, numbers), config.responses_per_prompt, config.seed)
+            # A model that is spread over processes needs all of them; other rewards only see samples that are kept.
+            asked = {"reward": reward} if reward and (share or isinstance(reward, ModelReward)) else {}
+            with accelerator.autocast():
+                rewards = rewarded(asked, groups).get("reward", torch.zeros(len(groups), 0))
+            require_finite(accelerator, "a reward", rewards)
+            batch = list(map(make_samples, groups, rewards.tolist(), examples["given"])) if share else []
+            batch = list(chain.from_iterable(gather_object([batch])))
+            on_main_process(accelerator, partial(samples.append, batch))
+            tokens += sum(sum(one.lengths) for one in batch)
+            bar.update(len(batch))
+    return tokens / phases.read()["sampling"]

@@ -1,0 +1,103 @@
+"""Writes the samples that are kept, and sums up the run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from fastp3o.errors import UserError
+from fastp3o.evaluation.judge import load_judge
+from fastp3o.files import whole_file
+from fastp3o.generate.config import JUDGED, PAIRS, GenerateConfig
+from fastp3o.generate.judged import Judged, judged_records
+from fastp3o.generate.samples import Samples, SamplesFile
+from fastp3o.generate.selection import Record, kept_records
+from fastp3o.run.names import VERDICTS
+
+
+class Generated(NamedTuple):
+    """The summary of a run.
+
+    prompts, responses, mean_reward, empty, unfinished: over all samples, also those before a run was resumed. records:
+    number kept. prompts_kept: prompts that have one. mean_kept: their mean reward, for pairs the mean margin. ties,
+    unanswered: pairs that a judge has left undecided, or without a verdict. tokens_per_second: sampled since the start,
+    without the time of rewards; 0 if nothing was left to sample. Means are None without rewards.
+    """
+
+    prompts: int
+    responses: int
+    mean_reward: float | None
+    empty: int
+    unfinished: int
+    records: int
+    prompts_kept: int
+    mean_kept: float | None
+    ties: int = 0
+    unanswered: int = 0
+    tokens_per_second: float = 0.0
+
+
+def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Generated:
+    """Writes the records that are kept, in the order of the prompts. Raises UserError if there are none."""
+    choose, judged = chooser(config, samples)
+    rewards, kept = [], []
+    prompts = responses = records = prompts_kept = empty = unfinished = 0
+    with whole_file(path) as file:
+        for sample in samples:
+            chosen = choose(sample)
+            for record in chosen:
+                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+            kept += [record[name] for record in chosen for name in ("margin", "reward") if name in record]
+            records += len(chosen)
+            prompts += 1
+            prompts_kept += bool(chosen)
+            responses += len(sample.responses)
+            rewards += sample.rewards
+            empty += sum(not text.strip() for text in sample.responses)
+            unfinished += len(sample.finished) - sum(sample.finished)
+        if not records:
+            decided = f"rewards go from {min(rewards):.4g} to {max(rewards):.4g}, " if rewards else ""
+            decided += f"{judged.ties} pairs are tied and {judged.unanswered} without a verdict, " if judged else ""
+            raise UserError(
+                f"nothing of {responses} responses is kept by --keep {config.keep}: {decided}{unfinished} responses "
+                f"have no end-of-sequence and {empty} no text. All are in {samples.path}: --resume with other settings "
+                "keeps others"
+            )
+    return Generated(
+        prompts=prompts,
+        responses=responses,
+        mean_reward=fmean(rewards) if rewards else None,
+        empty=empty,
+        unfinished=unfinished,
+        records=records,
+        prompts_kept=prompts_kept,
+        mean_kept=fmean(kept) if kept else None,
+        ties=judged.ties if judged else 0,
+        unanswered=judged.unanswered if judged else 0,
+    )
+
+
+def chooser(config: GenerateConfig, samples: SamplesFile) -> tuple[Callable[[Samples], list[Record]], Judged | None]:
+    """A function for the records of one prompt's samples; and what a judge has said, if one is asked."""
+    if config.keep != JUDGED:
+        return lambda one: kept_records(one, config, config.seed), None
+    judge = load_judge(config, Path(config.verdicts) if config.verdicts else samples.path.with_name(VERDICTS))
+    assert judge is not None
+    judged = judged_records(samples, judge, unfinished=config.keep_unfinished, seed=config.seed)
+    return lambda one: judged.records.get(one.number, []), judged
+
+
+def summary(generated: Generated, config: GenerateConfig, path: Path) -> str:
+    g = generated
+    speed = f", {g.tokens_per_second:.0f} tokens per second" if g.tokens_per_second else ""
+    reward = "" if g.mean_reward is None else f", mean reward {g.mean_reward:.4g}"
+    unfinished = "cut at --max_response_tokens" + ("" if config.keep_unfinished else " and left out")
+    kept = "" if g.mean_kept is None else f", mean {'margin' if config.keep in PAIRS else 'reward'} {g.mean_kept:.4g}"
+    judged = f"; {g.ties} tied and {g.unanswered} without a verdict, left out" if config.keep == JUDGED else ""
+    return (
+        f"{g.responses} responses to {g.prompts} prompts{reward}{speed}; {g.unfinished} {unfinished}, {g.empty} "
+        f"without text and left out\n"
+        f"{path} ({config.keep}): {g.records} {'pairs' if config.keep in PAIRS else 'responses'} of "
+        f"{g.prompts_kept} prompts{kept}{judged}"
+    )

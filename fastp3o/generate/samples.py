@@ -1,0 +1,72 @@
+"""Sampled responses with their rewards: samples.jsonl, a line a prompt, appended batch by batch."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from fastp3o.data.layouts import Message
+from fastp3o.files import sync
+from fastp3o.rollouts.groups import Group
+from fastp3o.run import log
+
+
+@dataclass(frozen=True)
+class Samples:
+    """K responses to one prompt.
+
+    number: the prompt's, from 0. prompt: as the data have it, text or messages. responses: texts. lengths: in tokens.
+    finished: whether the response ended with an end-of-sequence. rewards: none without a reward.
+    """
+
+    number: int
+    prompt: str | list[Message]
+    responses: list[str]
+    lengths: list[int]
+    finished: list[bool]
+    rewards: list[float]
+
+
+def make_samples(group: Group, rewards: list[float], prompt: str) -> Samples:
+    """prompt: as the data have it, in JSON."""
+    return Samples(
+        group.prompt.number,
+        json.loads(prompt),
+        [response.text for response in group.responses],
+        [len(response.ids) for response in group.responses],
+        [response.finished for response in group.responses],
+        rewards,
+    )
+
+
+class SamplesFile:
+    """The samples of prompts 0, 1, ... in order.
+
+    Lines are synced a batch at a time. Whatever ended the process, the file begins with whole batches; lines after them
+    are cut off before a resumed run goes on.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __iter__(self) -> Iterator[Samples]:
+        return (Samples(**values) for values in log.read(self.path, key="number"))
+
+    def append(self, samples: Sequence[Samples]) -> None:
+        log.append(self.path, map(asdict, samples))
+        sync(self.path)
+        sync(self.path.parent)
+
+    def whole_batches(self, batch_size: int, total: int) -> int:
+        """Number of prompts in whole batches. total: of all; the last batch may have fewer than `batch_size`."""
+        names, done = {field.name for field in fields(Samples)}, 0
+        for line in log.lines(self.path):
+            values = log.record(line, "number")
+            if done == total or values is None or values.keys() != names or values["number"] != done:
+                break
+            done += 1
+        return done if done == total else done // batch_size * batch_size
+
+    def cut_after(self, prompts: int) -> None:
+        """Leaves the lines of this many prompts."""
+        log.cut_after(self.path, prompts - 1, key="number")

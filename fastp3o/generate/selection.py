@@ -1,0 +1,144 @@
+"""Chooses responses to a prompt by their rewards, and makes records of them; `judged.py` chooses by verdicts.
+
+A record of one response is a demonstration (SFT), one of two a preference; both are layouts of data/README.md.
+"""
+
+from collections.abc import Sequence
+from math import exp
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastp3o.data.layouts import Message
+from fastp3o.generate.config import SelectionConfig
+from fastp3o.generate.samples import Samples
+
+Record = dict[str, Any]
+Prompt = str | list[Message]
+
+
+class Candidates(NamedTuple):
+    """Responses to one prompt that a record may hold, with their rewards."""
+
+    texts: list[str]
+    rewards: list[float]
+
+
+def valid_candidates(samples: Samples, *, unfinished: bool) -> Candidates:
+    """Leaves out empty responses, which no layout can hold, and, unless `unfinished`, those without end-of-sequence: as
+    data they would have one, and teach to stop there. Without a reward all have 0.
+    """
+    kept = [
+        (text, reward)
+        for text, finished, reward in zip(
+            samples.responses, samples.finished, samples.rewards or [0.0] * len(samples.responses), strict=True
+        )
+        if text.strip() and (finished or unfinished)
+    ]
+    return Candidates([text for text, _ in kept], [reward for _, reward in kept])
+
+
+def kept_records(samples: Samples, config: SelectionConfig, seed: int) -> list[Record]:
+    """The records kept of a prompt. Random choices depend only on the seed and the prompt's number."""
+    candidates = valid_candidates(samples, unfinished=config.keep_unfinished)
+    rewards, random = candidates.rewards, np.random.default_rng([seed, samples.number])
+    match config.keep:
+        case "all":
+            return demonstrations(samples.prompt, candidates, range(len(rewards)))
+        case "best":
+            return demonstrations(samples.prompt, candidates, best(rewards))
+        case "rest":
+            return demonstrations(samples.prompt, candidates, above(rewards, config.threshold))
+        case "rejection_sampling":
+            chosen = accepted(candidates, config.beta, config.accept, random)
+            return demonstrations(samples.prompt, candidates, chosen)
+        case "rso":
+            chosen = accepted(candidates, config.beta, config.accept, random)
+            return preferences(samples.prompt, candidates, pairs_at_random(chosen, rewards, random))
+        case _:
+            return preferences(samples.prompt, candidates, pairs_apart(rewards, config.min_gap))
+
+
+# --- by rewards -----------------------------------------------------------------------------------------------------
+
+
+def best(rewards: Sequence[float]) -> list[int]:
+    """The first response with the highest reward; none if there are no responses."""
+    return [max(range(len(rewards)), key=lambda i: rewards[i])] if rewards else []
+
+
+def above(rewards: Sequence[float], threshold: float) -> list[int]:
+    """Responses with a reward above the threshold: 1[r > τ] of ReST (arXiv 2308.08998, section 3)."""
+    return [i for i, reward in enumerate(rewards) if reward > threshold]
+
+
+def accepted(candidates: Candidates, beta: float, count: int, random: np.random.Generator) -> list[int]:
+    """Statistical rejection sampling: samples of the policy that is optimal for reward / β, from samples of this one.
+
+    As in RSO (arXiv 2309.06657, algorithm 1), different texts are accepted one after the other with probability
+    exp((r − r_max) / β), r_max over those left, until there are `count` of them or none is left.
+    """
+    left = [i for i, text in enumerate(candidates.texts) if candidates.texts.index(text) == i]
+    chosen: list[int] = []
+    while left and len(chosen) < count:
+        highest = max(candidates.rewards[i] for i in left)
+        for i in list(left):
+            if len(chosen) < count and random.random() < exp((candidates.rewards[i] - highest) / beta):
+                chosen.append(i)
+                left.remove(i)
+    return chosen
+
+
+def pairs_apart(rewards: Sequence[float], min_gap: float) -> list[tuple[int, int]]:
+    """All (better, worse) whose rewards differ by more than `min_gap`: σ((r_w − r_l) / τ) > η of RS-DPO (arXiv
+    2402.10038, algorithm 1) with min_gap = τ log(η / (1 − η)).
+    """
+    numbers = range(len(rewards))
+    return [(i, j) for i in numbers for j in numbers if rewards[i] - rewards[j] > min_gap]
+
+
+def pairs_at_random(
+    chosen: Sequence[int], rewards: Sequence[float], random: np.random.Generator
+) -> list[tuple[int, int]]:
+    """(better, worse) of disjoint pairs; those of equal rewards, of which none is better, are left out."""
+    pairs = disjoint_pairs(chosen, random)
+    return [(i, j) if rewards[i] > rewards[j] else (j, i) for i, j in pairs if rewards[i] != rewards[j]]
+
+
+def disjoint_pairs(chosen: Sequence[int], random: np.random.Generator) -> list[tuple[int, int]]:
+    """Pairs at random, each response in one of them; an odd one out is left out."""
+    drawn = [chosen[i] for i in random.permutation(len(chosen))]
+    return list(zip(drawn[::2], drawn[1::2], strict=False))
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def demonstrations(prompt: Prompt, candidates: Candidates, chosen: Sequence[int]) -> list[Record]:
+    texts, rewards = candidates
+    return [{"prompt": prompt, "completion": in_prompt_form(prompt, texts[i]), "reward": rewards[i]} for i in chosen]
+
+
+def preferences(prompt: Prompt, candidates: Candidates, pairs: Sequence[tuple[int, int]]) -> list[Record]:
+    """margin: the difference of the rewards. Pairs of texts that differ only in white space at their ends, which chat
+    templates take off, are left out.
+    """
+    texts, rewards = candidates
+    return [
+        preference(prompt, texts[better], texts[worse]) | {"margin": rewards[better] - rewards[worse]}
+        for better, worse in pairs
+        if texts[better].strip() != texts[worse].strip()
+    ]
+
+
+def preference(prompt: Prompt, chosen: str, rejected: str) -> Record:
+    return {
+        "prompt": prompt,
+        "chosen": in_prompt_form(prompt, chosen),
+        "rejected": in_prompt_form(prompt, rejected),
+    }
+
+
+def in_prompt_form(prompt: Prompt, text: str) -> str | list[Message]:
+    """The response in the prompt's form: a text, or a list of messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -1,0 +1,314 @@
+"""AdamW: the gradients of a minibatch's packed rows are added up in fp32, then one step is made."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import get_scheduler
+
+from fastp3o.config import OptimizerConfig
+from fastp3o.errors import UserError
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.quantized import compute_in
+from fastp3o.models.sharding import shard
+from fastp3o.precision import Precision
+from fastp3o.processes import NotFiniteError, local_part, not_finite_error, sum_over_processes
+
+KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
+# Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
+FIRST_SCALE = 2.0**12
+# The rule of torch.amp.GradScaler.
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+
+class Optimizer:
+    """A model that trains, with AdamW, the learning-rate schedule, and in half precision fp32 masters and a loss scale.
+
+    Brings the model to the device, or spreads it over a mesh of processes. learning_rates: by submodule, for those that
+    have their own.
+
+    parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
+    learning_rate: the first group's in the last step, or before any step in the next one.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: PackedModel,
+        precision: Precision,
+        config: OptimizerConfig,
+        steps: int,
+        learning_rates: Mapping[str, float] | None = None,
+        mesh: DeviceMesh | None = None,
+    ):
+        self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
+        self.model, self.steps, self.asked = model, 0, 0
+        half = precision.weights if precision.half else None
+        self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
+        shard(model, accelerator.device, mesh, dtype=half)
+        compute_in(model, precision.autocast or precision.weights)
+        self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
+        self.optimizer = DividingAdamW(
+            parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        if config.warmup_steps > steps:
+            raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
+        # transformers' constant schedule leaves out the warm-up.
+        name = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+        self.schedule = get_scheduler(
+            name, self.optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
+        )
+        self.learning_rate = self.next_learning_rate()
+        self.replicas = 1 if mesh is None else accelerator.num_processes // mesh.size(-1)
+        self.guard = StepGuard(accelerator, scaled=precision.weights == torch.float16)
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """What the loss of a backward pass is to be multiplied by, 0-d fp32; None but in fp16."""
+        return self.guard.scale
+
+    def step(self, loss: Tensor) -> dict[str, Tensor]:
+        """Makes a step from the gradients so far. Returns the first group's gradient norm, and in fp16 the loss scale.
+
+        Does not wait for the device. If `loss` or the gradient is not finite, neither this step nor a later one moves
+        anything, and `require_finite` raises. A step whose fp16 gradient overflows is skipped, and the scale halved.
+        """
+        scale, norms = self.guard.scale, self.gradient_norms()
+        norms = norms if scale is None else norms / scale
+        divisors = ((norms + 1e-6) / self.max_grad_norm).clamp(min=1.0)
+        divisors = divisors if scale is None else divisors * scale
+        self.optimizer.step(divisors, self.guard.skips(loss, norms))
+        metrics = {"grad_norm": norms[0]}
+        if scale is not None:
+            metrics = {"grad_norm": norms[0].nan_to_num(0.0, 0.0), "loss_scale": scale.clone()}
+        if self.masters is not None:
+            self.masters.round()
+        self.optimizer.zero_grad()
+        self.learning_rate = self.next_learning_rate()
+        self.schedule.step()
+        self.steps += 1
+        return metrics
+
+    def gradient_norms(self) -> Tensor:
+        """The norm of each group's gradients, [groups] fp32.
+
+        Each group has a norm of its own: a critic's large gradients must not shrink the policy's.
+        """
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        gradients = ([local_part(p.grad) for p in group if p.grad is not None] for group in groups)
+        norms = torch.stack(
+            [nn.utils.get_total_norm([g for g in group if g.numel()], foreach=True) for group in gradients]
+        )
+        if self.accelerator.num_processes == 1:
+            return norms
+        return (sum_over_processes(self.accelerator, norms.square()) / self.replicas).sqrt()
+
+    def require_finite(self) -> None:
+        """Waits for the steps so far. Raises NotFiniteError if a loss or a gradient was not finite: that step and those
+        after it have changed no weight, and do not count as `steps`.
+        """
+        if self.asked != self.steps:
+            self.settle(self.steps, self.outcome().tolist())
+
+    def outcome(self) -> Tensor:
+        """The numbers that `settle` takes, which the host may read later. The steps so far count as asked for."""
+        self.asked = self.steps
+        return self.guard.numbers()
+
+    def settle(self, steps: int, numbers: list[float]) -> None:
+        """Raises as `require_finite`. numbers: the `outcome` after so many steps; later ones have changed no weight."""
+        lost, error = self.guard.read(numbers)
+        if error is not None:
+            self.steps = self.asked = steps - lost
+            raise error
+
+    def next_learning_rate(self) -> float:
+        return self.schedule.get_last_lr()[0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
+        tensors = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{kind}.{name}"] = value
+        return tensors
+
+    def fill(self, names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
+        """Lets `read` fill the tensors with these names in place. Raises ValueError if the model lacks one."""
+        for name in names:
+            kind, _, parameter_name = name.partition(".")
+            parameter = self.parameters.get(parameter_name)
+            if parameter is None or kind not in KINDS:
+                raise UserError(f"the state has {name}, which is nothing that this model trains")
+            if kind != "weights":
+                like = torch.zeros((), device=parameter.device) if kind == "step" else torch.zeros_like(parameter)
+                self.optimizer.state[parameter].setdefault(kind, like)
+        read(self.tensors())
+        if self.masters is not None:
+            self.masters.round()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that is not in tensors: the schedule's steps and the loss scale. Raises as `require_finite`."""
+        self.require_finite()
+        return {"steps": self.schedule.last_epoch, "loss_scale": self.guard.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores that state. Learning rates and AdamW's other settings stay as they are configured now."""
+        if state["steps"]:
+            before = {"last_epoch": state["steps"] - 1, "_step_count": state["steps"] + 1}
+            self.schedule.load_state_dict(self.schedule.state_dict() | before)
+            self.schedule.step()
+            self.learning_rate = self.next_learning_rate()
+        self.guard.load_state_dict(state["loss_scale"])
+
+
+class StepGuard:
+    """Decides on the device which optimizer steps move nothing. A host that asked after each would wait for the device.
+
+    A failure is a loss or a gradient that is NaN or infinite. From its step on none moves anything, so the model is the
+    one before it when `require_finite` raises. In fp16 an infinite gradient has overflowed: its step alone moves
+    nothing, and the scale of the loss is halved; a scale below 1 is a failure.
+
+    scale: of fp16's loss, 0-d fp32; None in other precisions.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, scaled: bool):
+        self.accelerator = accelerator
+        # The values of the first failure that were not finite, infinite if no scale was low enough; 0 without one.
+        self.failure = torch.zeros((), device=accelerator.device)
+        self.lost = torch.zeros((), device=accelerator.device)  # steps from that one on
+        self.scale: Tensor | None = None
+        if scaled:
+            self.set_scale(FIRST_SCALE, finite_steps=0)
+
+    def skips(self, loss: Tensor, norms: Tensor) -> Tensor:
+        """Whether a step must move nothing, 1.0 or 0.0, 0-d.
+
+        loss: 0-d, this process's. norms: of the gradients, the same on all processes.
+        """
+        # 0 times a value is 0 only if it is finite.
+        broken = (torch.cat([loss.detach().float()[None], norms]) * 0 != 0).float()
+        broken = sum_over_processes(self.accelerator, broken)
+        if self.scale is None:
+            failure, overflow = broken.sum(), None
+        else:
+            overflow = broken[1:].sum().clamp(max=1.0)
+            torch._amp_update_scale_(self.scale, self.finite_steps, overflow, GROWTH, BACKOFF, INTERVAL)
+            failure = torch.where(self.scale < 1, math.inf, broken[0])
+        self.failure = torch.where(self.failure > 0, self.failure, failure)
+        failed = self.failure.clamp(max=1.0)
+        self.lost += failed
+        return failed if overflow is None else torch.maximum(failed, overflow)
+
+    def numbers(self) -> Tensor:
+        """What `read` takes: the steps that a failure has lost, the failure, the loss scale's state; 1-d fp32."""
+        scale = [] if self.scale is None else [self.scale, self.finite_steps.float()]
+        return torch.stack([self.lost, self.failure, *scale])
+
+    def read(self, numbers: list[float]) -> tuple[int, NotFiniteError | None]:
+        """The number of steps that a failure has lost, and its error, None without one."""
+        lost, failure, *self.scale_read = numbers
+        if math.isinf(failure):
+            return int(lost), NotFiniteError("the gradient is NaN or infinite at any scale of the loss")
+        what = "the loss or the gradient" if self.scale is None else "the loss"
+        return int(lost), not_finite_error(what, int(failure)) if failure else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale as the host last read it, in the layout of torch's GradScaler; empty without one."""
+        if self.scale is None:
+            return {}
+        scale, finite_steps = self.scale_read
+        rule = {"growth_factor": GROWTH, "backoff_factor": BACKOFF, "growth_interval": INTERVAL}
+        return {"scale": scale, **rule, "_growth_tracker": int(finite_steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the loss scale. Precisions without one ignore it."""
+        if self.scale is not None and state:
+            self.set_scale(state["scale"], finite_steps=state["_growth_tracker"])
+
+    def set_scale(self, scale: float, *, finite_steps: int) -> None:
+        """finite_steps: since the scale last changed."""
+        device = self.accelerator.device
+        self.scale_read = [scale, float(finite_steps)]
+        self.scale = torch.full((), scale, device=device)
+        self.finite_steps = torch.full((), finite_steps, dtype=torch.int32, device=device)
+
+
+class DividingAdamW(torch.optim.AdamW):
+    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
+
+    @torch.no_grad()
+    def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
+        """Makes a step, or moves nothing.
+
+        divisors: [groups] fp32, of each group's gradients. skip: 1.0 to move nothing, else 0.0.
+        """
+        groups, self.found_inf = self.param_groups, skip
+        try:
+            # torch's AdamW takes one divisor for all of its groups.
+            for group, self.grad_scale in zip(groups, divisors, strict=True):
+                self.param_groups = [group]
+                super().step()
+        finally:
+            self.param_groups = groups
+
+
+def parameter_groups(
+    parameters: dict[str, nn.Parameter], learning_rate: float, learning_rates: Mapping[str, float]
+) -> list[dict]:
+    """AdamW's groups: first all with the common learning rate, then each submodule with its own."""
+    rates = {"": learning_rate, **learning_rates}
+    groups: dict[str, list[nn.Parameter]] = {module: [] for module in rates}
+    for name, parameter in parameters.items():
+        groups[next((module for module in learning_rates if name.startswith(f"{module}.")), "")].append(parameter)
+    return [{"params": group, "lr": rates[module]} for module, group in groups.items() if group]
+
+
+class Masters:
+    """fp32 copies of the trained weights of a model in half precision, made before these are rounded. Everything else
+    is rounded for good. A sharded model needs none: its parts are fp32.
+
+    Each gradient is added in fp32 to its copy's as soon as it is computed, and freed.
+
+    device: the copies', to which the model goes afterwards. parameters: the copies, by their names in the model.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device):
+        self.rounded = trained_parameters(model)
+        self.parameters = {
+            name: nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
+            for name, parameter in self.rounded.items()
+        }
+        # Before the model goes to the device, where the frozen fp32 weights may not fit. Buffers stay as they are:
+        # rounded rotary frequencies would move every position.
+        for parameter in model.parameters():
+            if parameter.is_floating_point():  # and not quantized
+                parameter.data = parameter.data.to(dtype)
+        for name, parameter in self.rounded.items():
+            master = self.parameters[name]
+            parameter.register_post_accumulate_grad_hook(lambda trained, master=master: add_gradient(trained, master))
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Rounds the masters, which have moved, to the model's weights."""
+        torch._foreach_copy_([*self.rounded.values()], [*self.parameters.values()])
+
+
+def add_gradient(trained: Tensor, master: Tensor) -> None:
+    """Adds the gradient of a half-precision parameter, which must have one, to its master's, and frees it."""
+    assert trained.grad is not None
+    master.grad = trained.grad.float() if master.grad is None else master.grad.add_(trained.grad)
+    trained.grad = None
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

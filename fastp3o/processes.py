@@ -1,0 +1,86 @@
+"""Shares results and errors among the processes, and refuses values that are not finite on any of them."""
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastp3o.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class NotFiniteError(UserError):
+    """A reward, a loss, a gradient, a weight or an evaluation is NaN or infinite."""
+
+
+def on_main_process(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
+    """Calls `compute` on the main process and returns its result on every process. An error there is raised on all, so
+    that none waits for a process that has ended.
+    """
+    if accelerator.num_processes == 1:
+        return compute()
+    outcome = result_or_error(compute) if accelerator.is_main_process else (None, None)
+    result, error = broadcast_object_list(list(outcome))
+    if error is not None:
+        raise error
+    return result
+
+
+def on_every_process(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
+    """Returns this process's result, once all have theirs. An error on one is raised on all."""
+    if accelerator.num_processes == 1:
+        return compute()
+    result, error = result_or_error(compute)
+    errors = [error for error in gather_object([error]) if error is not None]
+    if errors:
+        raise error or errors[0]
+    return result  # type: ignore[return-value]
+
+
+def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return compute(), None
+    except Exception as error:
+        return None, error
+
+
+def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:
+    return values if accelerator.num_processes == 1 else accelerator.reduce(values, reduction="sum")
+
+
+def require_finite(accelerator: Accelerator, what: str, values: Tensor) -> None:
+    """Raises NotFiniteError on every process if any of them holds a value that is not finite."""
+    if count := int(not_finite(accelerator, values)):
+        raise not_finite_error(what, count)
+
+
+def not_finite(accelerator: Accelerator, values: Tensor) -> Tensor:
+    """The number of values that are not finite on all processes, 0-d int64."""
+    bad = (~torch.isfinite(values)).sum()
+    return sum_over_processes(accelerator, bad if accelerator.num_processes == 1 else bad.to(accelerator.device))
+
+
+def not_finite_error(what: str, count: int) -> NotFiniteError:
+    return NotFiniteError(f"{what} is NaN or infinite ({count} value{'s' if count > 1 else ''})")
+
+
+def require_all_finite(accelerator: Accelerator, what: str, tensors: Iterable[Tensor]) -> None:
+    """`require_finite` for many tensors, in one pass that takes no memory. Each process reads its own shards."""
+    require_finite(accelerator, what, largest(accelerator, tensors))
+
+
+@torch.no_grad()
+def largest(accelerator: Accelerator, tensors: Iterable[Tensor]) -> Tensor:
+    """The largest absolute value of each tensor, or of this process's part; NaN where one is."""
+    parts = [part.to(accelerator.device) for part in map(local_part, tensors) if part.numel()]
+    return torch.stack(torch._foreach_norm(parts, float("inf"))) if parts else torch.zeros(1, device=accelerator.device)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

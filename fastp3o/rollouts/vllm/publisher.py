@@ -1,0 +1,193 @@
+"""The policy's weights on vLLM servers, and the proof that it is they that sample."""
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from fastp3o.config import SamplerConfig
+from fastp3o.context import Context
+from fastp3o.errors import UserError
+from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
+from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered
+from fastp3o.models.save import save_model
+from fastp3o.packing.pack import Packing, pack
+from fastp3o.processes import on_every_process, on_main_process
+from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.vllm.nccl_transfer import NCCLTransfer
+from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Servers, completion_settings
+
+IN_MEMORY = Path("/dev/shm")
+LOCAL = {"localhost", "127.0.0.1", "::1"}
+# The name has the process that writes it; one that was killed leaves it behind.
+NAME = re.compile(r"fastp3o-weights-(?P<host>.+)-(?P<process>\d+)")
+PROBE_TOKENS = 8
+CERTAIN = 1e-6  # nats, of a token that is the only one
+
+
+class Publisher:
+    """Brings a policy's weights to vLLM servers, if they have moved since it was last called.
+
+    All processes call it. A sharded policy's weights are gathered one after the other, LoRA adapters are merged. After
+    the first weights and the first new ones, and after all if `probes_always`, a few responses of each server must
+    have the log-probs that the policy gives them.
+
+    Args:
+        longest_sequence: tokens of a prompt and its response at most.
+        version: another number after each optimizer step.
+        probes_always: for policies whose responses train a later one, so that nothing else compares the two.
+        tolerant: whether servers may compute in half precision where the policy does not.
+        logprobs_as_drawn: whether the log-probs of responses must be after temperature and truncation, which vLLM's
+            are not by default.
+
+    Raises EndpointError if a server does not answer, and ValueError for one that cannot take the policy's sequences, or
+    a folder that servers do not share.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: SamplerConfig,
+        longest_sequence: int,
+        policy: PackedModel,
+        version: Callable[[], int] = int,
+        *,
+        probes_always: bool = False,
+        tolerant: bool = False,
+        logprobs_as_drawn: bool = False,
+    ):
+        self.accelerator, self.precision, self.tokenizer, *_ = context
+        self.policy, self.version, self.probes_always = policy, version, probes_always
+        self.servers = Servers(config.vllm_urls, requests=config.vllm_requests, time_limit=config.vllm_time_limit)
+        passes = self.precision.autocast or self.precision.weights
+        self.tolerance = TOLERANCE[torch.bfloat16 if tolerant else passes]
+        self.published: int | None = None
+        self.reloads = 0
+        self.gap: float | None = None  # of the last probe
+        on_main_process(self.accelerator, lambda: self.servers.require_usable(longest_sequence))
+        if logprobs_as_drawn:
+            on_main_process(self.accelerator, self.require_logprobs_as_drawn)
+        self.bring = self.transfer(config)
+
+    def transfer(self, config: SamplerConfig) -> Callable[[], None]:
+        """What brings weights to the servers."""
+        if config.vllm_transfer == "nccl":
+            return NCCLTransfer(self.accelerator, self.policy, self.precision.weights, self.servers)
+        folder = shared_folder(config)
+        on_main_process(self.accelerator, lambda: remove_abandoned_weights(folder))
+        return partial(self.bring_by_folder, folder / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}")
+
+    def __call__(self) -> None:
+        """Raises EndpointError on all processes if a server does not take the weights, or samples from others."""
+        version = self.version()
+        if version == self.published:
+            return
+        # Other weights would change the responses that are under way.
+        self.servers.wait()
+        self.accelerator.wait_for_everyone()
+        self.published = None
+        self.bring()
+        on_main_process(self.accelerator, self.servers.reset_prefix_cache)
+        if self.reloads < 2 or self.probes_always:
+            self.probe(version)
+        self.published, self.reloads = version, self.reloads + 1
+
+    def bring_by_folder(self, folder: Path) -> None:
+        """Has the servers read the weights from a folder, which is there only as long as they do."""
+        on_main_process(self.accelerator, folder.mkdir)
+        try:
+            save_model(self.accelerator, self.policy, self.tokenizer, folder / "policy", self.precision.weights)
+            on_main_process(self.accelerator, lambda: self.servers.load(str(folder / "policy")))
+        finally:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def require_logprobs_as_drawn(self) -> None:
+        """Raises UserError if a server gives log-probs before temperature and truncation. With top_k 1 a token is
+        certain, and its log-prob 0.
+        """
+        prompt = within_vocabulary(self.policy.model, PROMPTS[0])
+        settings = completion_settings(SamplingSettings(top_k=1), 1.0, PROBE_TOKENS, set()) | {"n": 1}
+        urls = self.servers.urls
+        answers = dict(self.servers.complete([prompt] * len(urls), [0] * len(urls), settings, end_ids=set()))
+        for place, url in enumerate(urls):
+            if min(answers[place][0].logprobs) < -CERTAIN:
+                raise UserError(
+                    f"{url} gives log-probs before temperature and truncation, and the run needs those with which it "
+                    "draws: start it with --logprobs-mode processed_logprobs"
+                )
+
+    def probe(self, seed: int) -> None:
+        """Compares log-probs of a few responses from each server with the policy's own, at temperature 1: whether a
+        server's are after the temperature does not matter then.
+        """
+        prompts = [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
+        # The servers take turns, so each gets every prompt.
+        requests = [ids for ids in prompts for _ in self.servers.urls]
+        settings = completion_settings(POLICY_ITSELF, 1.0, PROBE_TOKENS, set()) | {"n": 2}
+        seeds = [seed] * len(requests)
+        answers = on_main_process(
+            self.accelerator, lambda: dict(self.servers.complete(requests, seeds, settings, end_ids=set()))
+        )
+        servers = len(self.servers.urls)
+        gaps = [
+            self.mean_gap(prompts, [answers[place] for place in range(n, len(requests), servers)])
+            for n in range(servers)
+        ]
+        on_every_process(self.accelerator, lambda: self.require_small(gaps))
+        self.gap = max(gaps)
+
+    def require_small(self, gaps: list[float]) -> None:
+        for url, gap in zip(self.servers.urls, gaps, strict=True):
+            if not gap <= self.tolerance:
+                raise OtherWeightsError(
+                    f"{url} does not sample from the policy: its log-probs are {gap:.2g} nats a token off the policy's "
+                    f"own, more than {self.tolerance:g}, though it answered that it had loaded the weights. It kept "
+                    "others, or its --dtype is not the run's --precision"
+                )
+
+    @torch.no_grad()
+    def mean_gap(self, prompts: list[list[int]], completions: list[list[Completion]]) -> float:
+        """Mean difference of the completions' log-probs and the policy's, in nats per token."""
+        responses = [[list(completion.ids) for completion in group] for group in completions]
+        (row,) = pack(prompts, responses, Packing(tokens_per_row=1000))
+        with evaluation_mode(self.policy), untempered(self.policy), self.accelerator.autocast():
+            expected = labelled_logprobs(self.policy, row.to(self.accelerator.device))
+        logprobs = torch.tensor(
+            [value for g in row.groups for completion in completions[g] for value in completion.logprobs]
+        )
+        return (logprobs.to(expected) - expected).abs().mean().item()
+
+
+def shared_folder(config: SamplerConfig) -> Path:
+    """The folder in which servers find weights: `vllm_folder`, or one in memory for servers on this machine.
+
+    Raises ValueError if it is not there, or if servers on other machines could not see it.
+    """
+    if config.vllm_folder:
+        folder = Path(config.vllm_folder)
+        if not folder.is_dir():
+            raise UserError(f"--vllm_folder {folder} is not a folder")
+        return folder.resolve()
+    away = [url for url in config.vllm_urls if httpx.URL(url).host not in LOCAL]
+    if away or not IN_MEMORY.is_dir():
+        raise UserError(
+            f"--vllm_folder must name a folder that this machine and {away[0] if away else config.vllm_urls[0]} share, "
+            "in which the servers find new weights"
+        )
+    return IN_MEMORY
+
+
+def remove_abandoned_weights(folder: Path) -> None:
+    """Removes the weights of this machine's processes that were killed."""
+    for path in folder.iterdir():
+        name = NAME.fullmatch(path.name)
+        if name and name["host"] == socket.gethostname() and not psutil.pid_exists(int(name["process"])):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,64 @@
+"""Responses from vLLM servers: token ids to them and back, counted and checked."""
+
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from fastp3o.packing.share import derived_seed
+from fastp3o.processes import on_every_process
+from fastp3o.rollouts.groups import Group, Prompt
+from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings, decoded, end_of_sequence_ids
+from fastp3o.rollouts.vllm.publisher import Publisher
+from fastp3o.rollouts.vllm.servers import completion_settings
+
+
+class VLLMSampler:
+    """A Sampler, called by all processes. The servers have the policy's weights before each call.
+
+    A prompt's responses depend on the seed and the prompt's number, and not on the number of servers or processes, as
+    far as the servers' arithmetic does not depend on what else is in a batch.
+
+    publish: brings the policy to the servers. max_response_tokens: longest response.
+    """
+
+    def __init__(
+        self,
+        publish: Publisher,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_response_tokens: int,
+        settings: SamplingSettings = POLICY_ITSELF,
+    ):
+        self.publish, self.servers, self.tokenizer = publish, publish.servers, tokenizer
+        self.end_ids = end_of_sequence_ids(publish.policy.model, tokenizer)
+        temperature = publish.policy.temperature
+        self.settings = completion_settings(settings, temperature, max_response_tokens, self.end_ids)
+
+    def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+        """Raises EndpointError on all processes if a server refuses or fails, or samples from other weights."""
+        return self.begin(prompts, responses_per_prompt, seed)()
+
+    def begin(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> Callable[[], list[Group]]:
+        """Begins a call, and returns what waits for its end. Until then the servers keep today's weights."""
+        self.publish()
+        answers = self.servers.complete(
+            [prompt.ids for prompt in prompts],
+            # vLLM adds the number of a response to its prompt's seed.
+            [derived_seed(seed, prompt.number) for prompt in prompts],
+            self.settings | {"n": responses_per_prompt},
+            self.end_ids,
+        )
+
+        def finish() -> list[Group]:
+            completions = on_every_process(self.publish.accelerator, lambda: dict(answers))
+            groups = []
+            for place, prompt in enumerate(prompts):
+                ids, logprobs = map(list, zip(*completions[place], strict=True))
+                groups.append(Group(prompt, list(decoded(self.tokenizer, self.end_ids, ids, logprobs))))
+            return groups
+
+        return finish
+
+    def stop(self) -> None:
+        """Gives up what was begun and not finished."""
+        self.servers.stop()

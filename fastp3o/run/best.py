@@ -1,0 +1,69 @@
+"""The best evaluation of a run so far, whose model is kept, and how many have come since without a better one.
+
+output_dir/best/                   the model at the best evaluation
+output_dir/best/evaluation.json    that evaluation
+"""
+
+import json
+from collections.abc import Mapping
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from fastp3o.errors import UserError
+from fastp3o.run.log import read
+from fastp3o.run.names import BEST_MODEL, EVALUATIONS
+
+BEST_EVALUATION = "evaluation.json"
+
+
+class Best:
+    """The best evaluation by one metric.
+
+    found: its metrics, with `step`; None before the first. since: evaluations after it, none of which was better.
+    """
+
+    def __init__(self, metric: str, *, lowest: bool, found: dict[str, Any] | None, since: int):
+        """lowest: whether lower values are better."""
+        self.metric, self.lowest, self.found, self.since = metric, lowest, found, since
+
+    def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN.
+
+        Raises UserError if the evaluation lacks the metric.
+        """
+        if self.metric not in metrics:
+            raise UserError(f"--keep_best {self.metric}: evaluations have {', '.join(metrics)}")
+        if self.found is not None and not self.is_better(metrics[self.metric], self.found[self.metric]):
+            self.since += step > self.found["step"]
+            return False
+        self.found, self.since = {"step": step, **metrics}, 0
+        return True
+
+    def is_better(self, value: float, best: float) -> bool:
+        if isnan(best):
+            return not isnan(value)
+        return value < best if self.lowest else value > best
+
+    @property
+    def file(self) -> dict[str, str]:
+        """The file that goes with the model, by name."""
+        return {BEST_EVALUATION: json.dumps(self.found, indent=1) + "\n"}
+
+    def __str__(self) -> str:
+        """Its value and step, in words."""
+        if self.found is None:
+            return f"{self.metric}: no evaluation"
+        return f"{self.metric} {self.found[self.metric]:.4g} after step {self.found['step']}"
+
+
+def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
+    """The best evaluation of a run that goes on, and the number of those after it.
+
+    A run that goes on from a state before its best evaluation has that one's model still: it stays until a better one.
+    """
+    path = folder / BEST_MODEL / BEST_EVALUATION
+    if not path.exists():
+        return None, 0
+    found = json.loads(path.read_text())
+    return found, sum(line["step"] > found["step"] for line in read(folder / EVALUATIONS))

@@ -1,0 +1,143 @@
+"""The README.md of a saved model: what it began as, what trained it, and how it did in the last evaluation.
+
+It holds no paths but the last part of a local name, no addresses and no keys, so it can be published. A resumed run
+writes the same bytes as an unbroken one.
+"""
+
+import re
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from fastp3o import __version__
+from fastp3o.config import StageConfig
+from fastp3o.data.sources import FILE_SUFFIXES
+from fastp3o.rewards.config import is_endpoint, is_function, reward_names
+from fastp3o.run.log import read
+
+CARD = "README.md"
+HUB_NAME = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?::[\w.-]+)?")  # of a model, or of a data set and its configuration
+PAPER = re.compile(r"arXiv (\d{4}\.\d{5})")
+DATA = ("train_data", "prompts", "ptx_data")
+ALWAYS = {
+    *("learning_rate", "batch_size", "epochs", "updates", "prompts_per_update", "responses_per_prompt"),
+    *("inner_epochs", "kl_coef", "beta", "max_response_tokens", "seed"),
+}
+# Beginnings of options that change how a run is done, and not what it learns, or that are told elsewhere.
+LEFT_OUT = (
+    *("resume", "offload", "gradient_checkpointing", "compile_", "shard_size", "trust_remote_code", "skip_bad"),
+    *(
+        "save_",
+        "eval_",
+        "samples_",
+        "vllm_",
+        "rollout_",
+        "reward_re",
+        "reward_t",
+        "reward_b",
+        "lora_save",
+        "hub_",
+        "log_",
+    ),
+    *("objective", "precision"),
+)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a card says of a run. stage: the loop's label. step: the last one made, of `steps`. precision: its name.
+    evaluations: eval.jsonl.
+    """
+
+    config: StageConfig
+    stage: str
+    step: int
+    steps: int
+    precision: str
+    evaluations: Path
+
+    def card(self, *, classifies: bool, adapter: bool) -> str:
+        """The card of a model, or of a LoRA adapter alone. classifies: whether it is a reward model."""
+        config, start = self.config, self.config.model
+        objective = str(getattr(config, "objective", self.stage))
+        base = hub_name(start)
+        more_tags = [*([] if self.stage == "SFT" else ["rlhf"]), *(["lora"] if adapter else [])]
+        data = ModelCardData(
+            base_model=base,
+            base_model_relation=base and ("adapter" if adapter else "finetune"),
+            library_name="peft" if adapter else "transformers",
+            pipeline_tag="text-classification" if classifies else "text-generation",
+            datasets=sorted({name for each in data_names(config) if (name := hub_name(each))}) or None,
+            tags=["fastp3o", re.sub(r"\W|_", "-", objective.lower()), *more_tags],
+        )
+        title = f"{base or Path(start).name}, trained with {objective}"
+        text = "\n\n".join(filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables()]))
+        return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
+
+    def origin(self, objective: str, adapter: bool) -> str:
+        """A list of what the model comes from."""
+        config = self.config
+        summary = (type(config).__doc__ or "").strip().split("\n")[0]
+        paper = PAPER.search(summary)
+        name, _, what = summary.partition(": ")
+        objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
+        rewards = reward_names(getattr(config, "reward", None) or "")
+        named = {
+            "base model": [told(config.model)],
+            "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
+            "data": [told(name) for name in data_names(config)],
+            "reward": ["a Python function" if is_function(name) else told(name) for name in rewards],
+            "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
+            "made by": [f"fastp3o {__version__}"],
+        }
+        kind = (
+            "A LoRA adapter, which peft loads over its base model."
+            if adapter
+            else "A whole model, trained from its base."
+        )
+        return "\n".join([kind, "", *(f"- {name}: {', '.join(values)}" for name, values in named.items() if values)])
+
+    def tables(self) -> list[str]:
+        evaluation: dict[str, Any] = [{}, *read(self.evaluations)][-1]
+        step = evaluation.pop("step", None)
+        evaluated = {name: f"{value:.4g}" for name, value in evaluation.items() if value is not None}
+        return [
+            "## Options\n\n" + table("option", "value", options(self.config)),
+            f"## Evaluation after step {step}\n\n" + table("metric", "value", evaluated) if evaluated else "",
+        ]
+
+
+def options(config: StageConfig) -> dict[str, Any]:
+    """The numbers and choices that matter, where they are not the default. No text, which may name paths or keys."""
+    chosen = {}
+    for flag in fields(config):
+        value = getattr(config, flag.name)
+        plain = isinstance(value, int | float) or (isinstance(value, str) and "choices" in flag.metadata)
+        matters = flag.name in ALWAYS or (flag.default is not MISSING and value != flag.default)
+        if plain and matters and not flag.name.startswith(LEFT_OUT):
+            chosen[flag.name] = value
+    return chosen
+
+
+def table(first: str, second: str, rows: dict[str, Any]) -> str:
+    return "\n".join([f"| {first} | {second} |", "| --- | --- |", *(f"| `{key}` | {rows[key]} |" for key in rows)])
+
+
+def data_names(config: StageConfig) -> list[str]:
+    given = [value for option in DATA if (value := getattr(config, option, None))]
+    return [name.strip() for value in given for name in ([value] if Path(value).exists() else value.split(","))]
+
+
+def hub_name(name: str) -> str | None:
+    """The name of a model or a data set on the hub; None for what is a file, a folder or an endpoint."""
+    match = HUB_NAME.fullmatch(name)
+    return None if match is None or name.endswith(FILE_SUFFIXES) or Path(name).exists() else match[1]
+
+
+def told(name: str) -> str:
+    """A name without what only its owner should know."""
+    if is_endpoint(name):
+        return "an endpoint"
+    return hub_name(name) or f"`{Path(name).name}`, a local one"

@@ -1,0 +1,142 @@
+"""The folder of a run: its lock, its configuration, its logs, and their clean-up before a resumed run goes on.
+
+output_dir/fastp3o.lock                marks the folder as a run's; locked while a process trains in it
+output_dir/config.yaml                 the configuration of the last start that passed its checks
+output_dir/metrics.jsonl, eval.jsonl   logs (fastp3o/run/log.py), a line for each step
+output_dir/rollouts.jsonl              a log, a line for each prompt; rollouts.jsonl.gz once the run has ended
+"""
+
+import errno
+import fcntl
+import os
+import re
+import socket
+from pathlib import Path
+
+import yaml
+from accelerate import Accelerator
+
+from fastp3o.config import Named, RunConfig
+from fastp3o.errors import UserError
+from fastp3o.files import LEFTOVER, clear_leftovers, make_folder, write_file
+from fastp3o.processes import on_main_process
+from fastp3o.run.fingerprints import MODELS, names_in
+from fastp3o.run.manifest import MANIFEST
+from fastp3o.run.names import (
+    ADAPTER,
+    BEST_MODEL,
+    CALIBRATION,
+    CONFIG,
+    FINISHED_MODEL,
+    KEPT,
+    LOCK,
+    LOGS,
+    PROGRESS,
+    REFERENCE,
+    SAMPLES,
+)
+
+OURS = re.compile(
+    rf"{CONFIG}|(?:{'|'.join(LOGS)})(?:\.gz)?|{MANIFEST}|{REFERENCE}|{SAMPLES}|{KEPT}|{CALIBRATION}|{PROGRESS}|"
+    rf"{FINISHED_MODEL}|{ADAPTER}|{BEST_MODEL}|"
+    r"checkpoint-\d{6,}|stopped-in-\d{6,}"
+)
+
+# This process's locks by folder. They are global because something may still hold the objects of a run that failed.
+locks: dict[Path, int] = {}
+
+
+def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
+    """Checks the folder before anything is loaded, and writes nothing.
+
+    Raises FileExistsError if it holds a run that this one does not resume, or files that are not a run's; ValueError if
+    a model that the run starts from lies in it.
+    """
+    on_main_process(accelerator, lambda: require_usable(config))
+
+
+def require_usable(config: RunConfig) -> None:
+    folder = Path(config.output_dir)
+    for option in MODELS:
+        for name in names_in(config, option):
+            inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
+            if inside and not isinstance(name, Named):
+                raise UserError(
+                    f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
+                    "another --output_dir"
+                )
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FileExistsError(
+                f"--output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: make that "
+                "folder, or name another --output_dir"
+            )
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
+    names = sorted(path.name for path in folder.iterdir())
+    if names and LOCK not in names:
+        raise FileExistsError(
+            f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({names[0]}): name a new or "
+            "empty folder. Nothing in it was touched"
+        )
+    if not config.resume and any(name != LOCK and not LEFTOVER.fullmatch(name) for name in names):
+        raise FileExistsError(f"{folder} holds a run already: continue it with --resume, or name another --output_dir")
+
+
+def claim(accelerator: Accelerator, config: RunConfig) -> Path:
+    """Makes the folder and locks it, until the process ends or `release` is called.
+
+    Raises what `check_output_dir` does, and FileExistsError if another process trains in it.
+    """
+    folder = Path(config.output_dir)
+
+    def make_and_lock() -> None:
+        require_usable(config)
+        make_folder(folder)
+        lock(folder)
+        try:
+            require_usable(config)
+        except BaseException:
+            release(folder)
+            raise
+
+    on_main_process(accelerator, make_and_lock)
+    return folder
+
+
+def lock(folder: Path) -> None:
+    release(folder)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.read(descriptor, 1000).decode(errors="replace").strip()
+        os.close(descriptor)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise FileExistsError(
+            f"another process trains in {folder} ({holder}): wait for it, or name another --output_dir"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    locks[folder.resolve()] = descriptor
+
+
+def release(folder: Path) -> None:
+    descriptor = locks.pop(folder.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Writes all options except those that are None, so that scripts can read the file again."""
+    options = {name: value for name, value in config.plain().items() if value is not None}
+    write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
+
+
+def clear_away(folder: Path) -> None:
+    """Removes unfinished writes of earlier processes of this run."""
+    for place in (folder, *folder.glob("stopped-in-*")):
+        clear_leftovers(place, OURS)

@@ -1,0 +1,145 @@
+"""Logs of a run: lines of JSON that are appended in the order of their numbers, and never changed.
+
+A process that is killed loses at most the end of the last line. A log that is complete may be compressed: NAME.gz in
+place of NAME, which is read as NAME is.
+"""
+
+import gzip
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import compress, groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from fastp3o.files import naming, sync, whole_file
+from fastp3o.run.names import LOGS
+
+
+def append(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds a line for each record. Raises ValueError, with nothing written, if a number is not finite."""
+    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    with naming(path), path.open("ab") as file:
+        # Half a surrogate pair, which has no UTF-8, is escaped as JSON escapes it.
+        file.write(lines.encode(errors="backslashreplace"))
+
+
+def finite_or_none(value: float) -> float | None:
+    """A number as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
+def read(path: Path, key: str = "step") -> Iterator[dict[str, Any]]:
+    """The records of a log. Damaged lines, such as one that is being written, are left out. key: of their numbers."""
+    return (values for line in lines(path) if (values := record(line, key)))
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """The lines of a log, with b"" for the rest of a compressed one that is damaged."""
+    if not path.exists() and not compressed(path).exists():
+        return
+    with path.open("rb") if path.exists() else gzip.open(compressed(path)) as file:
+        try:
+            yield from file
+        except (gzip.BadGzipFile, zlib.error, EOFError):
+            yield b""
+
+
+def record(line: bytes, key: str) -> dict[str, Any] | None:
+    """The values of a line; None if it is damaged, lacks its end or has no number."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(values, dict) and isinstance(values.get(key), int)
+    return values if whole else None
+
+
+def cut_after(path: Path, last: int, key: str = "step") -> list[str]:
+    """Removes the lines after number `last`, which a resumed run writes again, and damaged ones, such as the end of a
+    file on a disk that was full. Returns a message for each that is damaged. A compressed log is plain again.
+
+    All that belongs to steps up to `last` was synced before the state of that step was.
+    """
+    numbers = [values[key] if values else None for values in (record(line, key) for line in lines(path))]
+    kept = [number is not None and number <= last for number in numbers]
+    if compressed(path).exists() or not all(kept):
+        with whole_file(path) as file:
+            file.writelines(compress(lines(path), kept))
+        compressed(path).unlink(missing_ok=True)
+    return [f"{path} line {place} is damaged and left out" for place, number in enumerate(numbers, 1) if number is None]
+
+
+def finish(path: Path) -> None:
+    """Compresses a log to which nothing more comes, if it is there."""
+    if not path.exists():
+        return
+    with (
+        path.open("rb") as plain,
+        whole_file(compressed(path)) as file,
+        gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+    ):
+        shutil.copyfileobj(plain, packed)
+    path.unlink()
+
+
+def sync_logs(folder: Path) -> None:
+    """Flushes the logs of a run to the disk."""
+    for path in (*(folder / name for name in LOGS), folder):
+        if path.exists():
+            sync(path)
+
+
+def compressed(path: Path) -> Path:
+    return path.with_name(f"{path.name}.gz")
+
+
+@dataclass(frozen=True)
+class LoggedResponse:
+    """One response. A part or a log-ratio that is not finite is None.
+
+    ids: with the end-of-sequence if it was sampled. reward: unscaled, less penalties. parts: rewards that it is the sum
+    of, unweighted, and penalties, by the names of their metrics. log_ratio: log π_old(y|x) − log π_ref(y|x) in nats.
+    finished: whether it ended with an end-of-sequence; otherwise it was cut.
+    """
+
+    text: str
+    ids: list[int]
+    reward: float
+    parts: dict[str, float | None]
+    log_ratio: float | None
+    finished: bool
+
+
+@dataclass(frozen=True)
+class LoggedGroup:
+    """A prompt of an update with its responses. kl: mean log-ratio of those that the policy sampled, in nats."""
+
+    step: int
+    prompt: str
+    kl: float | None
+    responses: list[LoggedResponse]
+
+
+def read_updates(path: Path) -> Iterator[list[LoggedGroup]]:
+    """Yields the groups of one update after the other."""
+    for _, update in groupby(read(path), itemgetter("step")):
+        yield [
+            LoggedGroup(**values | {"responses": [LoggedResponse(**one) for one in values["responses"]]})
+            for values in update
+        ]
+
+
+def visible(text: str) -> str:
+    """The text as a terminal can show it: control characters are escapes such as \\x1b."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def prompt_end(prompt: str, characters: int = 120) -> str:
+    """The end of a prompt, on one line."""
+    line = " ".join(prompt.split())
+    return line if len(line) <= characters else "…" + line[-characters:]

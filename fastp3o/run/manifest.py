@@ -1,0 +1,122 @@
+"""A state's manifest. It tells whether the state is whole, and which runs may go on from it.
+
+manifest.json is written last, and has a checksum of every file and of itself.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fastp3o.config import RunConfig
+from fastp3o.errors import UserError
+from fastp3o.files import write_file
+from fastp3o.run.fingerprints import FUNCTION
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+
+class CorruptStateError(UserError):
+    """A state is not what its manifest says. `str` is the reason, without the state's name."""
+
+
+class ResumeError(UserError):
+    """A run cannot go on from its state with the configuration, data or models that it is given."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A state's description.
+
+    step: the last one whose work is in the state. evaluated: whether that step's evaluation was made. processes: how
+    many wrote it. config: the run's configuration. fingerprints: hashes of what the configuration names, see
+    `fingerprints.py`. checksums: SHA-256 of each of its files.
+    """
+
+    step: int
+    evaluated: bool
+    processes: int
+    config: dict[str, Any]
+    fingerprints: dict[str, str]
+    checksums: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        content = {"version": VERSION, **asdict(self)}
+        write_file(folder / MANIFEST, json.dumps({**content, "sha256": content_checksum(content)}, indent=1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a folder's manifest. Raises CorruptStateError if there is no whole one."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        expected = content.pop("sha256")
+        version, fields = content["version"], {k: v for k, v in content.items() if k != "version"}
+        manifest = Manifest(**fields)
+    except OSError as error:
+        raise CorruptStateError(f"{MANIFEST} cannot be read ({error.strerror})") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptStateError(f"{MANIFEST} is damaged") from error
+    if version != VERSION:
+        raise CorruptStateError(f"{MANIFEST} is of version {version}, and this fastp3o reads version {VERSION}")
+    if content_checksum(content) != expected:
+        raise CorruptStateError(f"{MANIFEST} is damaged: its checksum is another")
+    return manifest
+
+
+def listed_files(folder: Path) -> list[str]:
+    """The files that a manifest in this folder must list."""
+    return sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+
+
+def require_files(folder: Path, manifest: Manifest) -> None:
+    """Raises CorruptStateError if a file is missing, or there is one that the run did not write."""
+    present, expected = set(listed_files(folder)), manifest.checksums.keys()
+    for problem, names in (("is missing", expected - present), ("is not the run's", present - expected)):
+        if names:
+            raise CorruptStateError(f"{min(names)} {problem}")
+
+
+def checksum(path: Path) -> str:
+    """A file's SHA-256. Raises OSError with the file's name if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def content_checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[str, str], processes: int) -> list[str]:
+    """Returns lines on the changes since the state that take effect.
+
+    Raises ResumeError, with the names and the remedy, if an option or a content changed that must not.
+    """
+    same_content = {name for name, value in fingerprints.items() if manifest.fingerprints.get(name) == value}
+    now, before = config.plain(), manifest.config
+    changed = {name for name in now.keys() & before.keys() if now[name] != before[name]} - same_content
+    # In half precision the state has a moving reference's mean as well.
+    fixed = {"precision"} if getattr(config, "reference_decay", 0.0) else set()
+    refused = sorted(changed - (config.changeable() - fixed))
+    if refused:
+        flags = ", ".join(f"--{name} ({before[name]} before, {now[name]} now)" for name in refused)
+        raise ResumeError(f"--resume: this would be another run: {flags}. Give what was before, or a new --output_dir")
+    others = sorted(name for name in fingerprints.keys() & manifest.fingerprints.keys() if name not in same_content)
+    contents = [name for name in others if not name.endswith(FUNCTION)]
+    if contents:
+        # A fingerprint of one of several rewards has the reward's name after the option.
+        flags = ", ".join(f"--{name}" if " " in name else f"--{name} ({getattr(config, name)})" for name in contents)
+        raise ResumeError(
+            f"--resume: the name is the same, and the content another than when the run began: {flags}. Bring back "
+            "what was there, or begin a new --output_dir"
+        )
+    told = sorted(changed - {"resume", "output_dir"})
+    lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in told]
+    lines += [f"resuming with another source of the {name}" for name in others]
+    if processes != manifest.processes:
+        lines.append(f"resuming on another number of processes: {manifest.processes} before, {processes} now")
+    return lines

@@ -1,0 +1,247 @@
+"""Reports a run: logs, accelerate's trackers, a progress bar or lines, tables of samples, a plot, and timings."""
+
+import json
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from tqdm import tqdm
+from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
+
+from fastp3o.run import log
+from fastp3o.run.log import LoggedGroup, prompt_end, visible
+from fastp3o.run.names import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
+from fastp3o.run.plot import draw_progress
+
+# Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
+LINES, SECONDS_BETWEEN_LINES = 20, 60.0
+
+
+class ThreadsLock(TqdmDefaultWriteLock):
+    """tqdm's lock without the part that forks share: one that is killed while it prints would stop the run for ever."""
+
+    def __init__(self) -> None:
+        self.locks = [self.th_lock]
+
+    @property
+    def mp_lock(self) -> Any:
+        """For tqdm's process_map, which gives it to its processes."""
+        return multiprocessing.RLock()
+
+
+tqdm.set_lock(ThreadsLock())
+
+
+class Reporter:
+    """Writes one line a step to metrics.jsonl and one an evaluation to eval.jsonl, from the main process only.
+
+    ends_processes: whether their group is destroyed at the end.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        *,
+        stage: str,
+        first_step: int,
+        steps: int,
+        ends_processes: bool = True,
+    ):
+        self.accelerator, self.folder, self.stage, self.steps = accelerator, folder, stage, steps
+        # None: on terminals only. In a log file every redrawing would be a line.
+        disable = None if accelerator.is_main_process else True
+        self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
+        self.ends_processes = ends_processes
+        self.printed_at = time.monotonic()
+        self.unprinted = ""  # the line of the last step, if it was not printed
+
+    def step(self, step: int, metrics: dict[str, float], shown: tuple[str, ...]) -> None:
+        """shown: names of the metrics next to the progress bar, or in the lines that replace it."""
+        self.write(METRICS, step, metrics)
+        self.accelerator.log({f"train/{name}": value for name, value in metrics.items()}, step=step)
+        self.bar.set_postfix({name: f"{metrics[name]:.3g}" for name in shown}, refresh=False)
+        self.bar.update(1)
+        values = ", ".join(f"{name} {metrics[name]:.4g}" for name in shown)
+        self.unprinted = f"{self.stage} {step}/{self.steps}: {values}"
+        waited = time.monotonic() - self.printed_at
+        if self.bar.disable and (step % -(-self.steps // LINES) == 0 or waited > SECONDS_BETWEEN_LINES):
+            self.print_last_step()
+
+    def print_last_step(self) -> None:
+        """Prints the metrics of the last step, once."""
+        if self.unprinted:
+            self.print(self.unprinted)
+        self.printed_at, self.unprinted = time.monotonic(), ""
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        self.write(EVALUATIONS, step, metrics)
+        self.accelerator.log({f"eval/{name}": value for name, value in metrics.items()}, step=step)
+        self.print(f"after step {step}: {with_deviations(metrics)}")
+
+    def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
+        if self.accelerator.is_main_process:
+            values = {name: log.finite_or_none(value) for name, value in metrics.items()}
+            log.append(self.folder / name, [{"step": step, **values}])
+
+    def rollouts(self, step: int, groups: list[LoggedGroup]) -> None:
+        """Logs groups of an update, in the file and in tables of the trackers that have any."""
+        if not self.accelerator.is_main_process:
+            return
+        log.append(self.folder / ROLLOUTS, map(asdict, groups))
+        name, parts = "train/rollouts", groups[0].responses[0].parts
+        columns = ["prompt", "response", "reward", *parts, "log_ratio", "tokens", "finished"]
+        rows = [
+            [group.prompt, one.text, one.reward, *one.parts.values(), one.log_ratio, len(one.ids), str(one.finished)]
+            for group in groups
+            for one in group.responses
+        ]
+        for tracker in self.accelerator.trackers:
+            if tracker.name == "tensorboard":  # whose Markdown shows indented lines as they are
+                lines = [f"    {json.dumps(row, ensure_ascii=False)}\n" for row in (columns, *rows)]
+                tracker.log({name: "".join(lines)}, step=step)
+            elif tracker.name == "wandb":
+                tracker.log_table(name, columns=columns, data=rows, step=step)
+            elif tracker.name == "trackio":
+                import pandas
+                import trackio
+
+                tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
+
+    def samples(
+        self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]
+    ) -> None:
+        """Prints prompts with their responses and rewards, as wide as the terminal (80 columns in a file)."""
+        if not self.accelerator.is_main_process:
+            return
+        table = Table(title=f"samples at step {step}")
+        table.add_column("end of prompt", ratio=2)
+        table.add_column("response", ratio=3)
+        table.add_column("reward", justify="right")
+        for prompt, texts, scores in zip(prompts, responses, rewards, strict=True):
+            table.add_section()
+            for number, (response, score) in enumerate(zip(texts, scores, strict=True)):
+                start = "" if number else visible(prompt_end(prompt))
+                table.add_row(Text(start), Text(visible(response.strip())), f"{score:.2f}")
+        with tqdm.external_write_mode(file=sys.stdout):
+            Console().print(table)
+
+    def print(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(line)
+
+    def close(self) -> None:
+        """Prints the metrics of the last step, draws the run's plot and ends the trackers."""
+        self.bar.close()
+        self.print_last_step()
+        if self.accelerator.is_main_process:
+            self.draw()
+        # end_training ends the process group. That hangs while a thread of gloo waits for Python's lock to drop the
+        # tensors of its last collective. The last collective is this barrier, which has none.
+        self.accelerator.wait_for_everyone()
+        if self.ends_processes:
+            self.accelerator.end_training()
+        else:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+
+    def compress_rollouts(self) -> None:
+        """Compresses the log of rollouts. A disk that is full is said and ends nothing."""
+        try:
+            if self.accelerator.is_main_process:
+                log.finish(self.folder / ROLLOUTS)
+        except OSError as error:
+            self.print(f"{self.folder / ROLLOUTS} is not compressed: {error}")
+
+    def draw(self) -> None:
+        """Draws the run's plot. Whatever fails, such as a disk that is full, is said and ends nothing."""
+        path = self.folder / PROGRESS
+        try:
+            drawn = draw_progress(self.folder / METRICS, self.folder / EVALUATIONS, path)
+        except Exception as error:
+            self.print(f"{path} is not drawn: {error}")
+        else:
+            self.print(f"progress: {path}" if drawn else f"{path} is not drawn: no step was made")
+
+
+def with_deviations(metrics: dict[str, float]) -> str:
+    """Metrics on one line, with `reward 1.296 ± 0.668` for reward and reward_std."""
+    means = {name: value for name, value in metrics.items() if name.removesuffix("_std") not in metrics.keys() - {name}}
+    return ", ".join(
+        f"{name} {value:.4g}" + (f" ± {metrics[f'{name}_std']:.4g}" if f"{name}_std" in metrics else "")
+        for name, value in means.items()
+    )
+
+
+class Moment:
+    """When the device has done all that was launched before; on a CPU that is when this is made."""
+
+    def __init__(self, device: torch.device):
+        self.time = time.perf_counter()
+        self.event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: "Moment") -> float:
+        """Call after both events have completed."""
+        if self.event is None or earlier.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+class LateNumbers(Moment):
+    """Numbers that are on their way to the host, and the moment of their arrival: the host launches more meanwhile."""
+
+    def __init__(self, numbers: Tensor):
+        self.numbers = numbers.to("cpu", non_blocking=True)
+        super().__init__(numbers.device)
+
+    def read(self) -> list[float]:
+        """Waits until they have arrived, and not for what was launched since."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()
+
+
+class Phases:
+    """Seconds spent in each named phase since the last reading."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + now() - start
+
+    def read(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_memory_gib() -> float:
+    """The most memory used so far: the GPU's if there is one, else the process's."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    kib = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kib / 2**30

@@ -1,0 +1,435 @@
+"""Everything around the steps of a training loop: metrics, evaluations, checkpoints, stopping and resuming."""
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from fastp3o.config import StageConfig
+from fastp3o.context import Callback, Caller, Context
+from fastp3o.endpoint import EndpointError
+from fastp3o.errors import UserError
+from fastp3o.named_function import FunctionError, ends_forks, restored
+from fastp3o.optimizer import Optimizer
+from fastp3o.processes import (
+    NotFiniteError,
+    largest,
+    not_finite,
+    not_finite_error,
+    on_main_process,
+    require_all_finite,
+    result_or_error,
+)
+from fastp3o.run.best import Best, read_best
+from fastp3o.run.card import Training
+from fastp3o.run.checkpoint import Progress, RunState, States
+from fastp3o.run.fingerprints import run_fingerprints
+from fastp3o.run.folder import (
+    claim,
+    clear_away,
+    release,
+    write_config,
+)
+from fastp3o.run.hub import upload
+from fastp3o.run.log import cut_after, sync_logs
+from fastp3o.run.manifest import ResumeError, require_same_run
+from fastp3o.run.model import save_trained
+from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS
+from fastp3o.run.report import LateNumbers, Moment, Phases, Reporter, peak_memory_gib
+from fastp3o.run.signals import StoppedError, Stops
+
+STATES = "state"
+A_WEIGHT = "a weight"
+
+
+class Steps(NamedTuple):
+    """The steps of a loop. stage: the progress bar's label. name: of a step, in messages. last: number of the last."""
+
+    stage: str
+    name: str
+    last: int
+
+
+class Run:
+    """Iterates over the numbers of a loop's steps, and evaluates and saves between them as the configuration says.
+
+    A step is what the loop counts: an update of an online objective, an optimizer step of supervised training.
+
+    Args:
+        evaluate: gives the metrics of an evaluation; None without evaluation data.
+        data: the examples, by the option that names them.
+        state: what else goes from step to step and into a state.
+
+    Makes the folder of the run, or goes on from the newest state in it. Raises FileExistsError if the folder is not
+    this run's, ResumeError if the run would be another than the one it goes on from, and CorruptStateError if none of
+    its states is whole; all of them leave the folder as it was.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: StageConfig,
+        optimizer: Optimizer,
+        steps: Steps,
+        *,
+        evaluate: Callable[[], dict[str, float]] | None,
+        data: Mapping[str, Dataset | None],
+        state: RunState | None = None,
+    ):
+        self.accelerator, self.tokenizer, self.config = context.accelerator, context.tokenizer, config
+        self.optimizer, self.steps, self.evaluate = optimizer, steps, evaluate
+        self.on_update, self.on_evaluation = context.caller or Caller()
+        self.pending = None if state is None else state.pending
+        self.folder = claim(self.accelerator, config)
+        try:
+            self.fingerprints = on_main_process(self.accelerator, lambda: run_fingerprints(config, data))
+            self.states = States(self.folder / STATES, optimizer, state or RunState())
+            self.progress = self.resumed() or self.states.progress(0, evaluated=False)
+            self.optimizer_steps = optimizer.steps
+            on_main_process(self.accelerator, self.begin)
+            self.best = self.find_best()
+        except BaseException:
+            release(self.folder)
+            raise
+        done = self.progress.step
+        purge = {"tensorboard": {"purge_step": done + 1}}
+        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=purge if done else {})
+        self.reporter = Reporter(
+            self.accelerator,
+            self.folder,
+            stage=steps.stage,
+            first_step=done,
+            steps=steps.last,
+            ends_processes=context.caller is None,
+        )
+        self.phases = Phases()
+        self.stops = Stops(self.accelerator)
+        self.saved_at = time.monotonic()
+        self.warned: set[str] = set()
+        self.unread: Callable[[], None] | None = None  # settles the step whose outcome the host has not read
+        self.last = steps.last  # number of the last step, an earlier one once the run is to end
+        self.reported: list[dict[str, Any]] = []  # metrics of steps that no callback has seen yet
+
+    def resumed(self) -> Progress | None:
+        """Loads the newest state if there is one, and prints its name and the options that have changed."""
+        if not self.config.resume:
+            return None
+        manifest, lines = self.states.find()
+        if manifest is None:
+            self.accelerator.print(f"--resume: there is no state in {self.states.folder} yet, the run begins")
+            return None
+        lines += require_same_run(manifest, self.config, self.fingerprints, self.accelerator.num_processes)
+        if manifest.step > self.steps.last:
+            raise ResumeError(
+                f"--resume: {self.states.newest} is after {self.steps.name} {manifest.step}, and this run would end at "
+                f"{self.steps.last}: ask for at least as many, or begin a new --output_dir"
+            )
+        progress = self.states.load(manifest)
+        for line in [*lines, f"resuming after {self.steps.name} {manifest.step}, from {self.states.newest}"]:
+            self.accelerator.print(line)
+        return progress
+
+    def begin(self) -> None:
+        """Cleans the folder up, after all checks have passed."""
+        clear_away(self.folder)
+        self.states.clear_leftovers()
+        done, evaluated = self.progress.step, self.progress.evaluated
+        if done and not (self.folder / METRICS).exists():
+            self.accelerator.print(f"{self.folder / METRICS} is gone, and with it the metrics up to step {done}")
+        for name, last in ((METRICS, done), (ROLLOUTS, done), (EVALUATIONS, done if evaluated else done - 1)):
+            for line in cut_after(self.folder / name, last):
+                self.accelerator.print(line)
+        write_config(self.folder, self.config)
+
+    def __iter__(self) -> Iterator[int]:
+        with self.stops:
+            try:
+                self.evaluate_after(self.progress.step)
+                step = self.progress.step
+                checkpoint = self.checkpoint_after(step)
+                # A run that was killed has not written it.
+                if checkpoint and not on_main_process(self.accelerator, checkpoint.exists):
+                    self.save_model(checkpoint)
+                while step < self.last:
+                    step += 1
+                    yield step
+                    if self.unread is None:
+                        self.require_finite_weights(step)
+                        self.note_progress(step, evaluated=False)
+                    self.call_back(step)
+                    self.stop_or_save()
+                    self.evaluate_after(step)
+                    if checkpoint := self.checkpoint_after(step):
+                        self.read_late_step()
+                        self.save_state()
+                        self.save_model(checkpoint)
+                self.read_late_step()
+                self.call_back(step)
+                self.stop_or_save()
+                self.save_state()
+                self.save_model(self.folder / FINISHED_MODEL)
+                address, error = on_main_process(self.accelerator, lambda: result_or_error(lambda: upload(self.config)))
+                self.finish(address)
+                if error is not None:  # now that all else has ended well
+                    raise error
+            finally:
+                if self.pending is not None:
+                    self.pending.close()
+                release(self.folder)
+
+    def finish(self, address: str | None) -> None:
+        """Ends the report, and says where the finished model is. address: on the hub."""
+        if self.best is not None:
+            self.reporter.print(f"best {self.best}: {self.folder / BEST_MODEL}")
+        self.reporter.compress_rollouts()
+        self.reporter.close()
+        if address is not None:
+            self.accelerator.print(f"the model is at {address}")
+        model, adapter = self.folder / FINISHED_MODEL, self.folder / ADAPTER
+        self.accelerator.print(f"model: {model if model.exists() else adapter}")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times a part of a step. Stops or saves before it if that is due and the model has not moved in this step."""
+        self.stop_or_save()
+        with self.phases(name):
+            yield
+
+    @contextmanager
+    def saved_if_not_finite(self, step: int) -> Iterator[None]:
+        """Wraps the work of a step as `saved_after_error`, and waits at its end for its optimizer steps."""
+        with self.saved_after_error(step):
+            yield
+            self.optimizer.require_finite()
+
+    @contextmanager
+    def saved_after_error(self, step: int) -> Iterator[None]:
+        """After a NotFiniteError, or an error of an endpoint or a user's function, saves the model, saves the state too
+        if the step has not moved it, and says so in the error.
+        """
+        try:
+            yield
+        except (NotFiniteError, EndpointError, FunctionError) as error:
+            where = f"{self.steps.name} {step}: {error}"
+            stopped = self.folder / f"stopped-in-{step:06}"
+            try:
+                self.require_finite_weights(step)
+            except NotFiniteError:
+                raise NotFiniteError(f"{where}; so are the weights by now. {self.remedy()}") from error
+            if not self.moved:
+                self.save_state()
+            self.save_model(stopped / FINISHED_MODEL)
+            self.reporter.close()
+            raise type(error)(f"{where}; the model before that is in {stopped}. {self.remedy()}") from error
+
+    def report(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        *,
+        tokens: float,
+        shown: tuple[str, ...],
+        seconds: dict[str, float] | None = None,
+    ) -> None:
+        """Reports a step's metrics, times and memory. tokens: trained on, over all processes. shown: the names of the
+        metrics next to the progress bar. seconds: of each phase; None for what `phase` has measured.
+        """
+        seconds = self.phases.read() if seconds is None else seconds
+        total = sum(seconds.values())
+        metrics = (
+            metrics
+            | {"learning_rate": metrics.get("learning_rate", self.optimizer.learning_rate)}
+            | {"peak_memory_gib": peak_memory_gib(), "seconds": total, "tokens_per_second": tokens / total}
+            | {f"seconds_{phase}": value for phase, value in seconds.items()}
+        )
+        self.reporter.step(step, metrics, shown=shown)
+        if self.on_update is not None:
+            self.reported.append({"step": step, **metrics})
+
+    def report_later(
+        self,
+        step: int,
+        begun: Moment,
+        metrics: dict[str, Tensor],
+        host_metrics: dict[str, float],
+        *,
+        tokens: float,
+        shown: tuple[str, ...],
+    ) -> None:
+        """Ends a step that the device may still be working on: reads the outcome of the step before it, and sends its
+        own on the way, which is read after the next step, or before anything is saved or evaluated.
+
+        begun: when its work began. metrics: 0-d, on the device. host_metrics: the others.
+        """
+        self.read_late_step()
+        outcome, progress = self.optimizer.outcome(), self.states.progress(step, evaluated=False)
+        steps, learning_rate = self.optimizer.steps, self.optimizer.learning_rate
+        bad = not_finite(self.accelerator, largest(self.accelerator, self.trained_weights())).float()
+        late = LateNumbers(torch.cat([torch.stack([bad, *metrics.values()]), outcome]))
+
+        def settle() -> None:
+            bad, *numbers = late.read()
+            with self.saved_after_error(step):
+                self.optimizer.settle(steps, numbers[len(metrics) :])
+            values = dict(zip(metrics, numbers, strict=False)) | host_metrics | {"learning_rate": learning_rate}
+            self.report(step, values, tokens=tokens, shown=shown, seconds={"update": late.seconds_since(begun)})
+            if bad:
+                raise self.ruined(step, not_finite_error(A_WEIGHT, int(bad)))
+            self.progress, self.optimizer_steps = self.states.with_loss_scale(progress), steps
+
+        self.unread = settle
+
+    def read_late_step(self) -> None:
+        """Reports the step whose outcome the host has not read yet, and notes its progress, if there is one.
+
+        Raises NotFiniteError as `saved_if_not_finite` and `require_finite_weights` do. The model is then the one before
+        that step, also where a later one was launched.
+        """
+        settle, self.unread = self.unread, None
+        if settle is not None:
+            settle()
+
+    def warn_once(self, about: str, message: str) -> None:
+        if about not in self.warned:
+            self.reporter.print(message)
+        self.warned.add(about)
+
+    def evaluate_after(self, step: int) -> None:
+        """Makes the evaluation if it is due and was not made before the run was resumed."""
+        due = step == 0 or self.config.evaluates_after(step, last=self.last)
+        if self.evaluate is None or not due:
+            return
+        self.read_late_step()
+        self.call_back(step)
+        if not self.progress.evaluated:
+            with self.saved_if_not_finite(step):
+                metrics = self.evaluate()
+                for name, value in metrics.items():
+                    # A part of a sum, `reward/part`, may have weight 0; any other makes the sum NaN, too.
+                    if "/" not in name and not math.isfinite(value):
+                        raise NotFiniteError(f"{name} of the evaluation is NaN or infinite")
+            self.reporter.evaluation(step, metrics)
+            if self.best is not None and self.best.improves(step, metrics):
+                self.save_model(self.folder / BEST_MODEL, self.best.file)
+            # Only noted here: a step without one may be the last of a resumed run, and then one is due.
+            self.note_progress(step, evaluated=True)
+            if self.on_evaluation is not None:
+                self.end_if_asked(self.on_evaluation, step, {"step": step, **metrics})
+        if self.best is not None and 0 < self.config.early_stopping <= self.best.since:
+            self.reporter.print(f"--early_stopping: no evaluation since was better than {self.best}")
+            self.last = step
+
+    def find_best(self) -> Best | None:
+        """The best evaluation so far, None if none is to be kept."""
+        config = self.config
+        if config.keep_best is None:
+            return None
+        best, since = on_main_process(self.accelerator, lambda: read_best(self.folder))
+        return Best(config.keep_best, lowest=config.lowest_is_best, found=best, since=since)
+
+    def call_back(self, step: int) -> None:
+        """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
+        reported, self.reported = self.reported, []
+        for metrics in reported:
+            assert self.on_update is not None
+            self.end_if_asked(self.on_update, step, metrics)
+
+    def end_if_asked(self, callback: Callback, step: int, metrics: dict[str, Any]) -> None:
+        """Saves the state if the callback raises, so that the run can go on."""
+        ends, error = on_main_process(self.accelerator, lambda: asks_to_end(callback, metrics))
+        if error is not None:
+            self.read_late_step()
+            self.save_state()
+            self.reporter.close()
+            raise error
+        if ends:
+            self.reporter.print(f"the callback has ended the run after {self.steps.name} {step}")
+            self.last = step
+
+    def require_finite_weights(self, step: int) -> None:
+        """Raises NotFiniteError if the step has ruined the model, before a state can replace a good one."""
+        try:
+            require_all_finite(self.accelerator, A_WEIGHT, self.trained_weights())
+        except NotFiniteError as error:
+            raise self.ruined(step, error) from error
+
+    def trained_weights(self) -> Iterator[Tensor]:
+        return (parameter for parameter in self.optimizer.model.parameters() if parameter.requires_grad)
+
+    def ruined(self, step: int, error: NotFiniteError) -> NotFiniteError:
+        return NotFiniteError(f"{self.steps.name} {step}: {error} after its optimizer step. {self.remedy()}")
+
+    def remedy(self) -> str:
+        if self.states.newest is None:
+            return "No state was saved before it: --resume begins anew"
+        return f"The last good state is {self.states.newest}: --resume goes on from it"
+
+    def note_progress(self, step: int, *, evaluated: bool) -> None:
+        self.progress, self.optimizer_steps = self.states.progress(step, evaluated=evaluated), self.optimizer.steps
+
+    @property
+    def moved(self) -> bool:
+        """Whether the optimizer has made a step since progress was noted. If so, no state can be saved."""
+        return self.optimizer.steps != self.optimizer_steps
+
+    def stop_or_save(self) -> None:
+        """Saves the state if that is due. After a signal, saves it and ends the run."""
+        waited = self.accelerator.is_main_process and time.monotonic() - self.saved_at
+        due = bool(self.config.save_minutes and waited > self.config.save_minutes * 60)
+        number, due = self.stops.agreed(due)
+        if not (number or due):
+            return
+        self.read_late_step()
+        if self.moved:
+            return
+        self.save_state()
+        if number:
+            self.reporter.close()
+            place = f"{signal.Signals(number).name}: stopped after {self.steps.name} {self.progress.step}"
+            self.accelerator.print(f"{place}; --resume goes on from there")
+            raise StoppedError(number, place)
+
+    def save_state(self) -> None:
+        """Writes the state of the noted progress, after syncing the logs."""
+        assert not self.moved
+        on_main_process(self.accelerator, lambda: sync_logs(self.folder))
+        self.states.save(self.progress, self.config.plain(), self.fingerprints)
+        self.saved_at = time.monotonic()
+        self.stops.forget()
+
+    def checkpoint_after(self, step: int) -> Path | None:
+        """The folder of the checkpoint that is due after a step; None without one."""
+        every = self.config.save_every
+        return self.folder / f"checkpoint-{step:06}" if step and every and step % every == 0 else None
+
+    def save_model(self, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
+        """files: texts that go with it, by name."""
+        precision, evaluations = self.optimizer.precision.name, self.folder / EVALUATIONS
+        step = self.progress.step
+        training = Training(self.config, self.steps.stage, step, self.steps.last, precision, evaluations)
+        save_trained(self.optimizer, self.tokenizer, folder, training, files)
+
+
+def asks_to_end(callback: Callback, metrics: dict[str, Any]) -> tuple[bool, BaseException | None]:
+    """Whether the callback asks for the run's end, and the error that it has raised: any at all, such as sys.exit's, or
+    a UserError for an answer that is neither True, False nor None.
+
+    Torch's defaults and the working directory are as before it. A process that it forks ends where it leaves it.
+    """
+    try:
+        with restored(), ends_forks("the callback"):
+            answer = callback(metrics)
+        if not isinstance(answer, bool | np.bool_ | None):
+            raise UserError(f"a callback must return True, to end the run, False or None, got {answer!r:.80}")
+        return bool(answer), None
+    except BaseException as error:
+        return False, error

@@ -1,0 +1,113 @@
+"""Ends a run on SIGTERM, SIGINT, SIGHUP, or SIGUSR1, which Slurm sends before its time limit."""
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from types import FrameType, TracebackType
+
+import torch
+from accelerate import Accelerator
+
+from fastp3o.packing.on_device import to_device
+from fastp3o.run.report import LateNumbers
+
+ONE_REQUEST = 3.0  # seconds
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StoppedError(SystemExit):
+    """A signal has ended the run, and its state is saved. The exit status is 128 plus the signal's number.
+
+    number: of the signal. place: where the run goes on from, in words.
+    """
+
+    def __init__(self, number: int, place: str):
+        super().__init__(128 + number)
+        self.number, self.place = number, place
+
+
+class Stops:
+    """Notes the first signal, so that the loop can stop at a point from which it can be resumed. A later signal ends
+    the process at once.
+
+    One request may arrive twice: from the terminal or Slurm at every process, and from torchrun at its workers. Signals
+    that were ignored (by nohup, or in the background of a shell) stay ignored. Processes that the run forks, such as a
+    reward's workers, have the handlers from before the run.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.received, self.received_at = 0, 0.0
+        self.before: dict[signal.Signals, object] = {}
+        self.exchange: LateNumbers | None = None  # of all processes, at the last call of `agreed`
+
+    def __enter__(self) -> "Stops":
+        # Python runs handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self.before[number] = signal.signal(number, self.note)
+            noting.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        noting.discard(self)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self.before = {}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            if time.monotonic() - self.received_at > ONE_REQUEST:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.received, self.received_at = number, time.monotonic()
+        name = signal.Signals(number).name
+        line = f"\n{name}: stopping as soon as the run can be resumed from there; again in 3 s to stop at once\n"
+        with suppress(OSError):  # nobody reads it
+            os.write(2, line.encode())
+
+    def agreed(self, due: bool) -> tuple[int, bool]:
+        """The signal that any process has received (0: none), and whether something is due on any. A collective.
+
+        Several processes have the answer of the call before: then no host waits for the device.
+        """
+        if self.accelerator.num_processes == 1:
+            return self.received, due
+        mine = to_device(torch.tensor([[float(self.received), float(due)]]), self.accelerator.device)
+        before, self.exchange = self.exchange, LateNumbers(self.accelerator.gather(mine).amax(0))
+        number, any_due = (0, False) if before is None else before.read()
+        return int(number), bool(any_due)
+
+    def forget(self) -> None:
+        """Forgets the last exchange, so that a stop that was handled is not handled again."""
+        self.exchange = None
+
+
+# The Stops of this process that have handlers installed. A hook of os.register_at_fork cannot be taken back, so there
+# is one for all of them.
+noting: set[Stops] = set()
+forking = threading.local()
+
+
+def before_fork() -> None:
+    """A signal that the fork gets before it has the handlers from before the run would be lost: it waits."""
+    forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if noting else ())
+
+
+def after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
+
+
+def after_fork_in_child() -> None:
+    for stops in list(noting):
+        stops.__exit__(None, None, None)
+    after_fork()
+
+
+os.register_at_fork(before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child)

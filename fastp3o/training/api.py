@@ -1,0 +1,254 @@
+"""A configuration and objects to a finished run: an option whose place an object takes has the object with its name."""
+
+import copy
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, Named, StageConfig
+from fastp3o.context import Callback, Caller
+from fastp3o.errors import UserError, as_arguments
+from fastp3o.models.loaded import LoadedModel
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.objectives.preferences import PreferenceConfig
+from fastp3o.rewards.function import FunctionReward
+from fastp3o.run.result import Result
+from fastp3o.run.signals import StoppedError
+from fastp3o.training import loop as online
+from fastp3o.training import preferences as preference
+from fastp3o.training import reward_model, sft
+from fastp3o.training.config import RewardModelConfig, SFTConfig
+
+RUNNING = threading.Lock()
+CALLBACKS = ("on_update", "on_evaluation")
+
+Source = str | Iterable[Mapping[str, Any]]
+RewardSource = str | Callable[..., Any]
+
+
+class Objects(TypedDict, total=False):
+    """Objects in the place of options; each is also taken as what the command takes.
+
+    None stands for none, and a Path for its text. model: a loaded transformers model, of which the run trains a copy;
+    it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
+    loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files. reward: a function, or several,
+    whose weights are in the configuration's `reward_weights`.
+    """
+
+    model: str | PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Source
+    eval_prompts: Source
+    train_data: Source
+    eval_data: Source
+    ptx_data: Source
+    reward: RewardSource | Sequence[RewardSource]
+    gold_reward: RewardSource
+    on_update: Callback
+    on_evaluation: Callback
+
+
+def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
+    """Runs the stage that a configuration is for: an online objective, fixed preferences, fine-tuning, a reward model.
+
+    The folder `config.output_dir` gets the files that the command writes, and `resume=True` goes on from them, whether
+    the command or Python began the run. A run that began with a loaded model or with functions goes on with equal ones;
+    functions of the module that Python was started with (`__main__`) are found from Python alone.
+
+    objects: see `Objects`. on_update, on_evaluation: called with the metrics of each step and each evaluation, and
+    their `step`; the run ends after that step if they return True, and its state is saved if they raise. With several
+    processes they are called on the main one.
+
+    Raises what the commands print in one line, UserError or OSError; KeyboardInterrupt once an interrupted run has
+    saved its state, from which `resume=True` goes on; StoppedError after other signals.
+    """
+    with only_run(), torch_defaults(), accelerate_state():
+        stage = stage_of(config)
+        given = checked(config, dict(objects))
+        config = with_objects(config, given)
+        try:
+            stage(config, Caller(given.get("on_update"), given.get("on_evaluation")))
+        except StoppedError as stopped:
+            # A notebook keeps the last traceback, and with it the models of the frames.
+            traceback.clear_frames(stopped.__traceback__)
+            if stopped.number != signal.SIGINT:
+                raise
+            raise KeyboardInterrupt(f"{stopped.place}; resume=True goes on from there") from None
+        except OSError as error:
+            error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
+            raise
+    return Result(Path(config.output_dir))
+
+
+def stage_of(config: StageConfig) -> Callable[[Any, Caller], None]:
+    """The function that trains with a configuration."""
+    match config:
+        case OnlineConfig():
+            return online.train
+        case PreferenceConfig():
+            return preference.train
+        case SFTConfig():
+            return sft.train
+        case RewardModelConfig():
+            return reward_model.train
+    raise UserError(f"train takes the configuration of a stage that trains, got a {type(config).__name__}")
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+def checked(config: StageConfig, objects: dict[str, Any]) -> dict[str, Any]:
+    """The objects without those that are None, and texts of paths. Raises for those that fit no option."""
+    if unknown := objects.keys() - Objects.__annotations__.keys():
+        raise TypeError(f"train() has no argument {', '.join(sorted(unknown))}")
+    as_texts = ((name, str(value) if isinstance(value, Path) else value) for name, value in objects.items())
+    objects = {name: value for name, value in as_texts if value is not None}
+    if "tokenizer" in objects and isinstance(objects.get("model", ""), str):
+        raise UserError("tokenizer= goes with a loaded model, and a model's name has the tokenizer of its folder")
+    options = {flag.name for flag in fields(config)}
+    if others := sorted((objects.keys() & set(OBJECTS)) - options):
+        raise UserError(f"{type(config).__name__} has no {', '.join(others)}")
+    for name in CALLBACKS:
+        if name in objects and not callable(objects[name]):
+            raise UserError(f"{name} must be a function, got a {type(objects[name]).__name__}")
+    return objects
+
+
+def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
+    """The configuration with objects in the place of options. Raises UserError for what cannot stand there."""
+    named: dict[str, Any] = {name: value for name, value in objects.items() if name in OBJECTS}
+    for option, value in named.items():
+        if isinstance(value, str):
+            continue
+        if option == "model":
+            named[option] = loaded_model(value, objects.get("tokenizer"), config)
+        elif option in DATA:
+            named[option] = records(option, value)
+        elif option in REWARDS:
+            named[option] = named_rewards(option, value, getattr(config, "call_seconds", None))
+    config = replace(config, **named)
+    config.check_complete()
+    if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
+        raise UserError("on_evaluation does nothing without eval_data or eval_prompts")
+    return config
+
+
+def records(option: str, content: Any) -> Named:
+    """Raises UserError for what is no list of records."""
+    if type(content).__name__ == "DataFrame":  # iterating over it gives the names of its columns
+        raise UserError(f"{option} must be a Dataset or a list of records, such as a DataFrame's to_dict('records')")
+    if isinstance(content, Mapping):
+        splits = f"; it has {', '.join(map(str, content))}" if content else ""
+        raise UserError(f"{option} must be a Dataset or a list of records, got a {type(content).__name__}{splits}")
+    if not isinstance(content, Iterable) or iter(content) is content:
+        raise UserError(
+            f"{option} must be a Dataset or a list of records, which can be read twice, got a {type(content).__name__}"
+        )
+    return Named(f"<{option}>", content)
+
+
+def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
+    """One or several rewards, by their names."""
+    parts: list[str] = []
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if isinstance(reward, str):
+            parts.append(reward)
+            continue
+        if not callable(reward):
+            raise UserError(f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}")
+        name = function_name(reward)
+        if name in parts:
+            name += f" {sum(other.startswith(name) for other in parts) + 1}"
+        parts.append(Named(name, FunctionReward(name, timeout, reward)))
+    return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
+
+
+def function_name(function: Callable) -> str:
+    """`module:function`, as the command has it."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
+    """A loaded model by the name of where it came from. Raises UserError if no run can begin with it."""
+    if not isinstance(model, PreTrainedModel):
+        merged = ", whose merge_and_unload() gives one" if hasattr(model, "merge_and_unload") else ""
+        kind = type(model).__name__
+        raise UserError(f"model must be a transformers model or what --model takes, got a {kind}{merged}")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise UserError("model has no weights: they are on the meta device")
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise UserError(f"tokenizer must be a transformers tokenizer, got a {type(tokenizer).__name__}")
+    if config.lora_rank and config.lora_save == "adapter":
+        raise UserError("lora_save='adapter' needs the name of a model: no folder keeps a loaded one, the base")
+    if tokenizer is None:
+        if not model.name_or_path:
+            raise UserError("a model that was not loaded from anywhere needs its tokenizer=")
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    if model.can_generate():
+        try:
+            copy.deepcopy(model.generation_config).validate(strict=True)
+        except ValueError as error:  # such as one that contradicts itself
+            raise UserError(f"model could not be saved after the run: {' '.join(str(error).split())}") from error
+    return Named(model.name_or_path or f"<{type(model).__name__}>", LoadedModel(model, tokenizer))
+
+
+# --- what a run finds in its process, and leaves as it was ----------------------------------------------------------
+
+
+@contextmanager
+def only_run() -> Iterator[None]:
+    """Raises UserError within another one, also in another thread: runs of a process share its generators of random
+    numbers, its signals and accelerate's state.
+    """
+    if not RUNNING.acquire(blocking=False):
+        raise UserError("a run trains in this process already: wait for it, or start another process")
+    try:
+        yield
+    finally:
+        RUNNING.release()
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """Computes as the command does, whatever the caller has set for torch, and puts that back at the end."""
+    dtype = torch.get_default_dtype()
+    with ExitStack() as inside:
+        inside.enter_context(torch.inference_mode(False))
+        inside.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                inside.enter_context(torch.autocast(device, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            inside.enter_context(torch.device("cpu"))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+@contextmanager
+def accelerate_state() -> Iterator[None]:
+    """Begins with accelerate's state of a new process, for the next run may have another precision, and puts back the
+    caller's, which may belong to a trainer that goes on.
+    """
+    states = [kind._shared_state for kind in (AcceleratorState, GradientState)]
+    before = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, content in zip(states, before, strict=True):
+            state.clear()
+            state.update(content)

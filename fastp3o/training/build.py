@@ -1,0 +1,159 @@
+"""Loads the policy, reference and rewards that a stage's configuration names."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from datasets import Dataset
+
+from fastp3o.config import PolicyConfig, SamplerConfig, StageConfig
+from fastp3o.context import Context
+from fastp3o.models.loading import load_policy
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.quantized import has_quantized_layers
+from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
+from fastp3o.models.sampling_copy import SamplingCopy
+from fastp3o.models.sharding import loading_device
+from fastp3o.models.trainable import choose_trainable
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.processes import on_main_process
+from fastp3o.rewards.model import ModelReward
+from fastp3o.rewards.remote import RemoteReward
+from fastp3o.rewards.reward import Reward, load_reward
+from fastp3o.rollouts.cache import available_memory
+from fastp3o.rollouts.groups import make_prompts
+from fastp3o.training.samplers import SampledModel
+
+if TYPE_CHECKING:  # a run imports its own stage only
+    from fastp3o.generate.config import GenerateConfig
+    from fastp3o.objectives.preferences import PreferenceConfig
+
+# Bytes per parameter of a training policy with its reference and reward model: masters, moments, weights.
+WHILE_TRAINING = 16
+
+
+def sampled_model(
+    config: SamplerConfig, policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING
+) -> SampledModel:
+    """The policy, which is not on its device yet, as it will be sampled. On servers it needs a publisher, too."""
+    if config.sampler == "vllm" or has_quantized_layers(policy):
+        return SampledModel(policy, None)
+    return with_copy(policy, context, bytes_per_parameter)
+
+
+def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
+    """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one.
+
+    bytes_per_parameter: of everything that is spread over the processes.
+    """
+    accelerator, precision, _, mesh, _ = context
+    on_gpu = context.device.type == "cuda"
+    # A CPU gains nothing, and samples from the weights themselves.
+    dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
+    merges = on_gpu and getattr(policy.model, "_hf_peft_config_loaded", False)
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    if mesh is None:
+        # Next to weights in half precision a copy without adapters takes as much again.
+        fits = parameters * (precision.weights.itemsize + dtype.itemsize) < available_memory(context.device)
+        if dtype == precision.weights and not (merges and fits):
+            return SampledModel(policy, None)
+        return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
+    parts = bytes_per_parameter * parameters // mesh.size(-1)
+    if parts + parameters * dtype.itemsize >= available_memory(context.device):
+        accelerator.print(
+            "warning: rollouts need a whole policy in each process, which may not fit its memory: --sampler vllm takes "
+            "them to servers"
+        )
+    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
+
+
+def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> PackedModel:
+    """The model that trains. load: `load_policy` or `load_reward_model`."""
+    model = load(config.model, trust_remote_code=config.trust_remote_code, quantize=config.quantize).train()
+    if isinstance(config, SamplerConfig):
+        note_sampling(model, config)
+    model.check_reach(config.longest_sequence)
+    choose_trainable(model, config)
+    if config.gradient_checkpointing:
+        model.recompute_activations()
+    if config.compile_layers:
+        model.compile_layers()
+    return model
+
+
+def note_sampling(model: PackedModel, config: SamplerConfig) -> None:
+    """Makes the model the tempered policy, and has its generation_config.json say how it is sampled."""
+    model.temperature = config.temperature
+    model.model.generation_config.update(
+        do_sample=True,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p or None,
+        repetition_penalty=None,
+    )
+
+
+def load_named_reward(
+    context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
+) -> Reward:
+    """Loads the reward of this name. An endpoint is asked about the first example, before anything begins."""
+    reward = load_reward(
+        name,
+        context.tokenizer,
+        device=context.device,
+        dtype=context.precision.weights,
+        packing=config.packing,
+        mesh=context.mesh,
+        offload=config.offload,
+        trust_remote_code=config.trust_remote_code,
+        remote=config,
+    )
+    if isinstance(reward, RemoteReward):
+        on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
+    # In another vocabulary, lengths are unknown until there are texts.
+    if isinstance(reward, ModelReward) and reward.shares_vocabulary:
+        reward.model.model.check_reach(config.longest_sequence)
+    return reward
+
+
+def load_reference(
+    context: Context, config: OnlineConfig, policy: PackedModel
+) -> tuple[Reference, SampledModel | None]:
+    """Loads the loop's reference, which may move; and the same model to sample from, if a mixture is sampled."""
+    if not config.from_mixture and not config.reference_moves:
+        return load_fixed_reference(context, config, policy), None
+    frozen = load_reference_model(context, config)
+    sampled = with_copy(frozen, context) if config.from_mixture else None
+    second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)
+    if config.reference_moves:
+        return MovingReference(second, every=config.reference_every, decay=config.reference_decay), sampled
+    return second, sampled
+
+
+def load_fixed_reference(context: Context, config: "OnlineConfig | PreferenceConfig", policy: PackedModel) -> Reference:
+    """The policy as it was when training began: a second model, or a LoRA policy without its adapters."""
+    if config.lora_rank and not config.reference:
+        return WithoutAdapters(policy)
+    return SecondModel(load_reference_model(context, config), context.device, context.mesh, offload=config.offload)
+
+
+def load_reference_model(context: Context, config: "OnlineConfig | PreferenceConfig") -> PackedModel:
+    """The model that the policy's KL is measured against, before it is spread over the processes."""
+    frozen = load_frozen_policy(context, config, config.reference or config.model)
+    if config.compile_layers:
+        frozen.compile_layers()
+    return frozen
+
+
+def load_frozen_policy(context: Context, config: PolicyConfig, name: str) -> PackedModel:
+    """A policy that does not train, before it is spread over the processes."""
+    frozen = load_policy(
+        name,
+        device=loading_device(context.device, context.mesh),
+        dtype=context.precision.weights,
+        trust_remote_code=config.trust_remote_code,
+    )
+    frozen.temperature = config.temperature
+    frozen.check_reach(config.longest_sequence)
+    return frozen

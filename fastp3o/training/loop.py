@@ -1,0 +1,69 @@
+"""Stage 3, Pairwise Proximal Policy Optimization: the algorithm box of arXiv 2310.00212, from top to bottom.
+
+Other objectives go through the same loop (`fastp3o.objectives`).
+"""
+
+from functools import partial
+
+from torch import Tensor
+
+from fastp3o.context import Caller
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.packing.share import derived_seed, shuffled
+from fastp3o.processes import require_finite
+from fastp3o.rollouts.groups import finished
+from fastp3o.training.metrics import Update, report_update
+from fastp3o.training.microbatches import (
+    equal_passes,
+    gather_groups,
+    make_microbatches,
+    pack_minibatches,
+    policy_logprobs,
+)
+from fastp3o.training.online import set_up
+from fastp3o.training.sampler_logprobs import logprob_metrics, sampler_logprobs, with_sampler_logprobs
+
+
+def train(config: OnlineConfig, caller: Caller | None = None) -> None:
+    """Trains a policy and leaves the model, checkpoints, metrics and evaluations in `config.output_dir`.
+
+    config: of the objective to train with. caller: a program in Python that has started the run.
+
+    Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
+    if a remote reward or a vLLM server fails, and FunctionError if a function fails.
+    """
+    buffer, score, resample, objective, policy, reference, step, run = set_up(config, caller)
+    accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
+    sum_over_processes = partial(accelerator.reduce, reduction="sum")
+    for update in run:
+        with run.saved_if_not_finite(update):
+            with run.phase("rollout"):
+                rollouts = buffer(update)
+            with run.phase("reward"), accelerator.autocast():
+                rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
+                rollouts, rewards, sampled_again = resample(update, rollouts, rewards)
+                scaled = objective.scaler(rewards["reward"])
+                require_finite(accelerator, "a difference or a sum of rewards", scaled)
+            with run.phase("logprobs"), accelerator.autocast():
+                rows = pack_minibatches(accelerator, rollouts, config.minibatches_per_update, config.packing)
+                loss_mask = finished(rollouts) if config.mask_truncated else None
+                old = partial(sampler_logprobs, rollouts) if old_are_sampled else partial(policy_logprobs, policy)
+                minibatches = make_microbatches(accelerator, old, reference, rows, scaled, loss_mask)
+                if config.sampler_ratio_cap:
+                    minibatches = with_sampler_logprobs(rollouts, minibatches)
+                minibatches = objective.prepare(policy, minibatches, sum_over_processes)
+                gaps = logprob_metrics(policy, rollouts, minibatches, old_are_policys=not old_are_sampled)
+                buffer.require_same_policy(update, rollouts, gaps)
+            with run.phase("update"):
+                passes = equal_passes(accelerator, minibatches, loss_mask, objective)
+                step_metrics: list[dict[str, Tensor]] = []
+                for epoch in range(config.inner_epochs):
+                    for index in shuffled(len(minibatches), derived_seed(config.seed, update, epoch)).tolist():
+                        loss = objective.loss if step_metrics else objective.first_loss
+                        step_metrics.append(step(passes[index], loss))
+                with accelerator.autocast():
+                    objective.conclude(policy, minibatches, sum_over_processes)
+                reference.follow(policy, update)
+        ages = buffer.metrics(update)
+        done = Update(update, rollouts, rewards, sampled_again, ages, minibatches, gaps, step_metrics)
+        report_update(run, config, objective, done)

@@ -1,0 +1,121 @@
+"""Reports an update of the online loop: metrics, a warning if rounding is large, rollouts, sample responses."""
+
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastp3o.objectives.base import Microbatch, Objective
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.packing.on_device import to_device
+from fastp3o.packing.pack import efficiency
+from fastp3o.rewards.scaling import differences, tied
+from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o.run.run import Run
+from fastp3o.training.logged_rollouts import chosen_prompts, gather_table, logged_groups
+from fastp3o.training.microbatches import Rewards, mean_over_steps
+from fastp3o.training.ratio_noise import TOLERATED, noise_warning
+
+SAMPLED_PROMPTS = 3
+
+
+class Update(NamedTuple):
+    """A finished update. Groups and rewards are those of all processes, the rest is of this one."""
+
+    number: int
+    groups: list[Group]
+    rewards: Rewards  # unscaled, less penalties
+    sampled_again: int  # how often a prompt was
+    round_metrics: dict[str, float]  # `RolloutBuffer.metrics`
+    minibatches: list[list[Microbatch]]
+    logprob_metrics: dict[str, Tensor]
+    step_metrics: list[dict[str, Tensor]]
+
+    @property
+    def microbatches(self) -> list[Microbatch]:
+        return [microbatch for minibatch in self.minibatches for microbatch in minibatch]
+
+
+def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
+    own = config.responses_per_prompt - config.from_mixture
+    metrics, log_ratios = update_metrics(run.accelerator, update, own)
+    metrics |= objective.adaptive_metrics | update.round_metrics
+    if not (config.rounds_ahead or config.truncates):
+        metrics.pop("sampler_kl", None)  # rounding alone
+    if config.dynamic_sampling:
+        metrics["sampled_again"] = update.sampled_again / len(update.groups)
+    metrics["packing_efficiency"] = efficiency([one.row for one in update.microbatches], config.tokens_per_row)
+    if run.accelerator.num_processes > 1:
+        metrics["balance"] = balance(run.accelerator, update.minibatches)
+    clip_range = objective.clip_range(metrics["response_length"])
+    if clip_range is not None and metrics["ratio/noise"] > TOLERATED * clip_range:
+        precision = run.optimizer.precision.name
+        run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], clip_range, precision))
+    run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
+    if config.log_rollouts and update.number % config.log_rollouts == 0:
+        places = chosen_prompts([group.prompt.text for group in update.groups], config.log_rollouts_prompts)
+        own_places = [place for microbatch in update.microbatches for place in microbatch.row.groups]
+        table = gather_table(run.accelerator, len(update.groups), own_places, log_ratios)
+        groups = logged_groups(update.number, places, update.groups, update.rewards, table, own)
+        run.reporter.rollouts(update.number, groups)
+    if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
+        shown = update.groups[:SAMPLED_PROMPTS]
+        prompts = [group.prompt.text for group in shown]
+        responses = [[response.text for response in group.responses] for group in shown]
+        run.reporter.samples(update.number, prompts, responses, update.rewards["reward"][: len(shown)].tolist())
+
+
+def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[dict[str, float], Tensor]:
+    """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the CPU.
+
+    Metrics are means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
+
+    own: number of a prompt's responses that are the policy's; the others are the mixture's.
+
+    reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
+    rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of
+    the responses' tokens, in nats per token. missing_eos: share of responses without an end-of-sequence. ratio/noise,
+    sampler_gap, sampler_kl: see `logprob_metrics`.
+    """
+    rewards, microbatches = update.rewards["reward"], update.microbatches
+    tokens = lengths(update.groups)
+    old_token_logprobs = torch.cat([microbatch.old_token_logprobs for microbatch in microbatches])
+    log_ratios = torch.cat([microbatch.old_logprobs - microbatch.ref_logprobs for microbatch in microbatches])
+    # Processes have different numbers of responses: means over all are means of what each adds to them.
+    processes = accelerator.num_processes
+    on_host = {
+        "reward_difference": differences(rewards).abs().mean(),
+        "tied_prompts": tied(rewards).float().mean(),
+        "response_length": tokens.mean(),
+        "missing_eos": 1 - finished(update.groups).float().mean(),
+        "response_tokens": tokens.sum(),
+        **{name: table.mean() for name, table in update.rewards.items()},
+    }
+    on_device = {
+        # Over the policy's responses, or over all if none is the policy's.
+        "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
+        "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
+        **update.logprob_metrics,
+    }
+    means = torch.cat(
+        [to_device(torch.stack([*on_host.values()]), accelerator.device), torch.stack([*on_device.values()])]
+    )
+    if processes > 1:
+        means = accelerator.reduce(means, reduction="mean")
+    # The loss's own KL is of the moving policy; the reported one is of the rollouts.
+    steps = [{name: value for name, value in step.items() if name != "kl"} for step in update.step_metrics]
+    step_means = mean_over_steps(accelerator, steps)
+    # The host waits for the device once, for all of them.
+    values = torch.cat([means, torch.stack([*step_means.values()]), log_ratios.flatten()]).cpu()
+    names = [*on_host, *on_device, *step_means]
+    by_name = dict(zip(names, values[: len(names)].tolist(), strict=True))
+    in_order = {name: by_name[name] for name in sorted(names, key=lambda name: (name.endswith("_max"), name))}
+    return in_order, values[len(names) :].view_as(log_ratios)
+
+
+def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
+    """Mean tokens of a process, divided by those of the process with most in each minibatch, for which others wait."""
+    own = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
+    tokens = accelerator.gather(to_device(torch.tensor([own], dtype=torch.float32), accelerator.device))
+    return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()

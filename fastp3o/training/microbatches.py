@@ -1,0 +1,245 @@
+"""Rollouts -> packed minibatches with old and reference log-probs -> an optimizer step.
+
+P prompts, K responses each, N labelled tokens in a packed row.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.reference import Reference
+from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
+from fastp3o.models.trainable import dropout_on
+from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
+from fastp3o.optimizer import Optimizer
+from fastp3o.packing.on_device import to_device
+from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.share import deal
+from fastp3o.rollouts.groups import Group, token_ids
+from fastp3o_kernels import sequence_logprobs
+
+RowLogprobs = Callable[[Sequence[PackedRow]], Sequence[Tensor]]  # log-probs of rows' tokens, [N] fp32 for each row
+Rewards = dict[str, Tensor]  # tables [P, K] fp32 on the CPU by name; `reward` is what is maximised
+
+
+def gather_groups(accelerator: Accelerator, groups: list[Group], rewards: Rewards) -> tuple[list[Group], Rewards]:
+    """Gathers the groups and rewards of all processes, ordered by the numbers of their prompts. Columns are not sent:
+    only rewards read them.
+    """
+    if accelerator.num_processes == 1:
+        return groups, rewards
+    sent = [Group(group.prompt._replace(columns={}), group.responses) for group in groups]
+    shares = gather_object([(sent, rewards)])
+    groups = [group for share, _ in shares for group in share]
+    order = sorted(range(len(groups)), key=lambda place: groups[place].prompt.number)
+    tables = {name: torch.cat([table[name] for _, table in shares])[order] for name in rewards}
+    return [groups[place] for place in order], tables
+
+
+def pack_minibatches(
+    accelerator: Accelerator, groups: list[Group], minibatches: int, packing: Packing
+) -> list[list[PackedRow]]:
+    """Packs this process's share of each minibatch, for all inner epochs.
+
+    Minibatches have equally many prompts. Tokens are balanced between minibatches, and between processes. With fewer
+    prompts than processes, some processes have no row.
+    """
+    prompts, responses = token_ids(groups)
+    sizes = group_sizes(prompts, responses, packing)
+    members = balanced(sizes, minibatches)
+    shares = deal([[sizes[p] for p in minibatch] for minibatch in members], accelerator.num_processes)
+    own = [
+        [minibatch[m] for m in share[accelerator.process_index]]
+        for minibatch, share in zip(members, shares, strict=True)
+    ]
+    return [pack([prompts[p] for p in part], [responses[p] for p in part], packing, groups=part) for part in own]
+
+
+@torch.no_grad()
+def make_microbatches(
+    accelerator: Accelerator,
+    old: RowLogprobs,
+    reference: Reference,
+    minibatches: list[list[PackedRow]],
+    rewards: Tensor,
+    loss_mask: Tensor | None,
+) -> list[list[Microbatch]]:
+    """Adds the loss's inputs to the rows: rewards, old and reference log-probs.
+
+    old: gives the old log-probs. If they come from the policy on the very rows that it is trained on, every ratio is
+    exactly 1 before the first step, which neither the sampler's log-probs nor another packing would give.
+
+    rewards: [P, K] of all prompts, in the order they were sampled. loss_mask: [P, K] bool, the responses that take
+    part in the loss, None for all.
+    """
+    on_host = tuple(chain.from_iterable(minibatches))
+    tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
+    # One copy for all rows.
+    rows, row_tables = to_device((on_host, tables), accelerator.device)
+    microbatches = iter(map(make_microbatch, rows, row_tables, old(rows), reference(rows)))
+    return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
+
+
+def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
+    """The loss mask of a row's groups, [P, K] bool."""
+    return None if loss_mask is None else loss_mask[list(row.groups)]
+
+
+def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
+    """The policy's log-probs of the rows' tokens, [N] fp32 for each row."""
+    return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
+
+
+def make_microbatch(row: PackedRow, tables: tuple[Tensor, Tensor | None], old: Tensor, ref: Tensor) -> Microbatch:
+    """tables: rewards and loss mask of the row's groups, [P, K] each. old, ref: [N] fp32, log-probs of its tokens."""
+    rewards, loss_mask = tables
+    return Microbatch(
+        row=row,
+        rewards=rewards,
+        old_token_logprobs=old,
+        ref_token_logprobs=ref,
+        old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(rewards.shape),
+        ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(rewards.shape),
+        loss_mask=loss_mask,
+    )
+
+
+Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss
+
+
+class Passes(NamedTuple, Generic[Item]):
+    """The backward passes of a minibatch on this process.
+
+    rows: and whether each counts: processes make equally many passes. divisor: of the losses; a mean over the
+    processes, since their gradients are averaged.
+    """
+
+    rows: list[tuple[Item, bool]]
+    divisor: float | Tensor
+
+
+def equal_passes(
+    accelerator: Accelerator, minibatches: list[list[Microbatch]], loss_mask: Tensor | None, objective: Objective
+) -> list[Passes[Microbatch]]:
+    """The minibatches with as many rows as the process with most has in each: further ones do not count.
+
+    loss_mask: [P, K] bool of all prompts, on the CPU.
+    """
+    sizes = [
+        sum(objective.divisor(one.row, masked(loss_mask, one.row)) for one in minibatch) for minibatch in minibatches
+    ]
+    divisors = torch.tensor(sizes, dtype=torch.float32)
+    if accelerator.num_processes > 1:
+        divisors = accelerator.reduce(to_device(divisors, accelerator.device), reduction="mean").cpu()
+    spare, longest = first_microbatch(minibatches), longest_ranks([len(minibatch) for minibatch in minibatches])
+    return [
+        # If nothing takes part, the loss is 0 in any case.
+        Passes(padded(minibatch, spare, length), divisor or 1.0)
+        for minibatch, length, divisor in zip(minibatches, longest, divisors.tolist(), strict=True)
+    ]
+
+
+def optimizer_step(
+    optimizer: Optimizer,
+    passes: Passes[Item],
+    loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics],
+    further_passes: Callable[[], dict[str, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """Makes the backward passes over a minibatch, and one step. Returns this process's metrics, as `mean_over_steps`
+    takes them.
+
+    loss: of a row, divided by the divisor that is its last argument. further_passes: makes further backward passes for
+    the step, and returns metrics of its own.
+
+    Does not wait for the device: whether loss and gradient were finite says `Optimizer.require_finite`.
+    """
+    metrics = add_gradients(optimizer, passes, loss)
+    further = {} if further_passes is None else further_passes()
+    return metrics | further | optimizer.step(metrics["loss"])
+
+
+def add_gradients(
+    optimizer: Optimizer, passes: Passes[Item], loss: Callable[[nn.Module, Item, float | Tensor], LossAndMetrics]
+) -> dict[str, Tensor]:
+    """Makes the backward passes over a minibatch. Returns the loss, 0-d, and the sums of its metrics."""
+    scale = optimizer.loss_scale
+    # The scale of fp16's loss is a part of the divisor, so that a row's incoming gradient is 1 in any precision.
+    divisor = passes.divisor if scale is None else passes.divisor / scale
+    total = torch.zeros((), device=optimizer.accelerator.device)
+    metrics = MetricSums()
+    for row, counts in passes.rows:
+        with optimizer.accelerator.autocast(), dropout_on(optimizer.model):
+            value, row_metrics = loss(optimizer.model, row, divisor)
+            value = value if counts else value * 0.0
+            value.backward()
+        total = total + value.detach()
+        metrics.add(row_metrics, counts=counts)
+    return {"loss": total if scale is None else total / scale, **metrics.read()}
+
+
+class MetricSums:
+    """Metrics of several rows (`LossAndMetrics`), added up in a few launches a row."""
+
+    def __init__(self) -> None:
+        self.summed: tuple[str, ...] = ()
+        self.maxima: tuple[str, ...] = ()
+        self.sums: Tensor | float = 0.0
+        self.largest: Tensor | None = None
+
+    def add(self, metrics: dict[str, Tensor], *, counts: bool = True) -> None:
+        """Adds a row's metrics, the same names for every row. counts: whether the row does."""
+        self.maxima = tuple(name for name in metrics if name.endswith("_max"))
+        self.summed = tuple(name for name in metrics if name not in self.maxima)
+        if self.summed:
+            self.sums = self.sums + float(counts) * torch.stack([metrics[name] for name in self.summed])
+        if self.maxima:
+            values = torch.stack([metrics[name] for name in self.maxima])
+            values = values if counts else torch.full_like(values, -torch.inf)
+            self.largest = values if self.largest is None else torch.maximum(self.largest, values)
+
+    def read(self) -> dict[str, Tensor]:
+        """The metrics by name: maxima 0-d, the others [2], sums with counts."""
+        sums = dict(zip(self.summed, self.sums, strict=True)) if isinstance(self.sums, Tensor) else {}
+        return sums | (dict(zip(self.maxima, self.largest, strict=True)) if self.largest is not None else {})
+
+
+def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Metrics of optimizer steps over all processes, 0-d: maxima, and means over the steps.
+
+    A step's own metrics are sums with counts, [2], which are divided here, 0 where nothing counts; maxima, whose names
+    end in `_max`; and numbers that are means over the processes, 0-d.
+    """
+    maxima = sorted(name for name in steps[0] if name.endswith("_max"))
+    fractions = sorted(name for name, value in steps[0].items() if value.dim())
+    numbers = sorted(steps[0].keys() - {*maxima, *fractions})
+    parts = [
+        torch.stack([torch.stack([step[name] for name in names]) for step in steps])
+        for names in (numbers, fractions, maxima)
+        if names
+    ]
+    largest = parts.pop().amax(0) if maxima else None
+    flat = torch.cat([part.flatten() for part in parts])
+    if accelerator.num_processes > 1:
+        flat = accelerator.reduce(flat, reduction="mean")
+        largest = None if largest is None else accelerator.gather(largest[None]).amax(0)
+    means = {}
+    if numbers:
+        means = dict(zip(numbers, flat[: len(steps) * len(numbers)].view(len(steps), -1).mean(0), strict=True))
+    if fractions:
+        sums, counts = flat[len(steps) * len(numbers) :].view(len(steps), len(fractions), 2).unbind(-1)
+        # Counts are means over the processes, and may be below 1.
+        means |= dict(zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True))
+    return means | ({} if largest is None else dict(zip(maxima, largest, strict=True)))
+
+
+def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:
+    """This process's first microbatch. It has one in every update, but not in every minibatch."""
+    return next(chain.from_iterable(minibatches))

@@ -1,0 +1,154 @@
+"""Rollouts of each update, begun some updates before they train."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from fastp3o.context import Context
+from fastp3o.endpoint import EndpointError
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.config import OnlineConfig
+from fastp3o.packing.share import derived_seed
+from fastp3o.rollouts.groups import Group, Prompt, lengths
+from fastp3o.rollouts.sampler import Sampler, decoded, end_of_sequence_ids
+from fastp3o.rollouts.vllm.sampler import VLLMSampler
+from fastp3o.rollouts.vllm.servers import OtherWeightsError
+
+# Tokens are rounded independently, so a response's log-prob differs by about the square root of its length times what a
+# token's does. The margin is for tokens that differ by more than the mean.
+MARGIN = 5.0
+
+
+class BufferedRollouts:
+    """The rollouts of one update.
+
+    sampled_at: the update before whose steps the policy was as it sampled them. finish: waits for the groups.
+    """
+
+    def __init__(self, sampled_at: int, finish: Callable[[], list[Group]]):
+        self.sampled_at, self.finish = sampled_at, finish
+        self.groups: list[Group] | None = None
+        self.error: EndpointError | None = None
+
+    def wait(self) -> list[Group]:
+        """Raises EndpointError if servers have failed, each time that it is asked."""
+        if self.error is not None:
+            raise self.error
+        if self.groups is None:
+            try:
+                self.groups = self.finish()
+            except EndpointError as error:
+                self.error = error
+                raise
+        return self.groups
+
+
+class RolloutBuffer:
+    """Gives each update its rollouts.
+
+    Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
+    while t trains; a sampler of this process samples them first.
+
+    prompts: of an update.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: OnlineConfig,
+        policy: PackedModel,
+        sampler: Sampler,
+        prompts: Callable[[int], list[Prompt]],
+    ):
+        self.context, self.config, self.sampler, self.prompts = context, config, sampler, prompts
+        self.end_ids = end_of_sequence_ids(policy.model, context.tokenizer)
+        self.buffered: dict[int, BufferedRollouts] = {}
+
+    def __call__(self, update: int) -> list[Group]:
+        """This process's rollouts of an update. Raises EndpointError if servers fail."""
+        self.buffered = {number: sampled for number, sampled in self.buffered.items() if number >= update}
+        for number in range(update, min(update + self.config.rounds_ahead, self.config.updates) + 1):
+            if number not in self.buffered:
+                self.buffered[number] = BufferedRollouts(update, self.begin(number))
+        return self.buffered[update].wait()
+
+    def begin(self, number: int) -> Callable[[], list[Group]]:
+        prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)
+        if isinstance(self.sampler, VLLMSampler):
+            return self.sampler.begin(prompts, self.config.responses_per_prompt, seed)
+        groups = self.sampler(prompts, self.config.responses_per_prompt, seed)
+        return lambda: groups
+
+    def staleness(self, update: int) -> int:
+        """The number of updates between the policy that sampled an update's rollouts and the one that they train."""
+        return update - self.buffered[update].sampled_at
+
+    def metrics(self, update: int) -> dict[str, float]:
+        """How stale an update's rollouts are, if rounds are sampled ahead, and how much servers round (`probe_gap`, in
+        nats per token).
+        """
+        if not self.config.rounds_ahead:
+            return {}
+        metrics: dict[str, float] = {"staleness": self.staleness(update)}
+        # A resumed run whose last rounds were sampled before asks its servers nothing.
+        if isinstance(self.sampler, VLLMSampler) and self.sampler.publish.gap is not None:
+            metrics["probe_gap"] = self.sampler.publish.gap
+        return metrics
+
+    def require_same_policy(self, update: int, groups: Sequence[Group], gaps: dict[str, Tensor]) -> None:
+        """Raises OtherWeightsError on every process if servers sampled an update's rollouts from other weights than the
+        policy's. `sampler_gap` cannot tell with stale or truncated rollouts; then the publisher has compared the two.
+        """
+        if not isinstance(self.sampler, VLLMSampler) or self.staleness(update) or self.config.truncates:
+            return
+        gap = self.context.accelerator.reduce(gaps["sampler_gap"], reduction="mean").item()
+        # A temperature below 1 multiplies what logits are off.
+        tolerance = self.sampler.publish.tolerance / min(1.0, self.config.temperature)
+        bound = MARGIN * tolerance * lengths(groups).mean().sqrt().item()
+        if not gap <= bound:
+            raise OtherWeightsError(
+                f"the servers' log-probs of responses are {gap:.3g} nats off the policy's own (sampler_gap), more than "
+                f"{bound:.3g}: they did not sample from its weights, though they answered that they had loaded them"
+            )
+
+    def close(self) -> None:
+        """Gives up what servers still sample."""
+        if isinstance(self.sampler, VLLMSampler):
+            self.sampler.stop()
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """All processes' rollouts of updates after `step` from a policy that is gone by then, as JSON. Waits for them.
+
+        Those that servers have failed to answer are left out: a resumed run samples them anew.
+        """
+        saved = {}
+        for number, sampled in sorted(self.buffered.items()):
+            if number <= step or sampled.sampled_at > step:
+                continue
+            try:
+                groups = sampled.wait()
+            except EndpointError:
+                continue
+            answers = {
+                str(prompt.number): [[response.ids, list(response.logprobs or [])] for response in responses]
+                for prompt, responses in groups
+            }
+            everyone = gather_object([answers]) if self.context.accelerator.num_processes > 1 else [answers]
+            saved[str(number)] = {
+                "sampled_at": sampled.sampled_at,
+                "responses": {prompt: responses for part in everyone for prompt, responses in part.items()},
+            }
+        return saved
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Goes on from what `saved` has returned, on any number of processes."""
+        for number, content in saved.items():
+            groups = []
+            for prompt in self.prompts(int(number)):
+                ids, logprobs = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
+                computed = logprobs if all(logprobs) else None
+                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, computed))))
+            self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))

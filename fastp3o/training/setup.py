@@ -1,0 +1,142 @@
+"""Prepares every stage: processes, seed, data."""
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
+from datasets import Dataset
+from transformers.utils.logging import disable_progress_bar
+
+from fastp3o.config import DataConfig, StageConfig
+from fastp3o.context import Caller, Context
+from fastp3o.data import DataReport
+from fastp3o.errors import UserError
+from fastp3o.models.loading import load_tokenizer
+from fastp3o.models.sharding import process_mesh
+from fastp3o.precision import Precision, choose_precision
+from fastp3o.processes import on_main_process
+from fastp3o.run.folder import check_output_dir
+from fastp3o.run.hub import require_repository
+
+Loader = Callable[..., tuple[Dataset, DataReport]]
+
+# One process loads, saves or asks a judge while the others wait, far longer than NCCL's ten minutes.
+LONGEST_WAIT = timedelta(hours=12)
+
+
+def make_context(config: StageConfig, automatic: str, caller: Caller | None, **divisible: int) -> Context:
+    """Joins the processes, seeds all libraries, checks the run's folder and loads the tokenizer.
+
+    automatic: the precision that "auto" stands for on a GPU. divisible: flags that must be multiples of the number of
+    processes.
+
+    Raises ValueError if one is not, if the configuration is not complete, and as `make_accelerator`,
+    `check_output_dir` and `load_tokenizer` do.
+    """
+    config.check_complete()
+    precision = choose_precision(config.precision, automatic)
+    trackers = tracker_names(config.report_to)
+    accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
+    for flag, total in divisible.items():
+        check_divisible(accelerator, total, flag)
+    check_output_dir(accelerator, config)
+    on_main_process(accelerator, lambda: require_repository(config))
+    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+    return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), caller)
+
+
+def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accelerator:
+    """An Accelerator with this precision; the seed of all libraries is set.
+
+    trackers: accelerate's own arguments. Raises ValueError if accelerate's configuration would spread the model over
+    the processes itself.
+    """
+    for engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
+            raise UserError(
+                f"accelerate's configuration asks for {engine}, and fastp3o shards models itself: start with torchrun, "
+                "or with accelerate launch --multi_gpu and a configuration without it"
+            )
+    set_seed(seed)
+    quiet_libraries()
+    accelerator = Accelerator(
+        mixed_precision="no" if precision.autocast is None else "bf16",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+        **trackers,
+    )
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != accelerator.num_processes:
+        raise UserError(
+            f"torchrun started {started} processes, and accelerate sees {accelerator.num_processes}: without a GPU, "
+            "set ACCELERATE_USE_CPU=true"
+        )
+    # ACCELERATE_TORCH_DEVICE leaves another device the current one, whose clock, memory and generator would be read.
+    if accelerator.device.type == "cuda" and accelerator.device.index is not None:
+        torch.cuda.set_device(accelerator.device)
+    return accelerator
+
+
+def tracker_names(report_to: str) -> list[str] | None:
+    """Names of accelerate's trackers. Raises ValueError for one that is missing: accelerate would leave it out."""
+    if report_to == "none":
+        return None
+    chosen = [name.strip() for name in report_to.split(",")]
+    available = [tracker.value for tracker in get_available_trackers()]
+    if missing := [name for name in chosen if name not in available]:
+        raise UserError(
+            f"--report_to: {', '.join(missing)} is not installed or not a tracker of accelerate's; "
+            f"there are {', '.join([*available, 'none'])}"
+        )
+    return chosen
+
+
+def quiet_libraries() -> None:
+    """Silences what would break up the run's own lines: progress bars of loading and saving, and accelerate's note on
+    tied weights, which are saved once and tied again by loading.
+    """
+    disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").addFilter(not_on_tied_weights)
+
+
+def not_on_tied_weights(record: logging.LogRecord) -> bool:
+    return "Removed shared tensor" not in record.getMessage()
+
+
+def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
+    """Raises ValueError if `total` does not divide evenly among the processes."""
+    processes = accelerator.num_processes
+    if total % processes:
+        raise UserError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
+
+
+def load_examples(
+    context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
+) -> Dataset:
+    """Loads a data set, the same on all processes.
+
+    Raises ValueError if it has fewer examples than processes.
+    """
+    examples, report = loader(
+        source,
+        context.tokenizer,
+        split=split,
+        limit=limit,
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_characters=config.max_characters,
+        skip_bad_records=config.skip_bad_records,
+    )
+    context.accelerator.print(f"{source}: {report}")
+    if len(examples) < context.accelerator.num_processes:
+        raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
+    return examples
+
+
+def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
+    """Loads the evaluation data, None if there are none."""
+    return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None

@@ -1,0 +1,40 @@
+"""Stage 1, supervised fine-tuning: maximum likelihood of the demonstrations' tokens."""
+
+from torch import Tensor, nn
+
+from fastp3o.context import Caller
+from fastp3o.data import load_demonstrations
+from fastp3o.models.loading import load_policy
+from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.objectives.base import LossAndMetrics
+from fastp3o.packing.pack import pack
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.settings import Packing
+from fastp3o.packing.share import Examples
+from fastp3o.training.config import SFTConfig
+from fastp3o.training.supervised import SupervisedTask, train_supervised
+
+
+def train(config: SFTConfig, caller: Caller | None = None) -> None:
+    """Fine-tunes a causal LM on demonstrations; `loss` is in nats per labelled token."""
+    train_supervised(SFT(config), caller)
+
+
+class SFT(SupervisedTask[PackedRow]):
+    """Maximum likelihood; counts labelled tokens."""
+
+    config: SFTConfig
+    name = "SFT"
+    load_examples = staticmethod(load_demonstrations)
+    load_model = staticmethod(load_policy)
+
+    def pack(self, examples: Examples) -> list[PackedRow]:
+        responses = [[ids] for ids in examples["response_ids"]]
+        packing = Packing(self.config.tokens_per_row)
+        return pack(examples["prompt_ids"], responses, packing, label_prompts=self.config.train_on_prompt)
+
+    def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
+        return -labelled_logprobs(model, row).sum() / divisor, {}
+
+    def count(self, row: PackedRow) -> int:
+        return len(row.labels)

@@ -1,0 +1,162 @@
+"""The loop of supervised training: shuffled passes over a fixed data set, packed rows, one loss."""
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Generic, TypeVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+
+from fastp3o.config import SupervisedConfig
+from fastp3o.context import Caller, Context
+from fastp3o.data import DataReport
+from fastp3o.evaluation.evaluate import Evaluation
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
+from fastp3o.objectives.base import LossAndMetrics, with_count
+from fastp3o.optimizer import Optimizer
+from fastp3o.packing.pack import efficiency
+from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.share import Examples, examples_of_step, own_part, process_share
+from fastp3o.run.report import Moment
+from fastp3o.run.run import Run, Steps
+from fastp3o.training.build import load_trained
+from fastp3o.training.microbatches import MetricSums, Passes, mean_over_steps, optimizer_step
+from fastp3o.training.setup import load_eval_examples, load_examples, make_context
+
+Row = TypeVar("Row", bound=PackedRow)
+
+
+class SupervisedTask(ABC, Generic[Row]):
+    """A task that a model learns from a data set.
+
+    name: of the stage. load_examples: a loader of `fastp3o.data`. load_model: one of `fastp3o.models.loading`. samples:
+    an evaluation next to that of held-out data, if the task has one. Losses are means over what `count` counts (tokens,
+    prompts, pairs) in a batch, however it is packed.
+    """
+
+    name: str
+    config: SupervisedConfig
+    load_examples: Callable[..., tuple[Dataset, DataReport]]
+    load_model: Callable[..., PackedModel]
+    context: Context
+    samples: Evaluation | None = None
+
+    def __init__(self, config: SupervisedConfig):
+        self.config = config
+
+    def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
+        """Checks and loads the task's other needs. data: by flag. model: not spread over processes yet."""
+        self.context, self.data = context, data
+
+    def complete(self, stop_or_save: Callable[[], None]) -> dict[str, Dataset]:
+        """The data with columns that are computed once, before the first step. A long computation calls `stop_or_save`
+        now and then: a run that is asked to stop ends there.
+        """
+        return self.data
+
+    @abstractmethod
+    def pack(self, examples: Examples) -> list[Row]:
+        """Packed rows of a batch."""
+
+    def prepare(self, model: nn.Module, rows: list[Row], examples: Examples) -> list[Row]:
+        """The rows with values that losses need of the whole batch, over all processes."""
+        return rows
+
+    @abstractmethod
+    def loss(self, model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
+        """The loss of a row, summed and divided by the divisor."""
+
+    @abstractmethod
+    def count(self, row: Row) -> int:
+        """Number of tokens, prompts or pairs in a row, over which the losses of a batch are averaged."""
+
+    def prepared_rows(self, model: nn.Module, examples: Examples) -> list[Row]:
+        with self.context.accelerator.autocast():
+            return self.prepare(model, self.pack(examples), examples)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, data: Dataset) -> dict[str, float]:
+        """Metrics of held-out data: means of the losses."""
+        batch = data[process_share(list(range(len(data))), self.context.accelerator)]
+        rows = self.prepared_rows(model, batch)
+        with self.context.accelerator.autocast():
+            losses = map_rows_in_lockstep(rows, lambda row: self.loss(model, row.to(self.context.device), 1.0))
+        return self.means(rows, losses)
+
+    def means(self, rows: list[Row], losses: list[LossAndMetrics]) -> dict[str, float]:
+        """Means over all processes of the losses, with a divisor of 1, and metrics of this process's rows."""
+        sums = MetricSums()
+        for row, (loss, metrics) in zip(rows, losses, strict=True):
+            sums.add(with_count({"loss": loss}, self.count(row)) | metrics)
+        means = mean_over_steps(self.context.accelerator, [sums.read()])
+        return dict(zip(means, torch.stack([*means.values()]).tolist(), strict=True))
+
+
+def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
+    """Minimises the mean of task.losses(...)["loss"] over each batch, and leaves model, metrics and evaluations in
+    `task.config.output_dir`.
+
+    Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
+    """
+    config = task.config
+    context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
+    load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
+    data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
+    eval_examples = load_eval_examples(context, config, load, config.eval_data)
+    if eval_examples is not None:
+        data["eval_data"] = eval_examples
+    model = load_trained(config, task.load_model)
+    task.set_up(context, model, data)
+
+    total = len(data["train_data"])
+    steps = -(-config.epochs * total // config.batch_size)
+    optimizer = Optimizer(context.accelerator, model, context.precision, config, steps, mesh=context.mesh)
+    run, complete = make_run(task, optimizer, data, steps)
+    for step in run:
+        chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=total, seed=config.seed)
+        with run.saved_after_error(step):
+            batch = own_part(context.accelerator, complete()["train_data"][chosen])
+        run.stop_or_save()
+        begun = Moment(context.device)
+        rows = task.prepared_rows(optimizer.model, batch)
+        count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
+        passes = Passes(pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean"))
+        loss = partial(loss_on_device, task)
+        metrics = mean_over_steps(context.accelerator, [optimizer_step(optimizer, passes, loss)])
+        shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
+        packed = efficiency(rows, config.tokens_per_row)
+        known = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
+        tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
+        run.report_later(step, begun, metrics, known, tokens=tokens, shown=shown)
+
+
+def make_run(
+    task: SupervisedTask, optimizer: Optimizer, data: dict[str, Dataset], steps: int
+) -> tuple[Run, Callable[[], dict[str, Dataset]]]:
+    """Makes the run, and a function for the completed data."""
+    complete = cache(lambda: task.complete(this_run.stop_or_save))
+
+    def evaluation() -> dict[str, float]:
+        held_out = complete().get("eval_data")
+        metrics = {} if held_out is None else task.evaluate(optimizer.model, held_out)
+        return metrics | (task.samples() if task.samples else {})
+
+    run = Run(
+        task.context,
+        task.config,
+        optimizer,
+        Steps(task.name, "step", steps),
+        evaluate=evaluation if "eval_data" in data or task.samples else None,
+        data={**data, "eval_prompts": task.samples and task.samples.prompts},
+    )
+    # The run holds the evaluation. If that held the run, both would stay in memory, with the model.
+    this_run = weakref.proxy(run)
+    return run, complete
+
+
+def loss_on_device(task: SupervisedTask[Row], model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
+    return task.loss(model, row.to(task.context.device), divisor)

@@ -1,0 +1,238 @@
+"""Generation without training: the files, when they exist, and how many processes write them."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from fastp3o.data import load_demonstrations, load_preferences
+from fastp3o.generate import loop
+from fastp3o.generate.config import GenerateConfig
+from fastp3o.generate.loop import generate
+from fastp3o.processes import NotFiniteError
+from fastp3o.run.folder import release
+from fastp3o.run.manifest import CorruptStateError, ResumeError
+from tests.fastp3o.local_server import Reply, serving
+from tests.fastp3o.together import together
+from tests.fastp3o.torchrun import ROOT
+
+SCRIPT = ROOT / "scripts" / "generate.py"
+RUNS = Path(__file__).with_name("runs_of_a_process.py")
+SETTINGS = {
+    "prompts": "prompts.jsonl",  # eight of them
+    "reward": "rewards_for_tests:varied",
+    "responses_per_prompt": 4,
+    "rollout_batch_size": 3,
+    "max_prompt_tokens": 32,
+    "max_response_tokens": 6,
+    "keep_unfinished": True,
+}
+
+
+def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
+    return GenerateConfig(**(SETTINGS | {"model": tiny_model, "output_dir": folder} | changes))
+
+
+def flags(tiny_model: str, folder: str, reward: str) -> list[str]:
+    settings = SETTINGS | {"model": tiny_model, "output_dir": folder, "reward": reward}
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def records(folder: str, name: str = "kept.jsonl") -> list[dict]:
+    return [json.loads(line) for line in Path(folder, name).read_text(encoding="utf-8").splitlines()]
+
+
+def contents(folder: str) -> list[bytes]:
+    return [Path(folder, name).read_bytes() for name in ("samples.jsonl", "kept.jsonl")]
+
+
+def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, capsys):
+    limits = {"max_prompt_tokens": 32, "max_response_tokens": 32}
+    done = generate(config(tiny_model, "best"))
+    assert (done.prompts, done.responses, done.records, done.prompts_kept) == (8, 32, 8, 8)
+    assert [line["prompt"] for line in records("best")] == [line["prompt"] for line in records(".", "prompts.jsonl")]
+    samples = records("best", "samples.jsonl")
+    assert [line["reward"] for line in records("best")] == [max(line["rewards"]) for line in samples]
+    assert done.mean_reward == pytest.approx(sum(sum(line["rewards"]) for line in samples) / 32)
+    assert done.mean_kept == pytest.approx(sum(line["reward"] for line in records("best")) / 8)
+    assert done.tokens_per_second > 0
+    assert f"best{os.sep}kept.jsonl (best): 8 responses of 8 prompts, mean reward" in capsys.readouterr().out
+    examples, _ = load_demonstrations("best/kept.jsonl", tokenizer, **limits)
+    assert [tokenizer.decode(ids[:-1]) for ids in examples["response_ids"]] == [
+        line["completion"] for line in records("best")
+    ]
+    pairs = generate(config(tiny_model, "pairs", keep="rs_dpo", min_gap=0.5))
+    examples, _ = load_preferences("pairs/kept.jsonl", tokenizer, **limits)
+    assert len(examples) == pairs.records > 8
+    assert min(line["margin"] for line in records("pairs")) > 0.5
+
+
+def test_a_run_that_is_cut_anywhere_ends_with_the_bits_of_an_unbroken_one(workplace, tiny_model):
+    generate(config(tiny_model, "whole"))
+    samples, kept = contents("whole")
+    for cut in (0, 1, 500, samples.index(b'"number": 3') - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
+        Path("whole/samples.jsonl").write_bytes(samples[:cut])
+        Path("whole/kept.jsonl").unlink(missing_ok=True)
+        generate(config(tiny_model, "whole", resume=True))
+        assert contents("whole") == [samples, kept], cut
+
+
+def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):
+    generate(config(tiny_model, "run"))
+    samples, kept = contents("run")
+    fourth = samples.index(b'{"number": 3')
+    Path("run/samples.jsonl").write_bytes(samples[:fourth].replace(b'"rewards": [', b'"rewards": [ ') + b"no line\n")
+    generate(config(tiny_model, "run", resume=True))
+    assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
+    assert contents("run") == [samples.replace(b'"rewards": [', b'"rewards": [ ', 3), kept]
+    # Nothing is sampled again, and no model loaded, where only what is kept is another.
+    monkeypatch.setattr(loop, "load_models", None)
+    assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"seed": 1}, {"temperature": 0.5}, {"responses_per_prompt": 5}, {"limit": 3}),
+        *({"rollout_batch_size": 4}, {"rollout_memory": 0.5}, {"compile_rollouts": True}),
+    ],
+)
+def test_samples_of_something_else_are_not_gone_on_with(workplace, tiny_model, changes):
+    generate(config(tiny_model, "run"))
+    before = contents("run")
+    with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
+        generate(config(tiny_model, "run", resume=True, **changes))
+    assert contents("run") == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_samples_of_which_nothing_tells_what_they_are_stay_as_they_are(workplace, tiny_model, content):
+    generate(config(tiny_model, "run"))
+    before = contents("run")
+    Path("run/manifest.json").unlink()
+    if content is not None:
+        Path("run/manifest.json").write_bytes(content)
+    with pytest.raises(
+        CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
+    ):
+        generate(config(tiny_model, "run", resume=True))
+    assert contents("run") == before
+
+
+def test_messages_stay_messages(workplace, tiny_model, tokenizer):
+    model = Path("chat")
+    model.mkdir()
+    for file in Path(tiny_model).iterdir():
+        (model / file.name).symlink_to(file)
+    chat = AutoTokenizer.from_pretrained(tiny_model)
+    chat.chat_template = (
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    chat.save_pretrained(model)
+    asked = [{"role": "user", "content": "Grüß Gott " + "so " * 40}]  # its beginning is truncated for the policy
+    Path("chat.jsonl").write_text(json.dumps({"messages": [*asked, {"role": "assistant", "content": "Ho"}]}) + "\n")
+    generate(config("chat", "run", prompts="chat.jsonl", keep="all"))
+    assert all(line["prompt"] == asked for line in records("run"))
+    assert all(line["completion"][0].keys() == {"role", "content"} for line in records("run"))
+    examples, _ = load_demonstrations("run/kept.jsonl", chat, max_prompt_tokens=32, max_response_tokens=9)
+    assert len(examples) == len(records("run")) >= 2
+
+
+def test_settings_of_the_sampler_are_those_of_the_responses(workplace, tiny_model):
+    """With almost no temperature all responses to a prompt are the most likely one."""
+    generate(config(tiny_model, "cold", temperature=1e-4))
+    assert all(len(set(line["responses"])) == 1 for line in records("cold", "samples.jsonl"))
+    generate(config(tiny_model, "warm"))
+    assert all(len(set(line["responses"])) > 1 for line in records("warm", "samples.jsonl"))
+
+
+def test_a_reward_that_is_not_finite_stops_it_and_the_batches_before_stay(workplace, tiny_model):
+    with pytest.raises(NotFiniteError, match="a reward is NaN or infinite"):
+        generate(config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call"))
+    assert [line["number"] for line in records("run", "samples.jsonl")] == list(range(6))
+    assert not Path("run/kept.jsonl").exists()
+    release(Path("run"))
+
+
+def test_nothing_kept_is_an_error_that_says_what_there_was(workplace, tiny_model):
+    with pytest.raises(ValueError, match=r"nothing of 32 responses is kept by --keep rest: rewards go from .*--resume"):
+        generate(config(tiny_model, "run", keep="rest", threshold=1e6))
+    assert not list(Path("run").glob("kept*"))
+
+
+KILLS = """
+import os, pathlib, signal
+from rewards_for_tests import varied
+
+def kills(prompts, responses):
+    if prompts[0] == "Say eagle:" and not pathlib.Path("killed").exists():
+        pathlib.Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return varied(prompts, responses)
+"""
+
+
+def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
+    """Eight prompts are three batches: two processes share them unevenly. The reward model is spread over them."""
+    Path("killing.py").write_text(KILLS)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    model.save_pretrained("judge")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
+    begun, fresh, judged = (
+        flags(tiny_model, *run)
+        for run in (("begun", "killing:kills"), ("fresh", "rewards_for_tests:varied"), ("judged", "judge"))
+    )
+    killed = subprocess.run(
+        [sys.executable, str(SCRIPT), *begun],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), "."])},
+        capture_output=True,
+        timeout=300,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert len(records("begun", "samples.jsonl")) == 6
+    script = SCRIPT.name
+    done = together(RUNS, script, *begun, "--resume", "+", script, *fresh, "+", script, *judged)
+    assert done.returncode == 0, done.stdout
+    assert "resuming on another number of processes: 1 before, 2 now" in done.stdout
+    assert contents("begun") == contents("fresh")
+    for name, reward in (("fresh", "rewards_for_tests:varied"), ("judged", "judge")):
+        generate(config(tiny_model, "alone", reward=reward))
+        assert contents("alone") == contents(name)
+        shutil.rmtree("alone")
+
+
+def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workplace, tiny_model):
+    """The second process has no prompt left for the third batch. In another run it is refused in its first."""
+    asked: list[list[str]] = []
+
+    def reply(body: dict) -> Reply:
+        refused = "Say stone:" in body["prompts"] and body["prompts"] in asked
+        asked.append(body["prompts"])
+        if refused:
+            return Reply(400, b"enough")
+        return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
+
+    with serving("/score", reply, lambda body, number: body) as server:
+        runs = ([SCRIPT.name, *flags(tiny_model, folder, server.url)] for folder in ("whole", "stopped"))
+        done = together(RUNS, *next(runs), "+", *next(runs))
+    assert len(records("whole", "samples.jsonl")) == 8
+    assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
+    assert done.returncode != 0
+    assert done.stdout.count("/score answered with status 400: enough") == 2
+
+
+def test_transformers_samples_too(workplace, tiny_model):
+    generate(config(tiny_model, "run", sampler="transformers"))
+    samples, kept = contents("run")
+    Path("run/samples.jsonl").write_bytes(samples[: samples.index(b'"number": 6')])
+    generate(config(tiny_model, "run", sampler="transformers", resume=True))
+    assert contents("run") == [samples, kept]

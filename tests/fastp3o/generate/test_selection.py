@@ -1,0 +1,161 @@
+"""Selection by rewards, against the formulas written a second time."""
+
+from math import exp, log
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastp3o.data.layouts import find_layout
+from fastp3o.generate.config import SelectionConfig
+from fastp3o.generate.samples import Samples
+from fastp3o.generate.selection import (
+    Candidates,
+    above,
+    accepted,
+    best,
+    kept_records,
+    pairs_apart,
+    pairs_at_random,
+)
+
+prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
+
+
+def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> Samples:
+    texts = [f" text {i}" for i in range(len(rewards))] if texts is None else texts
+    columns = {"lengths": [3] * len(rewards), "finished": [True] * len(rewards)}
+    return Samples(**({"number": 0, "prompt": "Say:", "responses": texts, "rewards": rewards} | columns | changes))
+
+
+@given(prompt_rewards)
+def test_the_best_is_the_first_of_the_highest(rewards):
+    assert best(rewards) == ([rewards.index(max(rewards))] if rewards else [])
+
+
+@given(prompt_rewards, st.floats(-4, 4, width=32))
+def test_a_threshold_is_not_above_itself(rewards, threshold):
+    assert above(rewards, threshold) == [i for i in range(len(rewards)) if not rewards[i] <= threshold]
+
+
+@given(prompt_rewards, st.floats(0.1, 3), st.floats(0.51, 0.99))
+def test_pairs_apart_are_those_of_rs_dpo(rewards, tau, eta):
+    """The threshold has a sigmoid, as in its algorithm 1."""
+    expected = [
+        (w, other)
+        for w in range(len(rewards))
+        for other in range(len(rewards))
+        if w != other and 1 / (1 + exp(-(rewards[w] - rewards[other]) / tau)) > eta
+    ]
+    gap = tau * log(eta / (1 - eta))
+    if all(abs(abs(a - b) - gap) > 1e-6 for a in rewards for b in rewards):
+        assert pairs_apart(rewards, gap) == expected
+
+
+def rejection_sampling_of_rso(texts, rewards, beta, count, random) -> list[str]:
+    """Algorithm 1 of arXiv 2309.06657, on a dictionary of the candidates."""
+    candidates = {}
+    for text, reward in zip(texts, rewards, strict=True):
+        candidates.setdefault(text, reward)
+    chosen: list[str] = []
+    while candidates and len(chosen) < count:
+        highest, removed = max(candidates.values()), []
+        for text, reward in candidates.items():
+            if random.random() >= np.exp((reward - highest) / beta):
+                continue
+            chosen.append(text)
+            removed.append(text)
+            if len(chosen) == count:
+                break
+        for text in removed:
+            candidates.pop(text)
+    return chosen
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcde"), st.floats(-4, 4, width=32)), max_size=8),
+    st.floats(0.1, 10),
+    st.integers(1, 8),
+    st.integers(0, 99),
+)
+def test_rejection_sampling_is_that_of_rso(candidates, beta, count, seed):
+    texts, rewards = [text for text, _ in candidates], [reward for _, reward in candidates]
+    chosen = accepted(Candidates(texts, rewards), beta, count, np.random.default_rng(seed))
+    expected = rejection_sampling_of_rso(texts, rewards, beta, count, np.random.default_rng(seed))
+    assert [texts[i] for i in chosen] == expected
+    assert len(chosen) == min(count, len(set(texts)))
+
+
+def test_a_pass_accepts_with_the_probability_of_its_formula():
+    rewards, beta, runs = [0.0, 1.0, -2.0, 0.5], 0.7, 4000
+    counts = np.zeros(4)
+    for seed in range(runs):
+        random = np.random.default_rng(seed)
+        chosen = accepted(Candidates(list("abcd"), rewards), beta, 4, random)
+        # The highest is accepted for certain, so that what stands before the first descent is of the first pass.
+        first_pass = [i for n, i in enumerate(chosen) if chosen[: n + 1] == sorted(chosen[: n + 1])]
+        counts[[i for i in first_pass if i <= 1]] += 1
+    for i in (0, 1):
+        assert counts[i] / runs == pytest.approx(exp((rewards[i] - 1) / beta), abs=0.03)
+
+
+@given(
+    st.permutations(range(6)), st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=6, max_size=6), st.integers(0, 99)
+)
+def test_random_pairs_are_disjoint_and_the_higher_reward_is_better(order, rewards, seed):
+    chosen = order[:5]
+    pairs = pairs_at_random(chosen, rewards, np.random.default_rng(seed))
+    members = [i for pair in pairs for i in pair]
+    assert len(set(members)) == len(members)
+    assert set(members) <= set(chosen)
+    assert all(rewards[better] > rewards[worse] for better, worse in pairs)
+    if len(set(rewards)) == 6:
+        assert len(pairs) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"keep": "all"}, [(" a", 1.0), (" b", 3.0), (" c", 2.0)]),
+        ({"keep": "best"}, [(" b", 3.0)]),
+        ({"keep": "rest", "threshold": 1.5}, [(" b", 3.0), (" c", 2.0)]),
+        ({"keep": "rejection_sampling", "beta": 1e-3, "accept": 2}, [(" b", 3.0), (" c", 2.0)]),
+        ({"keep": "rso", "beta": 1e-3, "accept": 2}, [(" b", " c", 1.0)]),
+        ({"keep": "rs_dpo", "min_gap": 1.0}, [(" b", " a", 2.0)]),
+    ],
+)
+def test_records_are_of_the_layouts_that_training_reads(settings, expected):
+    for prompt in ("Say:", [{"role": "user", "content": "Say:"}]):
+        # Without text, and without an end: neither is kept.
+        one = samples([1.0, 3.0, 2.0, 9.0, 9.0], [" a", " b", " c", "\n", " d"], prompt=prompt)
+        one.finished[4] = False
+        got = kept_records(one, SelectionConfig(**settings), seed=0)
+        for record in got:
+            assert record.pop("prompt") == prompt
+            layout = find_layout({"prompt": prompt, **record}, 2 if "chosen" in record else 1)
+            texts = [part.value for part in layout.responses({"prompt": prompt, **record})]
+            if prompt != "Say:":
+                texts = [message["content"] for (message,) in texts]
+            record["texts"] = texts
+        assert [(*record["texts"], record.get("reward", record.get("margin"))) for record in got] == expected
+
+
+def test_unfinished_responses_are_kept_where_that_is_asked_for():
+    one = samples([1.0, 2.0], finished=[True, False])
+    assert [record["reward"] for record in kept_records(one, SelectionConfig(keep="best"), seed=0)] == [1.0]
+    unfinished = SelectionConfig(keep="best", keep_unfinished=True)
+    assert [record["reward"] for record in kept_records(one, unfinished, seed=0)] == [2.0]
+
+
+def test_equal_texts_are_no_preference():
+    one = samples([1.0, 2.0, 3.0], [" a", " a", "a\n"])
+    assert kept_records(one, SelectionConfig(keep="rs_dpo"), seed=0) == []
+
+
+def test_random_choices_depend_on_seed_and_prompt_alone():
+    config = SelectionConfig(keep="rejection_sampling", beta=5.0, accept=3)
+    one, other = samples([0.1 * i for i in range(8)]), samples([0.1 * i for i in range(8)], number=1)
+    assert kept_records(one, config, seed=0) == kept_records(one, config, seed=0)
+    assert kept_records(one, config, seed=0) != kept_records(one, config, seed=1)
+    assert kept_records(one, config, seed=0) != kept_records(other, config, seed=0)

@@ -1,0 +1,234 @@
+"""States of a small model load as they were saved, and only whole ones are taken."""
+
+import json
+import os
+import random
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from fastp3o.config import StageConfig
+from fastp3o.optimizer import Optimizer
+from fastp3o.precision import choose_precision
+from fastp3o.processes import NotFiniteError
+from fastp3o.rewards.scaling import DifferenceScaler
+from fastp3o.run import checkpoint as store
+from fastp3o.run import state_content as content
+from fastp3o.run.checkpoint import RunState, States
+from fastp3o.run.manifest import CorruptStateError, Manifest, content_checksum, read_manifest
+from tests.fastp3o.backward import scaled_backward
+
+CONFIG = {"learning_rate": 0.1}
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.unused = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.a(x)
+
+
+class Trainer:
+    def __init__(self, folder: Path, precision: str = "fp32"):
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(0)
+        config = StageConfig(model="", output_dir="", learning_rate=0.1, lr_schedule="cosine", warmup_steps=2)
+        self.optimizer = Optimizer(Accelerator(cpu=True), Two(), choose_precision(precision, "fp32"), config, steps=20)
+        self.scaler = DifferenceScaler(10.0)
+        self.states = States(folder, self.optimizer, RunState({"scaler": self.scaler}))
+
+    def train(self, first: int, last: int, *, save: bool = True) -> "Trainer":
+        for step in range(first, last + 1):
+            x = torch.full((1, 3), random.random(), dtype=next(self.optimizer.model.parameters()).dtype)
+            loss = self.optimizer.model(x).float().sum() * (1 + np.random.random())
+            scaled_backward(self.optimizer, loss)
+            self.optimizer.step(loss.detach())
+            self.scaler(torch.randn(4, 2))
+            if save:
+                self.states.save(self.states.progress(step, evaluated=True), CONFIG, {})
+        return self
+
+    def resume(self) -> tuple[int, list[str]]:
+        manifest, lines = self.states.find()
+        return (0 if manifest is None else self.states.load(manifest).step), lines
+
+    def all(self) -> dict:
+        values = {name: tensor.tolist() for name, tensor in self.optimizer.tensors().items()}
+        return values | self.optimizer.state_dict() | self.scaler.state_dict() | {"random": random.random()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_loaded_state_goes_on_as_the_saved_one_would_have(tmp_path, precision):
+    whole = Trainer(tmp_path, precision).train(1, 3).train(4, 6, save=False).all()
+    resumed = Trainer(tmp_path, precision)
+    assert resumed.resume() == (3, [])
+    assert resumed.train(4, 6, save=False).all() == whole
+
+
+def test_the_last_two_stay_and_nothing_else_is_removed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "step-12.txt").touch()
+    Trainer(tmp_path).train(1, 4)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "step-000003", "step-000004", "step-12.txt"]
+
+
+def test_there_is_no_pickle_and_large_states_have_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(content, "BYTES_PER_FILE", 20)
+    whole = Trainer(tmp_path).train(1, 1)
+    files = {path.suffix for path in (tmp_path / "step-000001").iterdir()}
+    assert files == {".json", ".safetensors"}
+    assert len(list((tmp_path / "step-000001").glob("*.safetensors"))) > 3
+    expected = whole.optimizer.tensors()
+    resumed = Trainer(tmp_path)
+    resumed.resume()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.optimizer.tensors().items())
+
+
+def test_without_any_state_there_is_none(tmp_path):
+    assert Trainer(tmp_path / "nowhere").resume() == (0, [])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "step-000001.unfinished-0123456789ab").mkdir()
+    assert Trainer(tmp_path).resume() == (0, [])
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "flipped": flip_a_byte,
+    "missing": Path.unlink,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "not to be read": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_of_any_kind_is_named_and_the_state_before_taken(tmp_path, damage):
+    Trainer(tmp_path).train(1, 3)
+    expected = Trainer(tmp_path / "whole").train(1, 2).all()
+    for name in sorted(os.listdir(tmp_path / "step-000003")):
+        folder = tmp_path / f"copy-{name}"
+        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("copy-*", "whole"))
+        DAMAGES[damage](folder / "step-000003" / name)
+        resumed = Trainer(folder)
+        step, (line,) = resumed.resume()
+        assert step == 2
+        assert line.startswith(f"{folder}/step-000003 is corrupt: {name}")
+        assert resumed.all() == expected
+        # Its step can be saved again, and the damaged one goes when two good ones are there.
+        assert len(list(folder.glob("step-000003.corrupt-*"))) == 1
+        resumed.train(3, 3)
+        assert sorted(os.listdir(folder)) == ["step-000002", "step-000003"]
+        assert Trainer(folder).resume() == (3, [])
+
+
+def test_when_all_are_damaged_each_is_named_and_nothing_changes(tmp_path):
+    Trainer(tmp_path).train(1, 3)
+    for folder in tmp_path.iterdir():
+        flip_a_byte(folder / "counters.json")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    with pytest.raises(
+        CorruptStateError, match=r"no state is whole.*step-000003 is corrupt: counters.json has another "
+    ):
+        Trainer(tmp_path).resume()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("change", [{"step": 99}, {"evaluated": False}, {"processes": 3}, {"config": {}}])
+def test_an_edited_manifest_is_not_taken(tmp_path, change):
+    Trainer(tmp_path).train(1, 2)
+    path = tmp_path / "step-000002" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    step, (line,) = Trainer(tmp_path).resume()
+    assert step == 1
+    assert "manifest.json is damaged: its checksum is another" in line
+
+
+def test_a_state_of_another_version_is_not_taken(tmp_path):
+    Trainer(tmp_path).train(1, 1)
+    path = tmp_path / "step-000001" / "manifest.json"
+    content = {"version": 2, **asdict(read_manifest(path.parent))}
+    path.write_text(json.dumps(content | {"sha256": content_checksum(content)}))
+    with pytest.raises(CorruptStateError, match="is of version 2, and this fastp3o reads version 1"):
+        Trainer(tmp_path).resume()
+
+
+def test_a_file_that_the_run_did_not_write_is_not_read(tmp_path):
+    Trainer(tmp_path).train(1, 2)
+    source = next((tmp_path / "step-000001").glob("*.safetensors"))
+    shutil.copy(source, tmp_path / "step-000002" / "more.safetensors")
+    assert Trainer(tmp_path).resume()[0] == 1
+
+
+@pytest.mark.parametrize("name", ["step-000003.unfinished-0123456789ab", "my copy"])
+def test_a_whole_state_is_taken_under_any_name(tmp_path, name):
+    expected = Trainer(tmp_path).train(1, 3).all()
+    (tmp_path / "step-000003").rename(tmp_path / name)
+    resumed = Trainer(tmp_path)
+    assert resumed.resume() == (3, [])
+    assert resumed.all() == expected
+    resumed.states.clear_leftovers()
+    resumed.train(4, 5)
+    assert Trainer(tmp_path).resume() == (5, [])
+    assert (tmp_path / name).exists() == (name == "my copy")
+
+
+def test_a_state_that_lacks_what_the_run_has_is_refused_and_stays(tmp_path):
+    Trainer(tmp_path).train(1, 2)
+    (tmp_path / "step-000002").rename(tmp_path / "my copy")
+    resumed = Trainer(tmp_path)
+    resumed.states.other_tensors = lambda: {"reference_mean.a": torch.zeros(2)}
+    with pytest.raises(
+        ValueError, match=r"my copy lacks reference_mean\.a, which this run has: was its --precision ano"
+    ):
+        resumed.resume()
+    assert sorted(os.listdir(tmp_path)) == ["my copy", "step-000001"]
+
+
+def test_the_folders_of_the_first_state_are_on_the_disk_too(tmp_path, monkeypatch):
+    synced = set()
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.add(os.fstat(descriptor).st_ino) or sync(descriptor))
+    Trainer(tmp_path / "run" / "state").train(1, 1)
+    assert {(tmp_path / name).stat().st_ino for name in ("", "run", "run/state")} <= synced
+
+
+def test_weights_that_are_not_finite_replace_no_state(tmp_path):
+    trainer = Trainer(tmp_path).train(1, 2)
+    with torch.no_grad():
+        trainer.optimizer.model.a.weight[0, 0] = float("nan")
+    with pytest.raises(NotFiniteError, match="a weight or a moment of AdamW is NaN or infinite"):
+        trainer.states.save(trainer.states.progress(3, evaluated=True), CONFIG, {})
+    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002"]
+
+
+def test_a_full_disk_leaves_the_states_that_are_there(tmp_path, monkeypatch):
+    trainer = Trainer(tmp_path).train(1, 2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "save_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.states.save(trainer.states.progress(3, evaluated=True), CONFIG, {})
+    assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002"]
+
+
+def test_a_manifest_knows_what_it_is_of(tmp_path):
+    Trainer(tmp_path).train(1, 1)
+    manifest = read_manifest(tmp_path / "step-000001")
+    assert replace(manifest, checksums={}) == Manifest(1, True, 1, CONFIG, {}, {})
+    assert manifest.checksums.keys() == {path.name for path in (tmp_path / "step-000001").iterdir()} - {"manifest.json"}

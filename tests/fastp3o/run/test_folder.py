@@ -1,0 +1,154 @@
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate import Accelerator
+
+from fastp3o.config import StageConfig
+from fastp3o.run import log
+from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
+
+FORK = multiprocessing.get_context("fork")  # the child has the imports of this process
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def config(folder: str = "run", **changes) -> StageConfig:
+    return StageConfig(**({"model": "some/model", "output_dir": folder} | changes))
+
+
+def tree(folder: str = ".") -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(Path(folder).rglob("*"))}
+
+
+def start(folder: str = "run", **changes) -> None:
+    claimed = claim(Accelerator(cpu=True), config(folder, **changes))
+    write_config(claimed, config(folder, **changes))
+    release(claimed)
+
+
+def test_a_new_run_makes_its_folder_and_writes_its_configuration():
+    start(seed=7)
+    written = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert (written["model"], written["seed"]) == ("some/model", 7)
+    assert "limit" not in written  # what is None stands nowhere, so that the file can be given as one of flags
+    assert sorted(os.listdir("run")) == ["config.yaml", "fastp3o.lock"]
+
+
+def test_checking_writes_nothing():
+    check_output_dir(Accelerator(cpu=True), config())
+    assert not os.listdir()
+
+
+def test_a_folder_with_a_run_needs_resume():
+    start()
+    for function in (check_output_dir, claim):
+        with pytest.raises(FileExistsError, match="continue it with --resume, or name another --output_dir"):
+            function(Accelerator(cpu=True), config())
+    start(resume=True)
+    Path("run/config.yaml").rename("run/metrics.jsonl")
+    with pytest.raises(FileExistsError, match="continue it with --resume"):
+        check_output_dir(Accelerator(cpu=True), config())
+
+
+@pytest.mark.parametrize("name", ["precious.txt", "model/precious.txt", "config.yaml", "state/step-000001/x"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_that_is_no_run_is_not_touched(name, resume):
+    Path("run", name).parent.mkdir(parents=True)
+    Path("run", name).write_text("x")
+    before = tree()
+    for function in (check_output_dir, claim):
+        with pytest.raises(
+            FileExistsError, match=r"no run of this version of fastp3o, and not empty \(.*\): name a new"
+        ):
+            function(Accelerator(cpu=True), config(resume=resume))
+    assert tree() == before
+
+
+def test_a_file_is_no_folder():
+    Path("run").write_text("x")
+    with pytest.raises(FileExistsError, match="run is a file"):
+        check_output_dir(Accelerator(cpu=True), config())
+
+
+def test_a_start_that_failed_claims_nothing():
+    release(claim(Accelerator(cpu=True), config()))
+    Path("run/config.yaml.unfinished-0123456789ab").touch()
+    start()
+
+
+@pytest.mark.parametrize("model", ["run", "run/model", "elsewhere/../run/model", "link"])
+def test_the_starting_model_is_never_where_the_run_writes(model):
+    Path("run/model").mkdir(parents=True)
+    Path("elsewhere").mkdir()
+    Path("link").symlink_to("run/model")
+    with pytest.raises(ValueError, match=r"--model .* lies in --output_dir run, .* name another"):
+        check_output_dir(Accelerator(cpu=True), config(model=model, resume=True))
+
+
+def hold(claimed) -> None:
+    claim(Accelerator(cpu=True), config())
+    claimed.set()
+    time.sleep(60)
+
+
+def test_a_second_process_is_refused_until_the_first_has_ended():
+    claimed = FORK.Event()
+    holder = FORK.Process(target=hold, args=(claimed,))
+    holder.start()
+    try:
+        assert claimed.wait(60)
+        before = tree()
+        with pytest.raises(
+            FileExistsError, match=rf"another process trains in run \(process {holder.pid} on .*\): wait"
+        ):
+            claim(Accelerator(cpu=True), config(resume=True))
+        assert tree() == before
+    finally:
+        holder.kill()
+        holder.join()
+    start()
+
+
+def test_leftovers_of_our_own_go_and_others_stay():
+    start()
+    hexadecimal = "0123456789ab"
+    ours = [f"model.unfinished-{hexadecimal}", f"checkpoint-000002.unfinished-{hexadecimal}"]
+    ours += [f"stopped-in-000001/model.unfinished-{hexadecimal}", f"model.replaced-{hexadecimal}"]
+    others = ["model", "state", "model.unfinished-mine", f"notes.unfinished-{hexadecimal}", "stopped-in-000001/model"]
+    for name in [*ours, *others]:
+        Path("run", name).mkdir(parents=True)
+        Path("run", name, "x").touch()
+    Path("run", f"config.yaml.unfinished-{hexadecimal}").touch()
+    clear_away(Path("run"))
+    assert all(Path("run", name, "x").exists() for name in others)
+    assert not [name for name in ours if Path("run", name).exists()]
+    assert not Path("run", f"config.yaml.unfinished-{hexadecimal}").exists()
+
+
+def test_a_model_that_was_about_to_be_replaced_gets_its_name_back():
+    start()
+    for name in ("model.replaced-0123456789ab", "model.unfinished-0123456789ab"):
+        Path("run", name).mkdir()
+        Path("run", name, name).touch()
+    clear_away(Path("run"))
+    assert os.listdir("run/model") == ["model.replaced-0123456789ab"]
+
+
+def test_a_link_to_nothing_is_named():
+    os.symlink("nowhere", "run")
+    for folder in ("run", "run/below"):
+        with pytest.raises(FileExistsError, match=f"--output_dir {folder}: run is a link to nowhere, which does not"):
+            check_output_dir(Accelerator(cpu=True), config(folder))
+
+
+def test_a_log_on_a_full_disk_is_named():
+    os.symlink("/dev/full", "metrics.jsonl")
+    with pytest.raises(OSError, match=r"No space left on device: 'metrics\.jsonl'"):
+        log.append(Path("metrics.jsonl"), [{"step": 1, "loss": 1.0}])

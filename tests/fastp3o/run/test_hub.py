@@ -1,0 +1,152 @@
+"""Uploads to a local stand-in of the hub, by huggingface_hub's own requests."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, constants
+
+from fastp3o.run.hub import HubError
+from fastp3o.training import sft
+from fastp3o.training.config import SFTConfig
+from tests.fastp3o.hub_stand_in import READS, WRITES, Hub, hub
+from tests.fastp3o.together import together
+from tests.fastp3o.torchrun import ROOT
+
+SETTINGS = {"train_data": "sft.jsonl", "batch_size": 8, "max_response_tokens": 20, "report_to": "none"}
+SETTINGS |= {"precision": "fp32", "push_to_hub": "me/tiny", "output_dir": "run"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", WRITES)
+    with hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        yield server
+
+
+def train(model: str, **changes) -> None:
+    sft.train(SFTConfig(**(SETTINGS | {"model": model} | changes)))
+
+
+def saved(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def test_the_finished_model_is_uploaded_with_its_adapter(workplace, tiny_model, server, capsys):
+    train(tiny_model, lora_rank=2, save_every=1)
+    files = server.repositories["me/tiny"]
+    model, adapter = saved("run/model"), saved("run/adapter")
+    assert files.keys() == {*model, *(f"adapter/{name}" for name in adapter)}
+    assert all(files[name] == content for name, content in model.items())
+    changed = {name for name, content in adapter.items() if files[f"adapter/{name}"] != content}
+    assert changed == {"adapter_config.json"}
+    uploaded, own = json.loads(files["adapter/adapter_config.json"]), json.loads(adapter["adapter_config.json"])
+    assert own["base_model_name_or_path"] == tiny_model
+    assert uploaded == own | {"base_model_name_or_path": Path(tiny_model).name}
+    assert not any(str(Path(tiny_model).parent).encode() in content for content in files.values())
+    assert "fastp3o" in ModelCard(files["README.md"].decode()).data.tags
+    assert server.commits == 1
+    assert server.private == set()
+    output = capsys.readouterr()
+    assert f"the model is at {server.url}/me/tiny" in output.out
+    assert WRITES not in output.out + output.err
+    # Nothing but what an upload takes.
+    sent = {line.split("/")[-1] for line in server.requests if not line.startswith("GET")}
+    assert sent == {"create", "main", "validate-yaml", "batch", *server.large}
+    assert len(server.large) == 2
+
+
+def test_an_adapter_alone_is_the_repository(workplace, tiny_model, server):
+    train(tiny_model, lora_rank=2, lora_save="adapter", push_to_hub="tiny", hub_private=True)
+    assert server.repositories["me/tiny"].keys() == saved("run/adapter").keys()
+    assert server.private == {"me/tiny"}
+
+
+def test_nothing_is_trained_without_a_token(workplace, tiny_model, server, monkeypatch, tmp_path):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(HubError, match="--push_to_hub me/tiny needs a token of the hub: run `hf auth login`, or set"):
+        train(tiny_model)
+    assert server.requests == []
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_nothing_is_trained_with_a_token_that_cannot_write(workplace, tiny_model, server, monkeypatch, there):
+    if there:
+        server.repositories["me/tiny"] = {}
+    monkeypatch.setenv("HF_TOKEN", READS)
+    with pytest.raises(HubError, match=r"--push_to_hub me/tiny: the hub cannot be written to: .*40[13]") as caught:
+        train(tiny_model)
+    assert READS not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "no spaces", "-"])
+def test_a_name_that_no_repository_has_is_refused(workplace, tiny_model, server, name):
+    with pytest.raises(HubError, match=f"--push_to_hub {name}: the hub cannot be written to: ") as caught:
+        train(tiny_model, push_to_hub=name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_failed_upload_loses_nothing(workplace, tiny_model, server, monkeypatch):
+    server.refused["/commit/main"] = (413, f"too large for {WRITES}")
+    with pytest.raises(
+        HubError, match="the run is finished, and its model is in run/model, but not on the hub"
+    ) as caught:
+        train(tiny_model)
+    assert "`hf upload me/tiny run/model`" in str(caught.value)
+    assert "too large for ..." in str(caught.value)
+    assert WRITES not in str(caught.value)
+    before = saved("run/model")
+    server.refused.clear()
+    train(tiny_model, resume=True)
+    assert saved("run/model") == before == server.repositories["me/tiny"]
+
+
+def test_a_script_uploads(workplace, tiny_model):
+    flags = [part for name, value in (SETTINGS | {"model": tiny_model}).items() for part in (f"--{name}", str(value))]
+    with hub() as server:
+        environment = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": WRITES, "HF_HUB_DISABLE_XET": "1"}
+        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = [sys.executable, str(ROOT / "scripts" / "sft.py"), *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert f"the model is at {server.url}/me/tiny" in done.stdout
+        assert WRITES not in done.stdout + done.stderr
+        assert server.repositories["me/tiny"] == saved("run/model")
+        server.refused["/commit/main"] = (413, "too large")
+        done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the run is finished, and its model is in run/model")
+
+
+def test_two_processes_upload_once(workplace, tiny_model):
+    with hub() as server:
+        program = Path("program.py")
+        program.write_text(f"""
+import os, runpy
+from huggingface_hub import constants
+constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = {server.url!r}, False, True
+os.environ["HF_TOKEN"] = {WRITES!r}
+runpy.run_path({str(ROOT / "scripts" / "sft.py")!r}, run_name="__main__")
+""")
+        flags = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
+        flags += ["--model", tiny_model, "--lora_rank", "2"]
+        done = together(program.resolve(), *flags)
+        assert done.returncode == 0, done.stdout
+        assert server.commits == 1
+        assert done.stdout.count(f"the model is at {server.url}/me/tiny") == 1
+        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()
+        server.refused["/commit/main"] = (413, "too large")
+        done = together(program.resolve(), *flags, "--resume")
+    assert done.returncode != 0
+    assert done.stdout.count("the run is finished, and its model is in run/model, but not on the hub") == 2

@@ -1,0 +1,105 @@
+"""What runs with adapters leave in their folders, and that later runs begin with it."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fastp3o.errors import UserError
+from fastp3o.models.loading import load_policy, load_reward_model
+from fastp3o.training import reward_model, sft
+from fastp3o.training.config import RewardModelConfig, SFTConfig
+from fastp3o.training.loop import train
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
+
+SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}
+SUPERVISED |= {"learning_rate": 1e-2, "lora_rank": 2}
+
+
+def fine_tune(model: str, folder: str, **changes) -> None:
+    settings = SUPERVISED | {"model": model, "output_dir": folder, "train_data": "sft.jsonl"}
+    sft.train(SFTConfig(**(settings | changes)))
+
+
+def adapter(folder: str) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "adapter_model.safetensors")
+
+
+def names(folder: str) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()} - {"state", "config.yaml", "metrics.jsonl", "fastp3o.lock"}
+
+
+def test_each_choice_saves_its_folders(workplace, tiny_model):
+    for choice in ("both", "merged", "adapter"):
+        fine_tune(tiny_model, choice, lora_save=choice, save_every=2)
+    assert names("both") == {"model", "adapter", "checkpoint-000002", "checkpoint-000004"}
+    assert names("merged") == {"model", "checkpoint-000002", "checkpoint-000004"}
+    assert names("adapter") == {"adapter", "checkpoint-000002", "checkpoint-000004"}
+    assert names("adapter/checkpoint-000002") == {"adapter"}
+    assert "adapter" in names("both/checkpoint-000002")
+    assert "adapter" not in names("merged/checkpoint-000002")
+    assert_equal(weights("both"), weights("merged"))
+    assert_equal(adapter("both/adapter"), adapter("adapter/adapter"))
+    assert_equal(adapter("both/checkpoint-000004/adapter"), adapter("both/adapter"))
+    assert_equal(adapter("both/checkpoint-000002/adapter"), adapter("adapter/checkpoint-000002/adapter"))
+    assert not torch.equal(
+        *(next(iter(adapter(f"both/{each}adapter").values())) for each in ("", "checkpoint-000002/"))
+    )
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), "adapter/adapter")
+    merged = merged.merge_and_unload().state_dict()
+    assert all(torch.allclose(merged[name], weight, atol=1e-6) for name, weight in weights("both").items())
+    modes = {path.stat().st_mode & 0o777 for path in Path("both/adapter").iterdir()}
+    assert len(modes) == 1
+
+
+def test_a_finished_run_saves_the_other_way_when_it_is_resumed(workplace, tiny_model):
+    fine_tune(tiny_model, "run")
+    before = adapter("run/adapter")
+    fine_tune(tiny_model, "run", lora_save="merged", resume=True)
+    assert names("run") == {"model"}
+    fine_tune(tiny_model, "run", lora_save="adapter", resume=True)
+    assert names("run") == {"adapter"}
+    assert_equal(adapter("run/adapter"), before)
+
+
+def test_a_resumed_run_saves_the_same_bytes(workplace, tiny_model):
+    fine_tune(tiny_model, "whole", save_every=3)
+    copy_at_save_before("whole", "resumed")
+    shutil.rmtree("resumed/adapter")
+    fine_tune(tiny_model, "resumed", save_every=3, resume=True)
+    for folder in ("adapter", "model"):
+        whole, resumed = (
+            {path.name: path.read_bytes() for path in Path(run, folder).iterdir()} for run in ("whole", "resumed")
+        )
+        assert whole == resumed
+
+
+def test_later_stages_begin_with_an_adapter(workplace, tiny_model):
+    """The adapter's folder serves in every place where the merged model does."""
+    fine_tune(tiny_model, "sft")
+    settings = SUPERVISED | {"model": "sft/adapter", "output_dir": "rm", "train_data": "preferences.jsonl"}
+    with pytest.raises(UserError, match="no adapter itself"):
+        reward_model.train(RewardModelConfig(**settings, lora_save="adapter"))
+    # The merged model is the base that the reward model's adapter names.
+    reward_model.train(RewardModelConfig(**settings | {"model": "sft/model"}))
+    shared = {"updates": 2, "learning_rate": 1e-2}
+    for name, model, reward in (("merged", "sft/model", "rm/model"), ("adapters", "sft/adapter", "rm/adapter")):
+        train(config(model, name, reward=reward, **shared))
+    for merged, adapters in zip(metrics("merged"), metrics("adapters"), strict=True):
+        assert adapters["reward"] == pytest.approx(merged["reward"], abs=1e-4)
+    assert load_reward_model("rm/adapter").model.score.weight.abs().max() > 0
+    # A run that begins with an adapter has no adapter of its own to name a base for.
+    train(config("sft/adapter", "again", reward="rm/adapter", lora_rank=2, **shared))
+    assert "adapter" not in names("again")
+    assert load_policy("again/model").model.name_or_path == "again/model"
+
+
+def test_a_stopped_run_has_its_adapter_beside_its_model(workplace, tiny_model):
+    settings = {"reward": "rewards_for_tests:nan_on_third_call", "lora_rank": 2, "updates": 3}
+    with pytest.raises(UserError, match="stopped-in-000003"):
+        train(config(tiny_model, "run", **settings))
+    assert names("run/stopped-in-000003") == {"model", "adapter"}

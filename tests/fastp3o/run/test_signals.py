@@ -1,0 +1,79 @@
+"""Signals of a run stay its own: processes that a reward starts are stopped as anywhere else."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+from accelerate import Accelerator
+from tqdm import tqdm
+from tqdm.contrib.concurrent import process_map
+
+from fastp3o.run.report import ThreadsLock
+from fastp3o.run.signals import SIGNALS, Stops
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+# A signal right after the fork meets a gap before the child has its handlers, in some of many tries.
+@pytest.mark.parametrize("waited", [*[0.0] * 20, 0.2])
+def test_a_worker_that_is_stopped_ends(waited, capfd):
+    with Stops(Accelerator(cpu=True)) as stops:
+        worker = FORK.Process(target=time.sleep, args=(20,))
+        worker.start()
+        worker.join(waited)
+        worker.terminate()
+        worker.join(5)
+        code = worker.exitcode
+        worker.kill()
+        assert code == -signal.SIGTERM
+        assert stops.received == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stops.received == signal.SIGTERM
+    assert capfd.readouterr().err.count("stopping as soon as") == 1
+
+
+def test_a_pool_that_is_left_after_a_time_out_ends():
+    with Stops(Accelerator(cpu=True)):
+        begun = time.monotonic()
+        with pytest.raises(multiprocessing.TimeoutError), FORK.Pool(2) as pool:
+            pool.apply_async(time.sleep, (20,)).get(timeout=0.2)
+        assert time.monotonic() - begun < 10
+
+
+def test_a_worker_has_the_handlers_from_before_the_run():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Stops(Accelerator(cpu=True)):
+        worker = os.fork()
+        if not worker:
+            found = [signal.getsignal(number) for number in SIGNALS]
+            expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in SIGNALS]
+            os._exit(0 if found == expected else 1)
+        assert os.waitpid(worker, 0)[1] == 0
+
+
+def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
+    worker = os.fork()
+    if not worker:
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(worker, 0)
+    printing = threading.Thread(target=tqdm.write, args=["the next line"], daemon=True)
+    printing.start()
+    printing.join(5)
+    assert not printing.is_alive()
+
+
+def test_bars_of_a_users_processes_go_on():
+    assert process_map(abs, [-1, 2], max_workers=1, disable=True) == [1, 2]
+    assert isinstance(tqdm.get_lock(), ThreadsLock)

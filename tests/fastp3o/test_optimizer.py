@@ -1,0 +1,379 @@
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from fastp3o.config import StageConfig
+from fastp3o.models.loading import load_policy
+from fastp3o.models.packed_model import labelled_logprobs
+from fastp3o.models.trainable import freeze_below
+from fastp3o.optimizer import Masters, Optimizer
+from fastp3o.precision import choose_precision
+from fastp3o.processes import NotFiniteError
+from tests.fastp3o.backward import scaled_backward
+from tests.fastp3o.models.model_families import PAIRS
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Weights(nn.Module):
+    """A loss of which the gradient is what it is called with."""
+
+    def __init__(self, values: list[float]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("fine", torch.tensor(1 / 3))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight.float() * gradient).sum()
+
+
+def master_weights(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    return list(Masters(model, dtype, torch.device("cpu")).parameters.values())
+
+
+def optimizer_for(model: nn.Module, dtype: torch.dtype, **settings) -> Optimizer:
+    config = StageConfig(
+        model="", output_dir="", **({"learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 1e9} | settings)
+    )
+    return Optimizer(Accelerator(cpu=True), model, choose_precision(NAMES[dtype], "fp32"), config, steps=100)
+
+
+def backward(optimizer: Optimizer, *gradients: list[float]) -> Tensor:
+    """Takes a step on some microbatches; returns the sum of their losses."""
+    total = torch.zeros(())
+    for gradient in gradients:
+        loss = optimizer.model(torch.tensor(gradient))
+        scaled_backward(optimizer, loss)
+        total += loss.detach()
+    return total
+
+
+@HALVES
+def test_gradients_add_up_in_fp32(dtype):
+    model = Weights([1.0, 2.0])
+    (master,) = master_weights(model, dtype)
+    small = 2**-12
+    assert torch.tensor(1.0, dtype=dtype) + small == 1  # lost where gradients are of the weights' dtype
+    model(torch.tensor([1.0, -1.0])).backward()
+    for _ in range(1000):
+        model(torch.tensor([small, small])).backward()
+    assert master.grad.tolist() == [1 + 1000 * small, -1 + 1000 * small]
+    assert master.grad.dtype == torch.float32
+    assert model.weight.grad is None
+
+
+@HALVES
+def test_only_what_trains_has_a_master(dtype):
+    model = Weights([1.0, 2.0])
+    (master,) = master_weights(model, dtype)
+    assert master.tolist() == [1.0, 2.0]
+    assert master.dtype == torch.float32
+    assert model.weight.dtype == model.frozen.dtype == dtype
+    assert model.fine.dtype == torch.float32  # buffers keep their precision
+
+
+def test_masters_are_of_the_weights_before_rounding():
+    model = Weights([1 + 2**-12, 0.1])
+    (master,) = master_weights(model, torch.bfloat16)
+    assert torch.equal(master, torch.tensor([1 + 2**-12, 0.1]))
+    assert torch.equal(model.weight, master.bfloat16())
+
+
+@HALVES
+def test_masters_move_and_the_weights_are_their_rounding(dtype):
+    model = Weights([1.0, -3.0])
+    optimizer = optimizer_for(model, dtype, learning_rate=1e-5)
+    (master,) = optimizer.parameters.values()
+    seen, moved = [], []
+    for _ in range(50):
+        before = master.detach().clone()
+        optimizer.step(backward(optimizer, [0.5, -0.5]))
+        moved.append(bool((master != before).all()))
+        assert torch.equal(model.weight, master.to(dtype))
+        assert master.grad is None
+        seen.append(model.weight[0].item())
+    assert all(moved)
+    torch.testing.assert_close(master.detach(), torch.tensor([1.0 - 50e-5, -3.0 + 50e-5]), atol=1e-6, rtol=0.0)
+    # One step is far below the distance of two numbers of the dtype.
+    assert seen[0] == 1
+    if dtype == torch.float16:
+        assert seen[-1] < 1
+
+
+@HALVES
+def test_half_precision_steps_as_fp32_does_from_the_same_gradients(dtype):
+    settings = {"weight_decay": 0.1, "max_grad_norm": 0.25, "lr_schedule": "linear", "warmup_steps": 2}
+    half, full = Weights([1.0, -3.0]), Weights([1.0, -3.0])
+    optimizers = optimizer_for(half, dtype, **settings), optimizer_for(full, torch.float32, **settings)
+    for step in range(5):
+        metrics = [o.step(backward(o, [0.5, step / 8], [0.25, -0.5])) for o in optimizers]
+        assert optimizers[0].learning_rate == optimizers[1].learning_rate
+        torch.testing.assert_close(metrics[0]["grad_norm"], metrics[1]["grad_norm"])
+    (master,) = optimizers[0].parameters.values()
+    torch.testing.assert_close(master, full.weight)
+    assert metrics[1].keys() == {"grad_norm"}
+
+
+def test_a_part_without_gradient_stands_still():
+    class Two(Weights):
+        def __init__(self):
+            super().__init__([1.0])
+            self.unused = nn.Parameter(torch.tensor([5.0]))
+
+    model = Two()
+    optimizer = optimizer_for(model, torch.bfloat16, learning_rate=0.1)
+    optimizer.step(backward(optimizer, [1.0]))
+    assert model.unused.item() == 5
+    assert model.weight.item() < 1
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "inverse_sqrt"])
+def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path, dtype, schedule):
+    def run(optimizer, steps):
+        for step in steps:
+            optimizer.step(backward(optimizer, [1.0, 0.1 * step]))
+        return [optimizer.parameters["weight"].tolist(), optimizer.model.weight.tolist()]
+
+    settings = {"lr_schedule": schedule, "warmup_steps": 4}
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype, **settings)
+    run(optimizer, range(3))
+    tensors = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    counters = json.loads(json.dumps(optimizer.state_dict()))
+    expected = run(optimizer, range(3, 6))
+    resumed = optimizer_for(Weights([9.0, 9.0]), dtype, **settings)
+    resume(resumed, tensors, counters)
+    assert torch.equal(resumed.model.weight, tensors["weights.weight"].to(dtype))
+    assert run(resumed, range(3, 6)) == expected
+    assert resumed.learning_rate == optimizer.learning_rate
+    assert resumed.state_dict() == optimizer.state_dict()
+
+
+def resume(optimizer: Optimizer, tensors: dict[str, Tensor], counters: dict) -> None:
+    def read(into: dict[str, Tensor]) -> None:
+        assert into.keys() == tensors.keys()
+        for name, tensor in into.items():
+            tensor.copy_(tensors[name])
+
+    optimizer.fill(tensors.keys(), read)
+    optimizer.load_state_dict(counters)
+
+
+def test_a_resumed_run_takes_its_own_settings_of_adamw():
+    first = optimizer_for(Weights([1.0, 2.0]), torch.float32)
+    first.step(backward(first, [1.0, 1.0]))
+    changed = {"learning_rate": 0.5, "adam_beta1": 0.5, "adam_eps": 1e-3, "lr_schedule": "linear"}
+    resumed = optimizer_for(Weights([1.0, 2.0]), torch.float32, **changed)
+    resume(resumed, first.tensors(), first.state_dict())
+    (group,) = resumed.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"]) == (0.5 * 0.99, (0.5, 0.95), 1e-3)
+    assert resumed.learning_rate == 0.5 * 0.99
+
+
+def test_the_learning_rate_is_that_of_the_step():
+    optimizer = optimizer_for(Weights([1.0]), torch.float32, lr_schedule="linear", warmup_steps=2)
+    for rate in (0.0, 0.5e-3, 1e-3):
+        before = optimizer.parameters["weight"].item()
+        optimizer.step(backward(optimizer, [1.0]))
+        assert optimizer.learning_rate == rate
+        # AdamW's steps along one gradient are the learning rate.
+        assert before - optimizer.parameters["weight"].item() == pytest.approx(rate, abs=1e-6)
+
+
+def test_a_state_of_another_model_is_refused_by_name():
+    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
+    for name in ("exp_avg.other", "reference_mean.weight"):
+        with pytest.raises(ValueError, match=rf"the state has {name}, which is nothing that this model trains"):
+            optimizer.fill([name], lambda tensors: None)
+    assert optimizer.tensors().keys() == {"weights.weight"}
+
+
+def test_an_fp16_gradient_that_overflows_is_left_out_and_the_scale_halved():
+    model = Weights([1.0, 2.0])
+    optimizer = optimizer_for(model, torch.float16)
+    (master,) = optimizer.parameters.values()
+    scales = []
+    while True:
+        metrics = optimizer.step(backward(optimizer, [48.0, 0.0], [0.0, 1.0]))
+        scales.append(metrics["loss_scale"].item())
+        assert master.grad is None
+        if metrics["grad_norm"] > 0:
+            break
+        assert master.tolist() == [1.0, 2.0]
+        assert not optimizer.optimizer.state[master].get("step", torch.zeros(())).any()
+    # 48 times 2^12 and 2^11 are above 65504.
+    assert scales == [2**11, 2**10, 2**10]
+    torch.testing.assert_close(metrics["grad_norm"], torch.tensor(48.0**2 + 1).sqrt())
+    torch.testing.assert_close(master.detach(), torch.tensor([0.999, 1.999]))
+
+
+def test_an_fp16_gradient_that_is_never_finite_stops():
+    model = Weights([1.0, 2.0])
+    optimizer = optimizer_for(model, torch.float16)
+
+    def step():
+        # Its loss is finite.
+        backward(optimizer, [float("inf"), 0.0])
+        metrics = optimizer.step(torch.zeros(()))
+        optimizer.require_finite()
+        return metrics
+
+    for _ in range(12):
+        assert step()["grad_norm"] == 0
+    with pytest.raises(NotFiniteError, match="the gradient is NaN or infinite at any scale"):
+        step()
+    assert optimizer.parameters["weight"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_a_loss_that_is_not_finite_moves_nothing(dtype):
+    model = Weights([1.0, 2.0])
+    optimizer = optimizer_for(model, dtype)
+    loss = backward(optimizer, [1.0, 1.0]) * float("nan")
+    optimizer.step(loss)
+    with pytest.raises(NotFiniteError, match="the loss"):
+        optimizer.require_finite()
+    assert [p.tolist() for p in optimizer.parameters.values()] == [[1.0, 2.0]]
+    assert model.weight.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_scale_an_infinite_gradient_stops_at_once(dtype):
+    model = Weights([1.0, 2.0])
+    optimizer = optimizer_for(model, dtype)
+    backward(optimizer, [float("inf"), 1.0])
+    optimizer.step(torch.zeros(()))
+    with pytest.raises(NotFiniteError, match="the loss or the gradient"):
+        optimizer.require_finite()
+    assert model.weight.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype):
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype)
+    optimizer.step(backward(optimizer, [1.0, 1.0]))
+    optimizer.require_finite()
+    optimizer.step(backward(optimizer, [1.0, 1.0]))
+    before = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    optimizer.step(backward(optimizer, [1.0, 1.0]) * float("nan"))
+    optimizer.step(backward(optimizer, [1.0, 1.0]))
+    assert optimizer.steps == 4
+    with pytest.raises(NotFiniteError, match=r"NaN or infinite \(1 value\)"):
+        optimizer.require_finite()
+    assert optimizer.steps == 2
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.tensors().items())
+
+
+def test_a_state_with_the_keys_of_torchs_scaler_goes_on():
+    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float16)
+    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    torchs.scale(torch.zeros(()))  # which makes its tensors
+    assert optimizer.state_dict()["loss_scale"] == torchs.state_dict()
+    optimizer.load_state_dict({"steps": 0, "loss_scale": torchs.state_dict() | {"scale": 8.0, "_growth_tracker": 1999}})
+    metrics = optimizer.step(backward(optimizer, [1.0, 1.0]))
+    assert metrics["loss_scale"] == 16
+    assert optimizer.state_dict()["loss_scale"] == torchs.state_dict() | {"scale": 16.0}
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_clipping_within_adamw_is_as_exact_as_before_it(dtype):
+    """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
+    model, plain = Weights([1.0, -3.0]), nn.Parameter(torch.tensor([1.0, -3.0]))
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer, torchs = (
+        optimizer_for(model, dtype, max_grad_norm=0.3, adam_eps=1e-8),
+        torch.optim.AdamW([plain], **settings),
+    )
+    (own,) = optimizer.parameters.values()
+    for step in range(20):
+        optimizer.step(backward(optimizer, [0.5, step / 8]))
+        plain.grad = torch.tensor([0.5, step / 8])
+        nn.utils.clip_grad_norm_([plain], 0.3)
+        torchs.step()
+    torch.testing.assert_close(own.detach(), plain.detach(), atol=0.0, rtol=1e-6)
+
+
+def test_gradients_are_scaled_down_to_a_norm():
+    model = Weights([1.0, 1.0])
+    optimizer = optimizer_for(model, torch.float32, max_grad_norm=1.0, adam_eps=1.0, learning_rate=1.0)
+    metrics = optimizer.step(backward(optimizer, [3.0, 4.0]))
+    assert metrics["grad_norm"] == 5
+    # AdamW's first step is g / (|g| + eps).
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([1 - 0.6 / 1.6, 1 - 0.8 / 1.8]))
+
+
+def test_fp32_weights_are_their_own_masters():
+    model = Weights([1.0, 2.0])
+    optimizer = optimizer_for(model, torch.float32)
+    assert [id(p) for p in optimizer.parameters.values()] == [id(model.weight)]
+    assert optimizer.guard.scale is None
+
+
+@HALVES
+def test_a_policy_with_tied_embeddings_has_one_master_for_both(tiny_model, dtype):
+    policy, plain = load_policy(tiny_model), load_policy(tiny_model)
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(dtype)
+    optimizer = optimizer_for(policy, dtype)
+    row = PAIRS.row()
+    labelled_logprobs(policy, row).sum().backward()
+    labelled_logprobs(plain, row).sum().backward()
+    named = dict(plain.named_parameters())
+    assert named.keys() == optimizer.parameters.keys()
+    for name, parameter in named.items():
+        assert torch.equal(optimizer.parameters[name].grad, parameter.grad.float()), name
+    assert all(buffer.dtype == torch.float32 for name, buffer in policy.named_buffers() if "inv_freq" in name)
+
+
+def test_frozen_layers_take_no_memory_for_masters(tiny_model):
+    policy = load_policy(tiny_model)
+    freeze_below(policy, 1)
+    optimizer = optimizer_for(policy, torch.bfloat16)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    assert 0 < len(trained) < len(list(policy.parameters()))
+    assert [p.shape for p in optimizer.parameters.values()] == [p.shape for p in trained]
+    before = [parameter.clone() for parameter in policy.parameters()]
+    loss = labelled_logprobs(optimizer.model, PAIRS.row()).mean()
+    scaled_backward(optimizer, loss)
+    optimizer.step(loss.detach())
+    for parameter, old in zip(policy.parameters(), before, strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.requires_grad or torch.equal(parameter, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_submodule_can_have_a_learning_rate_and_a_gradient_norm_of_its_own(dtype):
+    model = Weights([1.0, 2.0])
+    model.critic = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.critic.weight)
+    config = StageConfig(model="", output_dir="", learning_rate=2**-3, weight_decay=0.0, max_grad_norm=1.0)
+    precision = choose_precision(NAMES[dtype], "fp32")
+    rates = {"critic": 2**-1}
+    optimizer = Optimizer(Accelerator(cpu=True), model, precision, config, steps=100, learning_rates=rates)
+    loss = (model.weight * torch.tensor([0.5, -0.5], dtype=dtype)).sum() + 1000 * model.critic.weight.sum()
+    scaled_backward(optimizer, loss)
+    metrics = optimizer.step(loss.detach())
+    assert metrics["grad_norm"].item() == pytest.approx(0.5**0.5), "of the model, and not shrunk by the critic's"
+    # Adam's first step is the learning rate.
+    assert model.weight.tolist() == pytest.approx([1 - 2**-3, 2 + 2**-3])
+    assert model.critic.weight.item() == pytest.approx(-(2**-1))
+    assert optimizer.learning_rate == 2**-3
+
+
+def test_a_submodule_that_explodes_stops_the_step():
+    model = Weights([1.0])
+    model.critic = nn.Linear(1, 1, bias=False)
+    config = StageConfig(model="", output_dir="")
+    optimizer = Optimizer(
+        Accelerator(cpu=True), model, choose_precision("fp32", "fp32"), config, steps=1, learning_rates={"critic": 1.0}
+    )
+    scaled_backward(optimizer, model.weight.sum() + float("inf") * model.critic.weight.sum())
+    optimizer.step(torch.zeros(()))
+    with pytest.raises(NotFiniteError):
+        optimizer.require_finite()
+    assert model.weight.item() == 1

@@ -1,0 +1,403 @@
+"""Offline objectives on the tiny model: one update of each against its formula, references, evaluations, resuming."""
+
+import gc
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from fastp3o.cli import parse_chosen
+from fastp3o.data import load_preferences, load_unpaired_preferences
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.objectives.base import LossAndMetrics
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.run.manifest import ResumeError
+from fastp3o.training import build as models
+from fastp3o.training import reference_logprobs, supervised
+from fastp3o.training.preferences import train, with_other_prompts
+from tests.fastp3o.runs import assert_equal, metrics, weights, weights_of_start
+
+REWARDS = "rewards_for_tests"
+LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
+# An update that is proportional to small gradients, not to their signs.
+ADAM = {"learning_rate": 1e-2, "adam_eps": 1e-2}
+
+
+def data_file(objective: str) -> str:
+    return "unpaired.jsonl" if objective == "kto" else "preferences.jsonl"
+
+
+def run(objective: str, output_dir: str, model: str, **changes) -> None:
+    settings = {
+        "train_data": data_file(objective),
+        "batch_size": 4,
+        "report_to": "none",
+        "precision": "fp32",
+        **LENGTHS,
+        **ADAM,
+    }
+    train(OFFLINE_OBJECTIVES[objective](**(settings | {"model": model, "output_dir": output_dir} | changes)))
+
+
+@pytest.fixture
+def other_model(tiny_model, tokenizer, workplace) -> str:
+    """The tiny model, some way off."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained("other")
+    tokenizer.save_pretrained("other")
+    return "other"
+
+
+# --- the update, written out --------------------------------------------------------------------------------------
+
+
+def sigmoid_loss(x: Tensor) -> Tensor:
+    return torch.log1p(torch.exp(-x))
+
+
+def log_odds(mean: Tensor) -> Tensor:
+    return torch.log(torch.exp(mean) / (1 - torch.exp(mean)))
+
+
+def discopop(x: Tensor) -> Tensor:
+    blend = 1 / (1 + torch.exp(-x / 0.05))
+    return (1 - blend) * sigmoid_loss(x) + blend * torch.exp(-x)
+
+
+def squash(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+# Formulas of c, r: log π of chosen and rejected; rc, rr: the same of the reference; nc, nr: their tokens.
+FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "dpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(0.1 * ((c - rc) - (r - rr))),
+    "ipo": lambda c, r, rc, rr, nc, nr: ((c - rc) / nc - (r - rr) / nr - 1 / 0.2) ** 2,
+    "simpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(2.0 * c / nc - 2.0 * r / nr - 1.0),
+    "orpo": lambda c, r, rc, rr, nc, nr: -c / nc + 0.1 * sigmoid_loss(log_odds(c / nc) - log_odds(r / nr)),
+    "cpo": lambda c, r, rc, rr, nc, nr: sigmoid_loss(0.1 * (c - r)) - c,
+    "slic": lambda c, r, rc, rr, nc, nr: torch.clamp(1 - c + r, min=0) - c,
+    "apo_zero": lambda c, r, rc, rr, nc, nr: 1 - squash(0.1 * (c - rc)) + squash(0.1 * (r - rr)),
+    "apo_down": lambda c, r, rc, rr, nc, nr: squash(0.1 * (c - rc)) + 1 - squash(0.1 * (c - rc - r + rr)),
+    "discopop": lambda c, r, rc, rr, nc, nr: discopop(0.05 * (c - rc - r + rr)),
+}
+
+
+def plain_logprob(model: nn.Module, prompt: list[int], response: list[int]) -> Tensor:
+    """log π of one response from all logits, in fp64."""
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum()
+
+
+def pairs_loss(objective: str, policy: nn.Module, reference: nn.Module, tokenizer) -> Tensor:
+    examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
+    losses = []
+    for example in examples:
+        prompt, chosen, rejected = (example[f"{name}_ids"] for name in ("prompt", "chosen", "rejected"))
+        own, other = ([plain_logprob(m, prompt, ids) for ids in (chosen, rejected)] for m in (policy, reference))
+        losses.append(FORMULAS[objective](*own, *(x.detach() for x in other), len(chosen), len(rejected)))
+    return torch.stack(losses).mean()
+
+
+def kto_loss(policy: nn.Module, reference: nn.Module, tokenizer) -> Tensor:
+    examples, _ = load_unpaired_preferences("unpaired.jsonl", tokenizer, **LENGTHS)
+    examples = list(examples)
+
+    def log_ratio(prompt: list[int], response: list[int]) -> Tensor:
+        return plain_logprob(policy, prompt, response) - plain_logprob(reference, prompt, response).detach()
+
+    # Two responses to each prompt lie together: the last one before them is the second to the prompt before.
+    others = [examples[number // 2 * 2 - 1] for number in range(len(examples))]
+    mismatched = [log_ratio(e["prompt_ids"], o["response_ids"]) for e, o in zip(examples, others, strict=True)]
+    z0 = torch.stack(mismatched).mean().detach().clamp(min=0)
+    distances = [log_ratio(e["prompt_ids"], e["response_ids"]) - z0 for e in examples]
+    signs = [1 if e["desirable"] else -1 for e in examples]
+    return torch.stack([1 - squash(0.1 * s * d) for s, d in zip(signs, distances, strict=True)]).mean()
+
+
+@pytest.mark.parametrize("objective", OFFLINE_OBJECTIVES)
+def test_an_update_is_that_of_the_formula(objective, workplace, tiny_model, other_model, tokenizer):
+    needs_reference = getattr(OFFLINE_OBJECTIVES[objective], "anchor", "ref") != ""
+    named = {"reference": other_model} if needs_reference else {}
+    examples = 16 if objective == "kto" else 8
+    run(objective, "run", tiny_model, batch_size=examples, max_grad_norm=1e9, tokens_per_row=60, **named)
+
+    policy, reference = (AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model))
+    loss = kto_loss if objective == "kto" else partial(pairs_loss, objective)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=1e-6)
+    value = loss(policy, reference, tokenizer)
+    value.backward()
+    optimizer.step()
+    (line,) = metrics("run")
+    assert line["loss"] == pytest.approx(value.item(), rel=1e-5)
+    start, moved = weights_of_start(tiny_model), weights("run")
+    for name, parameter in policy.named_parameters():
+        expected = parameter.detach() - start[name].double()
+        assert expected.abs().max() > 1e-5
+        difference = moved[name].double() - start[name].double() - expected
+        assert difference.abs().max() < 2e-3 * expected.abs().max()
+
+
+def test_z0_is_at_least_0_and_is_of_another_prompts_response(workplace, tiny_model, other_model):
+    for name, policy, reference in (("above", tiny_model, other_model), ("below", other_model, tiny_model)):
+        run("kto", name, policy, reference=reference, batch_size=16)
+    above, below = metrics("above")[0], metrics("below")[0]
+    assert above["reference_point"] > 0 == below["reference_point"]
+    assert above["desirable"] == 0.5
+    assert above["margin"] == pytest.approx(above["log_ratio_desirable"] - above["log_ratio_undesirable"], abs=1e-5)
+
+
+@given(prompts=st.lists(st.integers(0, 2).map(lambda token: [token]), min_size=1))
+def test_partners_have_another_prompt(prompts):
+    others = with_other_prompts(prompts)
+    assert (others is None) == all(prompt == prompts[0] for prompt in prompts)
+    assert others is None or all(prompts[other] != prompt for other, prompt in zip(others, prompts, strict=True))
+
+
+def test_partners_are_the_nearest_before():
+    assert with_other_prompts([[1], [2], [2], [3], [1]]) == [3, 0, 0, 2, 3]
+
+
+# --- packing, processes, memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
+def test_packing_does_not_matter(objective, workplace, tiny_model, other_model):
+    for name, changes in (("whole", {}), ("parts", {"tokens_per_row": 40}), ("plain", {"share_prompts": False})):
+        run(objective, name, tiny_model, reference=other_model, epochs=2, eval_data=data_file(objective), **changes)
+    for other in ("parts", "plain"):
+        for file in ("metrics.jsonl", "eval.jsonl"):
+            for one, two in zip(metrics("whole", file), metrics(other, file), strict=True):
+                one.pop("packing_efficiency", None)
+                assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_rank": 2},
+        {"trainable_layers": 1},
+        {"gradient_checkpointing": True},
+        {"precision": "bf16-autocast"},
+        {"precision": "fp16", "gradient_checkpointing": True},
+    ],
+    ids=str,
+)
+def test_what_trains_and_how(objective, changes, workplace, tiny_model):
+    run(objective, "run", tiny_model, epochs=4, eval_data=data_file(objective), **changes)
+    before, *_, after = metrics("run", "eval.jsonl")
+    # The policy is its own reference: every log-ratio is exactly 0, and a tie counts a half.
+    assert before["accuracy"] == 0.5
+    assert before["k2"] == before["margin"] == before.get("reference_point", 0) == 0
+    assert before["loss"] == pytest.approx(math.log(2) if objective == "dpo" else 0.5)
+    assert after["accuracy"] > 0.5
+    assert after["loss"] < before["loss"]
+    moved, start = weights("run"), weights_of_start(tiny_model)
+    same = {name for name in start if torch.equal(moved[name].float(), start[name])}
+    assert ("model.embed_tokens.weight" in same) == (changes.keys() <= {"lora_rank", "trainable_layers"})
+
+
+# --- the reference ------------------------------------------------------------------------------------------------
+
+
+class Loads:
+    """Counts the policies that are loaded, and looks how many are in memory when a step begins."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.references = 0
+        self.in_memory: list[int] = []
+        load, prepared = models.load_policy, supervised.SupervisedTask.prepared_rows
+
+        def loads(*arguments, **options) -> PackedModel:
+            self.references += 1
+            return load(*arguments, **options)
+
+        def looks(*arguments):
+            self.in_memory.append(sum(type(thing) is PackedModel for thing in gc.get_objects()))
+            return prepared(*arguments)
+
+        monkeypatch.setattr(models, "load_policy", loads)
+        monkeypatch.setattr(supervised.SupervisedTask, "prepared_rows", looks)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    gc.collect()
+    return Loads(monkeypatch)
+
+
+def reference_files(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("reference-*.safetensors"))
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_the_reference_is_asked_once_and_is_gone(objective, workplace, tiny_model, other_model, loads):
+    data = data_file(objective)
+    before = sum(type(thing) is PackedModel for thing in gc.get_objects())
+    run(objective, "run", tiny_model, reference=other_model, eval_data=data, eval_limit=3, epochs=2)
+    assert loads.references == 1
+    assert set(loads.in_memory) == {before + 1}
+    assert len(reference_files("run")) == 2
+
+
+def test_adapters_and_objectives_without_a_reference_load_no_second_model(workplace, tiny_model, loads):
+    run("dpo", "adapters", tiny_model, lora_rank=2)
+    for objective in ("simpo", "orpo", "cpo", "slic"):
+        run(objective, objective, tiny_model)
+        assert not reference_files(objective)
+    assert loads.references == 0
+    assert reference_files("adapters")
+
+
+def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, other_model, loads, capsys):
+    shared = {"reference_logprobs": "shared", "eval_data": "preferences.jsonl"}
+    run("dpo", "first", tiny_model, **shared)
+    (file,) = reference_files("shared")  # the same data twice
+    run("ipo", "second", tiny_model, lora_rank=2, **shared)
+    assert loads.references == 1
+    assert f"found in {file}" in capsys.readouterr().out
+    for number, changes in enumerate([{"reference": other_model}, {"limit": 6}, {"precision": "fp16"}]):
+        run("dpo", str(number), tiny_model, **shared, **changes)
+    assert len(reference_files("shared")) == 4
+
+
+def test_a_damaged_file_is_said_and_computed_again(workplace, tiny_model, capsys):
+    run("dpo", "first", tiny_model, reference_logprobs="shared")
+    (file,) = reference_files("shared")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"x")
+    run("dpo", "second", tiny_model, reference_logprobs="shared")
+    assert f"{file} is damaged" in capsys.readouterr().out
+    assert file.read_bytes() == whole
+    assert metrics("first") == metrics("second")
+
+
+def test_stages_chain(workplace, tiny_model):
+    """sDPO: the model of one stage is the start and the reference of the next."""
+    run("dpo", "first", tiny_model, eval_data="preferences.jsonl")
+    run("dpo", "second", "first/model", eval_data="preferences.jsonl")
+    run("dpo", "anchored", "first/model", reference=tiny_model, eval_data="preferences.jsonl")
+    assert metrics("first", "eval.jsonl")[-1]["k2"] > 0
+    assert metrics("second", "eval.jsonl")[0]["k2"] == 0
+    assert metrics("anchored", "eval.jsonl")[0]["k2"] == pytest.approx(metrics("first", "eval.jsonl")[-1]["k2"])
+
+
+# --- evaluations, resuming ------------------------------------------------------------------------------------------
+
+
+def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, loads):
+    sampled = {"eval_prompts": "prompts.jsonl", "reward": "rewards_for_tests:vowels", "max_response_tokens": 8}
+    for objective in ("dpo", "simpo"):
+        run(objective, objective, tiny_model, epochs=2, eval_data="preferences.jsonl", **sampled)
+        before, after = metrics(objective, "eval.jsonl")
+        assert before["kl"] == 0 < after["kl_std"]
+        assert {"reward", "reward_std", "response_length", "missing_eos", "accuracy", "loss"} <= after.keys()
+    assert set(loads.in_memory) == {1}
+    run("kto", "kto", tiny_model, eval_prompts="prompts.jsonl", max_response_tokens=8)
+    assert metrics("kto", "eval.jsonl")[-1].keys() & {"kl", "reward", "accuracy"} == {"kl"}
+
+
+def test_rewards_of_samples_may_be_several_and_ask_for_columns(workplace, tiny_model):
+    words = ["tree", "house"]
+    records = [json.dumps({"prompt": f"Say {word}:", "word": word, "answer": len(word)}) for word in words]
+    Path("answers.jsonl").write_text("\n".join(records))
+    sampled = {
+        "eval_prompts": "answers.jsonl",
+        "reward": f"{REWARDS}:answered,{REWARDS}:vowels",
+        "reward_weights": "1,-2",
+    }
+    run("dpo", "run", tiny_model, gold_reward=f"{REWARDS}:varied", max_response_tokens=8, **sampled)
+    for line in metrics("run", "eval.jsonl"):
+        answered, vowels = (line[f"reward/{name}"] for name in ("answered", "vowels"))
+        assert line["reward"] == pytest.approx(answered - 2 * vowels)
+        assert answered == pytest.approx(line["gold"] + 4.5)
+
+
+@pytest.mark.parametrize("changes", [{"eval_data": "preferences.jsonl"}, {"lora_rank": 2}])
+def test_a_stop_does_not_wait_for_the_references_logprobs(workplace, tiny_model, monkeypatch, capsys, changes):
+    """The evaluation before the first step asks for them, or that step."""
+    run("dpo", "whole", tiny_model, **changes)
+    monkeypatch.setattr(reference_logprobs, "CHUNK", 2)
+    computed, chunks = reference_logprobs.ReferenceLogprobs.chunk_logprobs, []
+
+    def stopped_in_the_first(*arguments) -> Tensor:
+        chunks.append(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return computed(*arguments)
+
+    monkeypatch.setattr(reference_logprobs.ReferenceLogprobs, "chunk_logprobs", stopped_in_the_first)
+    with pytest.raises(SystemExit) as stopped:
+        run("dpo", "resumed", tiny_model, **changes)
+    assert (stopped.value.code, len(chunks)) == (128 + signal.SIGTERM, 1)
+    assert "SIGTERM: stopped after step 0; --resume goes on from there\n" in capsys.readouterr().out
+    monkeypatch.setattr(reference_logprobs.ReferenceLogprobs, "chunk_logprobs", computed)
+    run("dpo", "resumed", tiny_model, resume=True, **changes)
+    assert_equal(weights("whole"), weights("resumed"))
+
+
+@pytest.mark.parametrize(("objective", "changes"), [("dpo", {}), ("kto", {"lora_rank": 2}), ("simpo", {})])
+def test_a_resumed_run_is_the_uninterrupted_one(objective, changes, workplace, tiny_model, loads, monkeypatch):
+    changes = {"epochs": 3, "lr_schedule": "cosine", "eval_data": data_file(objective), "save_every": 1} | changes
+    run(objective, "whole", tiny_model, **changes)
+    config, sums, calls = OFFLINE_OBJECTIVES[objective], OFFLINE_OBJECTIVES[objective].sums, []
+
+    def breaks_off(*arguments) -> LossAndMetrics:
+        calls.append(None)
+        if len(calls) == 5:  # an evaluation and three steps, of one row each, are over
+            raise KeyboardInterrupt
+        return sums(*arguments)
+
+    monkeypatch.setattr(config, "sums", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        run(objective, "resumed", tiny_model, **changes)
+    monkeypatch.setattr(config, "sums", sums)
+    loads.references = 0
+    run(objective, "resumed", tiny_model, resume=True, **changes)
+    assert loads.references == 0, "its log-probs are there"
+    for file in ("metrics.jsonl", "eval.jsonl"):
+        assert metrics("resumed", file) == metrics("whole", file)
+    assert_equal(weights("resumed"), weights("whole"))
+
+
+def test_another_objective_is_another_run(workplace, tiny_model):
+    run("dpo", "run", tiny_model)
+    with pytest.raises(ResumeError, match=r"another run: --objective \(dpo before, ipo now\)"):
+        run("ipo", "run", tiny_model, resume=True)
+    run("dpo", "run", tiny_model, resume=True, epochs=2, beta=0.2)
+    assert len(metrics("run")) == 4
+
+
+def test_the_written_configuration_starts_the_same_run(workplace, tiny_model):
+    run("kto", "first", tiny_model, beta=0.3)
+    config = parse_chosen(OFFLINE_OBJECTIVES, ["first/config.yaml", "--output_dir", "second"])
+    train(config)
+    assert config.objective == "kto"
+    assert metrics("first") == metrics("second")
+
+
+@pytest.mark.parametrize("objective", OFFLINE_OBJECTIVES)
+def test_what_may_change_is_an_option(objective):
+    config = OFFLINE_OBJECTIVES[objective]
+    assert config.changeable() <= {field.name for field in fields(config)}
+    assert not config.changeable() & {"model", "reference", "seed", "batch_size", "objective", "eval_prompts"}
+
+
+def test_a_folder_for_a_reference_that_is_not_there_is_a_warning(workplace, tiny_model, capsys):
+    run("simpo", "run", tiny_model, reference_logprobs="shared")
+    assert "warning: --reference_logprobs does nothing: --objective simpo has no reference" in capsys.readouterr().out
+    assert not Path("shared").exists()

@@ -1,0 +1,43 @@
+"""Which weights are sampled: a copy where that is faster, or where a process does not have all of them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastp3o.context import Context
+from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.trainable import add_lora
+from fastp3o.precision import choose_precision
+from fastp3o.training import build as models
+from fastp3o.training.build import with_copy
+from tests.fastp3o.models.model_families import random_model
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast", "bf16", "fp16"])
+@pytest.mark.parametrize(("device", "memory"), [("cpu", 10**12), ("cuda", 10**12), ("cuda", 0)])
+def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, lora, monkeypatch):
+    made = []
+
+    def copy(policy, device, dtype, *, merges):
+        made.append((dtype, merges))
+        return "copy"
+
+    monkeypatch.setattr(models, "SamplingCopy", copy)
+    monkeypatch.setattr(models, "available_memory", lambda _: memory)
+    policy = PackedModel(random_model("llama"))
+    if lora:
+        add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
+    arithmetic = choose_precision(precision, "fp32")
+    accelerator = SimpleNamespace(device=torch.device(device), print=print)
+    sampled = with_copy(policy, Context(accelerator, arithmetic, None, None))
+    assert sampled.model is policy
+    # Without room adapters stay as they are; autocast's copy is no more than its passes take.
+    if device == "cuda" and precision == "bf16-autocast":
+        assert made == [(torch.bfloat16, lora)]
+    elif device == "cuda" and lora and memory:
+        assert made == [(arithmetic.weights, True)]
+    else:
+        assert made == []
+        assert sampled.sampled is policy
