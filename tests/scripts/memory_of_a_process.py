@@ -51,10 +51,10 @@ def measured_and_predicted(accelerator: Accelerator, case: str, checkpointing: b
     config = StageConfig(model="", output_dir="")
     optimizer = Optimizer(accelerator, model, precision, config, 9, mesh=process_mesh(accelerator.device))
     old = torch.full((P, 2), -response * torch.tensor(float(model_sizes[-1])).log())
-    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old, 1.0)
+    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old)
 
     def update() -> None:
-        loss, _ = OBJECTIVE.loss(model, microbatch)
+        loss, _ = OBJECTIVE.loss(model, microbatch, P)
         scaled_backward(optimizer, loss)
 
     update()

@@ -82,11 +82,11 @@ def test_the_peak_of_an_update_is_predicted_within_a_tenth(
         model.recompute_activations()
     vocabulary = model_sizes[-1]
     old = torch.full((P, 2), -response * torch.tensor(float(vocabulary)).log())
-    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old, 1.0)
+    microbatch = Microbatch(row, torch.randn(P, 2), old, old, old, old)
 
     def update():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast is not None):
-            loss, _ = OBJECTIVE.loss(model, microbatch)
+            loss, _ = OBJECTIVE.loss(model, microbatch, P)
         loss.backward()
 
     update()

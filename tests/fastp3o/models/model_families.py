@@ -181,9 +181,9 @@ def packed(
         ref_token_logprobs=torch.cat(ref),
         old_logprobs=sums(old),
         ref_logprobs=sums(ref),
-        weight=1.0,
     )
-    loss, _ = loss_config(clipping).build().loss(model, microbatch)
+    divisor = len(row.labels) if clipping == "token" else len(microbatch.rewards)
+    loss, _ = loss_config(clipping).build().loss(model, microbatch, divisor)
     return outcome(model.model, logprobs, loss)
 
 

@@ -81,7 +81,7 @@ def test_an_objective_is_chosen_by_name_and_told_in_the_configuration(workplace,
 
 def test_the_kl_of_an_update_is_the_mean_over_responses_of_all_microbatches():
     zeros = torch.zeros(2, 2)
-    rows = [Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros, 1.0) for kl in (1.0, 2.0, 6.0)]
+    rows = [Microbatch(None, zeros, zeros, zeros, zeros + kl, zeros) for kl in (1.0, 2.0, 6.0)]
     assert mean_kl([rows[:1], rows[1:]], lambda sums: sums) == 3.0
     assert mean_kl([rows[:1]], lambda sums: sums + torch.tensor([8.0, 4.0])) == 1.5  # of another process
 

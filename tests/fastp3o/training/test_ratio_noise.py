@@ -21,7 +21,7 @@ def rollouts_and_microbatch(model: PackedModel, groups, shift: float = 0.0) -> t
     with torch.no_grad():
         logprobs = labelled_logprobs(model, row)
     sums = sequence_logprobs(logprobs, row.cu_seqlens).view(len(chosen), -1) + shift
-    return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, sums, logprobs, logprobs, sums, sums, 1.0)
+    return groups_of_ids(groups.prompts, groups.responses), Microbatch(row, sums, logprobs, logprobs, sums, sums)
 
 
 @pytest.mark.parametrize("groups", [PAIRS, FOURS], ids=["pairs", "fours"])

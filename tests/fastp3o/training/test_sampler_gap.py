@@ -24,7 +24,7 @@ def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model
         with torch.no_grad():
             old = labelled_logprobs(policy, row)
         sums = sequence_logprobs(old, row.cu_seqlens).view(-1, 2)
-        microbatches.append(Microbatch(row, torch.zeros(len(sums), 2), old, old, sums, sums, 1.0))
+        microbatches.append(Microbatch(row, torch.zeros(len(sums), 2), old, old, sums, sums))
     assert len(microbatches) > 2
 
     def gaps(groups):

@@ -56,11 +56,11 @@ def test_an_update_takes_what_is_predicted_within_a_tenth(sizes, precision, chec
     optimizer = Optimizer(Accelerator(), model, precision, config, steps=2)
     row = row.to(device)
     old = torch.full((P, 2), -response * torch.tensor(float(model_sizes[-1])).log(), device=device)
-    microbatch = Microbatch(row, torch.randn(P, 2).to(device), old, old, old, old, 1.0)
+    microbatch = Microbatch(row, torch.randn(P, 2).to(device), old, old, old, old)
 
     def add_gradients() -> None:
         with torch.autocast("cuda", torch.bfloat16) if precision.autocast else nullcontext():
-            loss, _ = objective.loss(model, microbatch)
+            loss, _ = objective.loss(model, microbatch, P)
         scaled_backward(optimizer, loss)
 
     # The first step makes the moments. In the second, the row after the first finds gradients of everything.
