@@ -23,7 +23,7 @@ from tests.fastp3o.together import together
 from tests.fastp3o.torchrun import ROOT
 
 SCRIPT = ROOT / "scripts" / "generate.py"
-RUNS = Path(__file__).with_name("runs_of_a_process.py")
+RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 SETTINGS = {
     "prompts": "prompts.jsonl",  # eight of them
     "reward": "rewards_for_tests:varied",
