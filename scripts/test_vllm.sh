@@ -28,4 +28,4 @@ END
     fi
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PYTHON" -m pytest -m vllm --numprocesses 0 --verbose --durations=0 tests/fastp3o/served "$@"
+exec "$PYTHON" -m pytest -m vllm --numprocesses 0 --verbose --durations=0 tests/fastp3o/rollouts/vllm "$@"

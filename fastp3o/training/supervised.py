@@ -70,6 +70,10 @@ class SupervisedTask(ABC, Generic[Row]):
     def loss(self, model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
         """The loss of a row, summed and divided by the divisor."""
 
+    def loss_on_device(self, model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
+        """The loss of a row that may still be on the CPU."""
+        return self.loss(model, row.to(self.context.device), divisor)
+
     @abstractmethod
     def count(self, row: Row) -> int:
         """Number of tokens, prompts or pairs in a row, over which the losses of a batch are averaged."""
@@ -84,7 +88,7 @@ class SupervisedTask(ABC, Generic[Row]):
         batch = data[process_share(list(range(len(data))), self.context.accelerator)]
         rows = self.prepared_rows(model, batch)
         with self.context.accelerator.autocast():
-            losses = map_rows_in_lockstep(rows, lambda row: self.loss(model, row.to(self.context.device), 1.0))
+            losses = map_rows_in_lockstep(rows, lambda row: self.loss_on_device(model, row, 1.0))
         return self.means(rows, losses)
 
     def means(self, rows: list[Row], losses: list[LossAndMetrics]) -> dict[str, float]:
@@ -97,7 +101,7 @@ class SupervisedTask(ABC, Generic[Row]):
 
 
 def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
-    """Minimises the mean of task.losses(...)["loss"] over each batch, and leaves model, metrics and evaluations in
+    """Minimises the mean of the task's loss over each batch, and leaves model, metrics and evaluations in
     `task.config.output_dir`.
 
     Raises NotFiniteError, after saving model and state, when the loss or a gradient is not finite.
@@ -125,8 +129,7 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         rows = task.prepared_rows(optimizer.model, batch)
         count = torch.full((), float(sum(map(task.count, rows))), device=context.device)
         passes = Passes(pad_to_longest_rank(rows, rows[0]), context.accelerator.reduce(count, "mean"))
-        loss = partial(loss_on_device, task)
-        metrics = mean_over_steps(context.accelerator, [optimizer_step(optimizer, passes, loss)])
+        metrics = mean_over_steps(context.accelerator, [optimizer_step(optimizer, passes, task.loss_on_device)])
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.tokens_per_row)
         known = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
@@ -156,7 +159,3 @@ def make_run(
     # The run holds the evaluation. If that held the run, both would stay in memory, with the model.
     this_run = weakref.proxy(run)
     return run, complete
-
-
-def loss_on_device(task: SupervisedTask[Row], model: nn.Module, row: Row, divisor: float | Tensor) -> LossAndMetrics:
-    return task.loss(model, row.to(task.context.device), divisor)
