@@ -19,7 +19,9 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 FRONT_PAGE = FOLDER.parent / "README.md"
-PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
+PRECISION_PAGE, COMPILED_PAGE = (
+    FOLDER.parent / "fastp3o" / "training" / name for name in ("precision.md", "compiled_layers.md")
+)
 BOTH = "forward and backward"
 # The operation that a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
@@ -298,9 +300,9 @@ def write() -> None:
     record = gpu_record()
     write_between(README, "gpu", gpu_sentence(record))
     FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record))
-    write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
+    write_between(PRECISION_PAGE, "precision", precision_section(load(RESULTS / "policy_precision.json")))
     counts = load(RESULTS / "compiled_counts.json")
-    write_between(PRECISION_README, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
+    write_between(COMPILED_PAGE, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
 
 
 def gpu_record() -> dict | None:
