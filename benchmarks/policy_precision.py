@@ -31,7 +31,7 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 from fastp3o.rollouts.transformers_sampler import sampling_mode
-from fastp3o.training.ratio_noise import ratio_noise
+from fastp3o.training.logprob_gaps import ratio_noise
 from fastp3o_kernels import Head, sequence_logprobs
 
 FOLDER = Path(__file__).parent

@@ -139,7 +139,9 @@ def equal_passes(
     divisors = torch.tensor(sizes, dtype=torch.float32)
     if accelerator.num_processes > 1:
         divisors = accelerator.reduce(to_device(divisors, accelerator.device), reduction="mean").cpu()
-    spare, longest = first_microbatch(minibatches), longest_ranks([len(minibatch) for minibatch in minibatches])
+    # This process has a microbatch in every update, but not in every minibatch.
+    spare = next(chain.from_iterable(minibatches))
+    longest = longest_ranks([len(minibatch) for minibatch in minibatches])
     return [
         # If nothing takes part, the loss is 0 in any case.
         Passes(padded(minibatch, spare, length), divisor or 1.0)
@@ -238,8 +240,3 @@ def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]
         # Counts are means over the processes, and may be below 1.
         means |= dict(zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True))
     return means | ({} if largest is None else dict(zip(maxima, largest, strict=True)))
-
-
-def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:
-    """This process's first microbatch. It has one in every update, but not in every minibatch."""
-    return next(chain.from_iterable(minibatches))

@@ -16,7 +16,7 @@ from fastp3o.context import Caller, Context
 from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import load_policy, require_same_vocabulary
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
@@ -27,13 +27,11 @@ from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.share import Examples
 from fastp3o.processes import on_main_process
-from fastp3o.rewards.config import short_names
-from fastp3o.rewards.reward import Reward, asked_columns, weighted
+from fastp3o.rewards.reward import asked_columns
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.run.fingerprints import model_fingerprint
-from fastp3o.training.build import load_fixed_reference, load_named_reward, sampled_model
+from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
-from fastp3o.training.samplers import policy_sampler
 from fastp3o.training.setup import load_examples
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 from fastp3o_kernels import Head, LinearLossOutput, linear_loss, sequence_logprobs
@@ -75,10 +73,6 @@ class Preferences(SupervisedTask[PreferenceRow]):
         """Loads the reference, unless its log-probs of all data are found."""
         super().set_up(context, model, data)
         config = self.config
-        if config.reference:
-            require_same_vocabulary(
-                config.reference, config.model, context.tokenizer, trust_remote_code=config.trust_remote_code
-            )
         load = partial(load_fixed_reference, context, config, model)
         if config.eval_prompts:
             self.samples = sampled_evaluation(context, config, model, LoadedForEachUse(load))
@@ -229,24 +223,15 @@ def sampled_evaluation(
     context: Context, config: PreferenceConfig, model: PackedModel, reference: Reference
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
-    gold = [config.gold_reward] if config.gold_reward else []
-    columns = asked_columns([*config.rewards, *gold], config)
-    load_with_columns = partial(load_prompts, columns=columns)
+    load_with_columns = partial(load_prompts, columns=asked_columns(config.scorers, config))
     examples = load_examples(
         context, config, load_with_columns, config.eval_prompts or "", config.eval_split, config.eval_limit
     )
-    rewards: dict[str, Reward] = {}
-    if config.rewards:
-        loaded = [load_named_reward(context, config, name, examples) for name in config.rewards]
-        named = dict(zip(short_names(config.rewards), loaded, strict=True))
-        rewards["reward"] = weighted(named, config.weights)
-    if config.gold_reward:
-        rewards["gold"] = load_named_reward(context, config, config.gold_reward, examples)
+    rewards = load_rewards(context, config, examples, examples)
     sampled = sampled_model(config, model, context)
     if config.sampler == "vllm":
         # Every evaluation comes after other steps.
-        sampled = sampled._replace(
-            publisher=Publisher(context, config, config.longest_sequence, model, count().__next__)
-        )
-    sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
+        publisher = Publisher(context, config, config.longest_sequence, model, count().__next__)
+        sampled = sampled._replace(publisher=publisher)
+    sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)

@@ -25,7 +25,7 @@ from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import load_trained
 from fastp3o.training.microbatches import MetricSums, Passes, mean_over_steps, optimizer_step
-from fastp3o.training.setup import load_eval_examples, load_examples, make_context
+from fastp3o.training.setup import load_examples, make_context
 
 Row = TypeVar("Row", bound=PackedRow)
 
@@ -110,9 +110,8 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
     data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
-    eval_examples = load_eval_examples(context, config, load, config.eval_data)
-    if eval_examples is not None:
-        data["eval_data"] = eval_examples
+    if config.eval_data:
+        data["eval_data"] = load_examples(context, config, load, config.eval_data, config.eval_split, config.eval_limit)
     model = load_trained(config, task.load_model)
     task.set_up(context, model, data)
 

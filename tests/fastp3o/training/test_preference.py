@@ -276,17 +276,6 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
     assert len(reference_files("shared")) == 4
 
 
-def test_a_damaged_file_is_said_and_computed_again(workplace, tiny_model, capsys):
-    run("dpo", "first", tiny_model, reference_logprobs="shared")
-    (file,) = reference_files("shared")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + b"x")
-    run("dpo", "second", tiny_model, reference_logprobs="shared")
-    assert f"{file} is damaged" in capsys.readouterr().out
-    assert file.read_bytes() == whole
-    assert metrics("first") == metrics("second")
-
-
 def test_stages_chain(workplace, tiny_model):
     """sDPO: the model of one stage is the start and the reference of the next."""
     run("dpo", "first", tiny_model, eval_data="preferences.jsonl")
