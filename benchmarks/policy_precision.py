@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.report import plain, precision_table
 from fastp3o.config import PRECISIONS
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch

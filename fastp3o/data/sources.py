@@ -9,7 +9,6 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -56,12 +55,13 @@ def read_records(source: str, split: str) -> Iterator[Record]:
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
         raise DataError(f"{source}: expected names with commas between, got an empty one")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{source}: {twice[0]} comes more than once")
     # All files are found before the first record is read.
-    files_by_name = {name: local_files(name, split) for name in names}
-    require_different(source, [file for files in files_by_name.values() for file in files or ()])
-    for name, files in files_by_name.items():
+    files_by_name = [(name, local_files(name, split)) for name in names]
+    before: dict[Path, Path] = {}
+    for file in (file for _, files in files_by_name for file in files or ()):
+        if (same := before.setdefault(file.resolve(), file)) is not file:
+            raise DataError(f"{source}: {file} is the same file as {same}, and its records would count twice")
+    for name, files in files_by_name:
         if files is None:
             yield from hub_records(name, split)
             continue
@@ -72,14 +72,6 @@ def read_records(source: str, split: str) -> Iterator[Record]:
                 raise
             except UNREADABLE as error:
                 raise DataError(f"{file}: cannot be read: {error}") from error
-
-
-def require_different(source: str, files: list[Path]) -> None:
-    """Raises DataError for a file that comes twice, under whatever names."""
-    names: dict[Path, Path] = {}
-    for file in files:
-        if (before := names.setdefault(file.resolve(), file)) is not file:
-            raise DataError(f"{source}: {file} is the same file as {before}, and its records would count twice")
 
 
 # --- which files ----------------------------------------------------------------------------------------------------
@@ -143,7 +135,9 @@ def split_files(folder: Path, split: str) -> list[Path]:
 def file_records(file: Path) -> Iterator[Record]:
     if file.name.endswith(PARQUET):
         return parquet_records(file)
-    if file.name.endswith(JSON) and first_character(file) == b"[":
+    with open_binary(file) as content:
+        begins_array = content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    if file.name.endswith(JSON) and begins_array:
         return json_array_records(file)
     return json_lines_records(file)
 
@@ -169,9 +163,9 @@ def json_array_records(file: Path) -> Iterator[Record]:
 def parquet_records(file: Path) -> Iterator[Record]:
     number = 0
     with pq.ParquetFile(file) as table:
-        names = Counter(table.schema_arrow.names)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise DataError(f"{file}: it has {names[twice[0]]} columns of the name '{twice[0]}'")
+        names = table.schema_arrow.names
+        if len(set(names)) < len(names):
+            raise DataError(f"{file}: several columns have one name in {', '.join(names)}")
         for batch in table.iter_batches(batch_size=1000):
             for content in batch.to_pylist():
                 number += 1
@@ -190,11 +184,6 @@ def hub_records(source: str, split: str) -> Iterator[Record]:
 
 def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
-
-
-def first_character(file: Path) -> bytes:
-    with open_binary(file) as content:
-        return content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.context import Context
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import WinRateConfig
 from fastp3o.evaluation.judge import Judge

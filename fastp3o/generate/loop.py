@@ -11,7 +11,7 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from fastp3o.context import Context
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.report import Generated, summary, write_kept

@@ -85,11 +85,6 @@ class WeightedSum:
         return torch.stack(weighted).sum(0)
 
 
-def weighted(rewards: Mapping[str, Reward], weights: Sequence[float]) -> Reward:
-    """The sum of rewards; a single one of weight 1 stays as it is."""
-    return next(iter(rewards.values())) if list(weights) == [1.0] else WeightedSum(rewards, weights)
-
-
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
     """Values of rewards by their names, and the parts of sums without their weights, as `name/part`.
 

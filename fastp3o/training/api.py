@@ -72,11 +72,14 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     saved its state, from which `resume=True` goes on; StoppedError after other signals.
     """
     with as_the_command():
-        stage = stage_of(config)
+        stages = {OnlineConfig: online, PreferenceConfig: preference, SFTConfig: sft, RewardModelConfig: reward_model}
+        stage = next((stage for kind, stage in stages.items() if isinstance(config, kind)), None)
+        if stage is None:
+            raise UserError(f"train takes the configuration of a stage that trains, got a {type(config).__name__}")
         given = checked(config, dict(objects))
         config = with_objects(config, given)
         try:
-            stage(config, Caller(given.get("on_update"), given.get("on_evaluation")))
+            stage.train(config, Caller(given.get("on_update"), given.get("on_evaluation")))
         except StoppedError as stopped:
             # A notebook keeps the last traceback, and with it the models of the frames.
             traceback.clear_frames(stopped.__traceback__)
@@ -87,20 +90,6 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
             raise
     return Result(Path(config.output_dir))
-
-
-def stage_of(config: StageConfig) -> Callable[[Any, Caller], None]:
-    """The function that trains with a configuration."""
-    match config:
-        case OnlineConfig():
-            return online.train
-        case PreferenceConfig():
-            return preference.train
-        case SFTConfig():
-            return sft.train
-        case RewardModelConfig():
-            return reward_model.train
-    raise UserError(f"train takes the configuration of a stage that trains, got a {type(config).__name__}")
 
 
 # --- objects --------------------------------------------------------------------------------------------------------

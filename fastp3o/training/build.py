@@ -20,7 +20,7 @@ from fastp3o.processes import on_main_process
 from fastp3o.rewards.config import short_names
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import Reward, load_reward, weighted
+from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts
@@ -144,7 +144,8 @@ def load_rewards(
     rewards: dict[str, Reward] = {}
     if config.rewards:
         loaded = [load_named_reward(context, config, name, prompts) for name in config.rewards]
-        rewards["reward"] = weighted(dict(zip(short_names(config.rewards), loaded, strict=True)), config.weights)
+        named = dict(zip(short_names(config.rewards), loaded, strict=True))
+        rewards["reward"] = loaded[0] if config.weights == [1.0] else WeightedSum(named, config.weights)
     if config.gold_reward and eval_prompts is not None:
         rewards["gold"] = load_named_reward(context, config, config.gold_reward, eval_prompts)
     return rewards

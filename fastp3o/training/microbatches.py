@@ -84,7 +84,18 @@ def make_microbatches(
     tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
     # One copy for all rows.
     rows, row_tables = to_device((on_host, tables), accelerator.device)
-    microbatches = iter(map(make_microbatch, rows, row_tables, old(rows), reference(rows)))
+    microbatches = (
+        Microbatch(
+            row=row,
+            rewards=table,
+            old_token_logprobs=old_tokens,
+            ref_token_logprobs=ref_tokens,
+            old_logprobs=sequence_logprobs(old_tokens, row.cu_seqlens).view(table.shape),
+            ref_logprobs=sequence_logprobs(ref_tokens, row.cu_seqlens).view(table.shape),
+            loss_mask=mask,
+        )
+        for row, (table, mask), old_tokens, ref_tokens in zip(rows, row_tables, old(rows), reference(rows), strict=True)
+    )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
 
@@ -96,20 +107,6 @@ def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
 def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
     """The policy's log-probs of the rows' tokens, [N] fp32 for each row."""
     return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
-
-
-def make_microbatch(row: PackedRow, tables: tuple[Tensor, Tensor | None], old: Tensor, ref: Tensor) -> Microbatch:
-    """tables: rewards and loss mask of the row's groups, [P, K] each. old, ref: [N] fp32, log-probs of its tokens."""
-    rewards, loss_mask = tables
-    return Microbatch(
-        row=row,
-        rewards=rewards,
-        old_token_logprobs=old,
-        ref_token_logprobs=ref,
-        old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(rewards.shape),
-        ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(rewards.shape),
-        loss_mask=loss_mask,
-    )
 
 
 Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss

@@ -7,7 +7,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.context import Caller, Context
-from fastp3o.data import load_demonstrations, load_prompts
+from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel
@@ -37,8 +37,8 @@ from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import load_examples, make_context
 
-# The buffer, `score`, objective, policy and reference, the optimizer step, the run.
 Score = Callable[[list[Group]], Rewards]
+# The buffer, `score`, objective, policy and reference, the optimizer step, the run.
 Online = tuple[RolloutBuffer, Score, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
 
 
@@ -99,9 +99,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
 
 
 def print_warnings(context: Context, config: OnlineConfig) -> None:
-    """Of processes that idle, and of a loss that takes rollouts for samples of the policy, which truncated ones are
-    not.
-    """
+    """Warns of idle processes, and of a loss that truncated rollouts bias."""
     processes = context.accelerator.num_processes
     idle = processes - config.prompts_per_minibatch
     if idle > 0:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.context import Caller, Context
-from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
+from fastp3o.data.loading import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy
@@ -168,7 +168,7 @@ class UnpairedPreferences(Preferences):
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, rows: list[PreferenceRow], examples: Examples) -> list[PreferenceRow]:
-        """Rows with z0 and the share of their kind of responses, both of the whole batch: [P, 1]."""
+        """Rows with z0 and the share of their kind, desirable or not, both of the whole batch: [P, 1]."""
         device = self.context.device
         responses = [[ids] for ids in examples["mismatched_ids"]]
         reference, desirable = torch.tensor(examples["reference"])[:, 1:], torch.tensor(examples["desirable"])
@@ -183,17 +183,16 @@ class UnpairedPreferences(Preferences):
         sums = self.context.accelerator.reduce(sums, "sum")
         log_ratio, share = sums[:2] / sums[2]
         reference_point = kto_reference_point(log_ratio, torch.zeros_like(log_ratio))
-        return [with_batch_values(row.to(device), reference_point, share) for row in rows]
-
-
-def with_batch_values(row: PreferenceRow, reference_point: Tensor, share: Tensor) -> PreferenceRow:
-    """share: of desirable responses."""
-    desirable = row.response_tensors["desirable"]
-    values = {
-        "reference_point": reference_point.expand(desirable.shape),
-        "share": torch.where(desirable, share, 1 - share),
-    }
-    return replace(row, response_tensors=row.response_tensors | values)
+        prepared = []
+        for row in rows:
+            row = row.to(device)
+            is_desirable = row.response_tensors["desirable"]
+            values = {
+                "reference_point": reference_point.expand(is_desirable.shape),
+                "share": torch.where(is_desirable, share, 1 - share),
+            }
+            prepared.append(replace(row, response_tensors=row.response_tensors | values))
+        return prepared
 
 
 def with_mismatched(examples: Dataset, flag: str) -> Dataset:

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import DataConfig, StageConfig
 from fastp3o.context import Caller, Context
-from fastp3o.data import DataReport
+from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fastp3o.cli import parse_chosen
-from fastp3o.data import load_preferences, load_unpaired_preferences
+from fastp3o.data.loading import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
