@@ -73,7 +73,7 @@ def parts(device: str) -> list[Part]:
     times = patience()
     found = [
         Part("smoke", 60, {"smoke": test(*KERNELS, "tests/fastp3o/test_smoke_on_gpu.py")}, patience=40),
-        Part("head", 110, {"head": measure("benchmarks/test_hidden_level.py", "benchmarks/test_precision.py")}),
+        Part("head", 110, {"head": measure("benchmarks/test_hidden_level.py")}),
         Part("rollouts", 80, {"rollouts": measure("benchmarks/test_rollouts.py")}, patience=75),
         Part("logits", 45, {"logits": measure("benchmarks/test_logits_level.py")}),
         Part("packing", 35, {"packing": measure("benchmarks/test_packing.py")}),
