@@ -129,7 +129,7 @@ def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(record, tmp_
 
 
 def test_the_suite_stops_in_time_and_says_what_it_left_out(tmp_path):
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_precision.py", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_objectives.py", "-q", "-p", "no:cacheprovider"]
     command += [f"--results={tmp_path / 'results.json'}"]
     environment = os.environ | {"FASTP3O_BENCHMARK_SECONDS": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
