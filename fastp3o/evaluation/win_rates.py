@@ -61,7 +61,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> li
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
-        columns=asked_columns([config.reward], config) if config.reward else None,
+        columns=asked_columns(config.scorers, config),
         **config.prompt_options,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")

@@ -64,10 +64,6 @@ class RemoteConfig(Flags):
             )
 
     @property
-    def request_seconds(self) -> float:
-        return self.reward_timeout or REQUEST_SECONDS
-
-    @property
     def call_seconds(self) -> float:
         return self.reward_timeout or CALL_SECONDS
 

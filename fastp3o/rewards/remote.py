@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastp3o.endpoint import AnswerError, Answers, Endpoint
-from fastp3o.rewards.config import TEXTS, RemoteConfig
+from fastp3o.rewards.config import REQUEST_SECONDS, TEXTS, RemoteConfig
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
 LARGEST = torch.finfo(torch.float32).max
@@ -22,7 +22,8 @@ class RemoteReward:
     """
 
     def __init__(self, url: str, config: RemoteConfig):
-        self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=config.request_seconds, retries=config.reward_retries)
+        timeout = config.reward_timeout or REQUEST_SECONDS
+        self.endpoint = Endpoint(url, "REWARD_API_KEY", timeout=timeout, retries=config.reward_retries)
         self.fields = (*TEXTS, *config.columns)
         self.requests, self.batch_size = config.reward_requests, config.reward_batch_size
 

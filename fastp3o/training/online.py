@@ -92,8 +92,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         state=RunState(objective.stateful_parts, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, rewards["reward"])
-    mix = config.ptx_coef, config.ptx_batch_size, config.packing, config.seed
-    pretraining = None if texts is None else PretrainingMix(optimizer, texts, *mix)
+    pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
     return buffer, score, objective, policy, reference, step, run
 

@@ -157,7 +157,15 @@ class UnpairedPreferences(Preferences):
     columns = (("response_ids",), ("mismatched_ids",))
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
-        super().set_up(context, model, {name: with_mismatched(examples, name) for name, examples in data.items()})
+        extended = {}
+        for flag, examples in data.items():
+            others = with_other_prompts(examples["prompt_ids"])
+            if others is None:
+                raise UserError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
+            responses = examples.data.column("response_ids").take(pa.array(others))
+            fingerprint = examples._fingerprint
+            extended[flag] = examples.add_column("mismatched_ids", responses, new_fingerprint=fingerprint)
+        super().set_up(context, model, extended)
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
         response_tensors = {
@@ -193,15 +201,6 @@ class UnpairedPreferences(Preferences):
             }
             prepared.append(replace(row, response_tensors=row.response_tensors | values))
         return prepared
-
-
-def with_mismatched(examples: Dataset, flag: str) -> Dataset:
-    """The examples with a column of responses to other prompts. Raises ValueError if all prompts are the same."""
-    others = with_other_prompts(examples["prompt_ids"])
-    if others is None:
-        raise UserError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
-    responses = examples.data.column("response_ids").take(pa.array(others))
-    return examples.add_column("mismatched_ids", responses, new_fingerprint=examples._fingerprint)
 
 
 def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:

@@ -48,10 +48,10 @@ class ReferenceLogprobs:
         depends_on: Sequence[str],
     ):
         self.accelerator, self.data, self.columns, self.packing = accelerator, data, columns, packing
-        self.paths = {
-            name: folder / f"reference-{short_hash(examples._fingerprint, columns, depends_on)}.safetensors"
-            for name, examples in data.items()
-        }
+        self.paths: dict[str, Path] = {}
+        for name, examples in data.items():
+            contents = json.dumps([examples._fingerprint, columns, depends_on])
+            self.paths[name] = folder / f"reference-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.safetensors"
         self.known: dict[Path, Tensor] = {}
         for name, path in self.paths.items():
             logprobs = on_main_process(accelerator, partial(read_logprobs, path))
@@ -107,10 +107,6 @@ class ReferenceLogprobs:
             )
             for name, examples in self.data.items()
         }
-
-
-def short_hash(*contents: object) -> str:
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
 
 
 def read_logprobs(path: Path) -> Tensor | None:
