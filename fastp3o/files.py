@@ -65,6 +65,9 @@ def make_folder(folder: Path) -> None:
 
 def move_into_place(unfinished: Path, folder: Path) -> None:
     """Renames a written folder, replacing an existing one."""
+    # safetensors makes files for their owner only; the others have the mode that the umask gives.
+    for file in unfinished.rglob("*.safetensors"):
+        file.chmod(next(file.parent.glob("*.json")).stat().st_mode)
     for path in unfinished.rglob("*"):
         sync(path)
     sync(unfinished)

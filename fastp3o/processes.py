@@ -1,6 +1,9 @@
 """Shares results and errors among the processes, and refuses values that are not finite on any of them."""
 
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastp3o.errors import UserError
+from fastp3o.files import make_folder, move_into_place, naming, temporary_sibling
 
 Result = TypeVar("Result")
 
@@ -47,6 +51,29 @@ def result_or_error(compute: Callable[[], Result]) -> tuple[Result | None, Excep
         return compute(), None
     except Exception as error:
         return None, error
+
+
+@contextmanager
+def whole_folder(accelerator: Accelerator, folder: Path) -> Iterator[Path]:
+    """A folder under a temporary name, which all processes may write to. It takes its place, where it may replace
+    another, once the block has ended without an error on the main process.
+    """
+
+    def begin() -> Path:
+        unfinished = temporary_sibling(folder)
+        make_folder(folder.parent)
+        unfinished.mkdir()
+        return unfinished
+
+    unfinished = on_main_process(accelerator, begin)
+    try:
+        with naming(folder):
+            yield unfinished
+        on_main_process(accelerator, lambda: move_into_place(unfinished, folder))
+    except BaseException:
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
 
 
 def sum_over_processes(accelerator: Accelerator, values: Tensor) -> Tensor:

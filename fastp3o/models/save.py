@@ -1,7 +1,6 @@
-"""Saves models in transformers' layout, and LoRA adapters in peft's, each complete or absent: the inverse of load."""
+"""Saves models in transformers' layout, LoRA adapters merged, complete or absent: the inverse of load."""
 
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -10,37 +9,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.files import move_into_place, naming, temporary_sibling
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import whole_model
-from fastp3o.processes import on_main_process
+from fastp3o.processes import on_main_process, whole_folder
 
 LARGEST_FILE = "5GB"  # of weights; this much is in memory at a time
-
-
-def write_texts(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).write_text(text)
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Has a folder written under a temporary name, and moves it to its place, where it may replace another."""
-    unfinished = temporary_sibling(folder)
-    try:
-        unfinished.mkdir(parents=True)
-        with naming(folder):
-            write(unfinished)
-        put_in_place(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
-def put_in_place(unfinished: Path, folder: Path) -> None:
-    # safetensors makes files for their owner only; the others have the mode that the umask gives.
-    for file in unfinished.rglob("*.safetensors"):
-        file.chmod(next(file.parent.glob("*.json")).stat().st_mode)
-    move_into_place(unfinished, folder)
 
 
 def save_model(
@@ -49,36 +22,38 @@ def save_model(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     dtype: torch.dtype | None = None,
-    write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes weights (safetensors), LoRA adapters merged, configuration and tokenizer in transformers' layout.
 
-    dtype: of the written weights; None keeps the model's. write_more: writes what else belongs into the folder.
+    dtype: of the written weights; None keeps the model's.
     """
-    unfinished = temporary_sibling(folder)
-    gathered = unfinished / "gathered"
+    with whole_folder(accelerator, folder) as unfinished:
+        write_model(accelerator, model, tokenizer, unfinished, dtype)
+
+
+def write_model(
+    accelerator: Accelerator,
+    model: PackedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    dtype: torch.dtype | None,
+) -> None:
+    """`save_model` into a folder that is not in its place yet."""
+    gathered = folder / "gathered"
     kept = KeptOnDisk(gathered, drop=not accelerator.is_main_process) if accelerator.num_processes > 1 else None
+    whole, weights = whole_model(model.model, dtype, keep=kept)
 
     def write() -> None:
-        with naming(folder):
-            if kept is not None:
-                kept.require_written()
-            try:
-                whole.save_pretrained(unfinished, state_dict=weights, max_shard_size=LARGEST_FILE)
-            except SafetensorError as error:
-                raise OSError(f"cannot write {folder}: {error}") from error
-            tokenizer.save_pretrained(unfinished)
-            if write_more is not None:
-                write_more(unfinished)
+        if kept is not None:
+            kept.require_written()
+        try:
+            whole.save_pretrained(folder, state_dict=weights, max_shard_size=LARGEST_FILE)
+        except SafetensorError as error:
+            raise OSError(f"cannot write the model to {folder.parent}: {error}") from error
+        tokenizer.save_pretrained(folder)
         shutil.rmtree(gathered, ignore_errors=True)
-        put_in_place(unfinished, folder)
 
-    try:
-        whole, weights = whole_model(model.model, dtype, keep=kept)
-        on_main_process(accelerator, write)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    on_main_process(accelerator, write)
 
 
 class KeptOnDisk:

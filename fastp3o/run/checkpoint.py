@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,34 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from fastp3o.errors import UserError
-from fastp3o.files import (
-    LEFTOVER,
-    clear_leftovers,
-    make_folder,
-    move_into_place,
-    naming,
-    remove,
-    sync,
-    temporary_sibling,
-    write_file,
-)
+from fastp3o.files import LEFTOVER, clear_leftovers, remove, sync, temporary_sibling, write_file
 from fastp3o.optimizer import Optimizer
-from fastp3o.processes import on_every_process, on_main_process, require_all_finite
-from fastp3o.run.manifest import (
-    CorruptStateError,
-    Manifest,
-    checksum,
-    listed_files,
-    read_manifest,
-    require_files,
-)
-from fastp3o.run.state_content import (
-    generator_states,
-    load_tensors,
-    restore_generators,
-    save_tensors,
-    saved_names,
-)
+from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
+from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, listed_files, read_manifest, require_files
+from fastp3o.run.state_content import generator_states, load_tensors, restore_generators, save_tensors, saved_names
 
 KEPT = 2
 COUNTERS = "counters.json"
@@ -97,13 +73,8 @@ class States:
         self.accelerator, self.folder, self.optimizer = optimizer.accelerator, folder, optimizer
         self.other_tensors, self.pending = carried.tensors, carried.pending
         self.parts = {"optimizer": optimizer, **carried.parts}
-        self.good: list[Path] = []
+        self.newest: Path | None = None  # the newest state that is known to be whole
         self.corrupt: list[Path] = []
-
-    @property
-    def newest(self) -> Path | None:
-        """The newest state that is known to be whole."""
-        return self.good[-1] if self.good else None
 
     def progress(self, step: int, *, evaluated: bool) -> Progress:
         counters = {name: part.state_dict() for name, part in self.parts.items()}
@@ -120,45 +91,31 @@ class States:
         Raises NotFiniteError, with nothing written, if a weight or a moment is not finite.
         """
         place = self.folder / f"step-{progress.step:06}"
-        if place in self.good:
+        if place == self.newest:
             return
         tensors = self.optimizer.tensors() | self.other_tensors()
         require_all_finite(self.accelerator, "a weight or a moment of AdamW", tensors.values())
         pending = {} if self.pending is None else self.pending.saved(progress.step)
-        unfinished = on_main_process(self.accelerator, lambda: self.begin(place))
-        try:
-            with naming(place):
-                save_tensors(unfinished, tensors)
-            if pending:
-                content = json.dumps(pending)
-                on_main_process(self.accelerator, lambda: write_file(unfinished / PENDING, content))
-            on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress))
+        with whole_folder(self.accelerator, place) as unfinished:
+            save_tensors(unfinished, tensors)
+            on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress, pending))
             checksums = self.checksums(unfinished)
             processes = self.accelerator.num_processes
             manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
             on_main_process(self.accelerator, lambda: manifest.write(unfinished))
-            on_main_process(self.accelerator, lambda: move_into_place(unfinished, place))
-        except BaseException:
-            if self.accelerator.is_main_process:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            raise
-        self.good = [*self.good, place][-KEPT:]
+        self.newest = place
         on_main_process(self.accelerator, self.prune)
 
     @property
     def generators_file(self) -> str:
         return f"process-{self.accelerator.process_index:05}.json"
 
-    def begin(self, place: Path) -> Path:
-        unfinished = temporary_sibling(place)
-        make_folder(self.folder)
-        unfinished.mkdir()
-        return unfinished
-
-    def write_numbers(self, folder: Path, progress: Progress) -> None:
+    def write_numbers(self, folder: Path, progress: Progress, pending: dict[str, Any]) -> None:
         write_file(folder / self.generators_file, json.dumps(progress.generators))
         if self.accelerator.is_main_process:
             write_file(folder / COUNTERS, json.dumps(progress.counters))
+            if pending:
+                write_file(folder / PENDING, json.dumps(pending))
 
     def checksums(self, folder: Path) -> dict[str, str]:
         """The checksums of all files in a folder; each process reads its share of them."""
@@ -168,24 +125,24 @@ class States:
         return dict(gather_object(own))
 
     def prune(self) -> None:
-        """Removes all that has a state's name, except the good ones."""
-        for path in self.folder.iterdir():
-            if (NAME.fullmatch(path.name) or CORRUPT.fullmatch(path.name)) and path not in self.good:
-                remove(path)
+        """Removes corrupt states, and all but the last two."""
+        names = sorted(path.name for path in self.folder.iterdir())
+        states = sorted((name for name in names if NAME.fullmatch(name)), key=lambda name: int(name[len("step-") :]))
+        for name in [*states[:-KEPT], *filter(CORRUPT.fullmatch, names)]:
+            remove(self.folder / name)
 
     def find(self) -> tuple[Manifest | None, list[str]]:
-        """Finds the newest whole state, under any name, and says which newer ones are damaged. Changes nothing.
+        """Finds the newest whole state, and says which newer ones are damaged. Changes nothing.
 
         Raises CorruptStateError if there are states and none is whole.
         """
-        self.good, self.corrupt = [], []
+        self.newest, self.corrupt = None, []
         problems: list[str] = []
         for path, manifest, problem in on_main_process(self.accelerator, self.candidates):
             if manifest is not None:
                 problem = self.mismatch(path, manifest)
                 if problem is None:
-                    # Those before it were whole when they were written.
-                    self.good = [*self.older(manifest.step), path][-KEPT:]
+                    self.newest = path
                     return manifest, problems
             self.corrupt.append(path)
             problems.append(f"{path} is corrupt: {problem}")
@@ -196,29 +153,25 @@ class States:
             )
         return None, []
 
-    def older(self, step: int) -> list[Path]:
-        names = on_main_process(self.accelerator, lambda: sorted(path.name for path in self.folder.iterdir()))
-        steps = sorted((int(match[1]), name) for name in names if (match := NAME.fullmatch(name)))
-        return [self.folder / name for number, name in steps if number < step]
-
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
-        """Folders that are or should be states, newest first, with their manifests or the problem."""
-        found: list[tuple[int, bool, Path, Manifest | None, str | None]] = []
+        """States, newest first, with their manifests or the problem; also whole ones that were not renamed yet."""
+        found: list[tuple[int, Path, Manifest | None, str | None]] = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            named = NAME.fullmatch(path.name)
-            if CORRUPT.fullmatch(path.name) or not path.is_dir():
+            leftover = LEFTOVER.fullmatch(path.name)
+            named = NAME.fullmatch(leftover["name"] if leftover else path.name)
+            if named is None or not path.is_dir():
                 continue
             try:
                 manifest = read_manifest(path)
                 require_files(path, manifest)
             except CorruptStateError as error:
-                # A folder with another name and without a whole manifest never was a state.
-                if named:
-                    found.append((int(named[1]), True, path, None, str(error)))
+                if leftover is None:
+                    found.append((int(named[1]), path, None, str(error)))
             else:
-                found.append((manifest.step, bool(named), path, manifest, None))
-        found.sort(key=lambda candidate: candidate[:2], reverse=True)
-        return [(path, manifest, problem) for _, _, path, manifest, problem in found]
+                found.append((manifest.step, path, manifest, None))
+        # Of two with the same step the one in its place comes first.
+        found.sort(key=lambda candidate: (-candidate[0], len(candidate[1].name)))
+        return [candidate[1:] for candidate in found]
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""
@@ -245,7 +198,7 @@ class States:
         leftover = LEFTOVER.fullmatch(newest.name)
         folder = self.folder / leftover["name"] if leftover else newest
         on_main_process(self.accelerator, lambda: self.rename_states(newest, folder))
-        self.good[-1] = folder
+        self.newest = folder
         self.optimizer.fill(names - others.keys(), partial(load_tensors, folder))
         if others:
             load_tensors(folder, others)

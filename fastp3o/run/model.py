@@ -6,8 +6,7 @@ output_dir/best/                      the model at the best evaluation, with --k
 output_dir/stopped-in-000061/model/   the model as it was when a value in step 61 was not finite; adapter/ beside it
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.files import remove
 from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
-from fastp3o.models.save import save_model, write_folder, write_texts
+from fastp3o.models.save import write_model
 from fastp3o.models.trainable import scores_responses
 from fastp3o.optimizer import Optimizer
-from fastp3o.processes import on_main_process
+from fastp3o.processes import on_main_process, whole_folder
 from fastp3o.run.card import CARD, Training
 from fastp3o.run.names import ADAPTER, FINISHED_MODEL
 
@@ -36,45 +35,33 @@ def save_trained(
     folder: of the model. The adapter goes into `adapter/`, beside `model/` and inside any other folder. files: further
     texts in the folder, by the names of their files.
     """
-    accelerator, model, config = optimizer.accelerator, optimizer.model, training.config
-    parts = config.lora_save
-    card = partial(training.card, classifies=scores_responses(model))
+    accelerator, model, parts = optimizer.accelerator, optimizer.model, training.config.lora_save
+    saves_adapter = parts != "merged" and base_name(model.model) is not None
+    saves_model = parts != "adapter" or not saves_adapter
     beside = folder.name == FINISHED_MODEL
-    adapter = folder.with_name(ADAPTER) if beside else folder / ADAPTER
-    nowhere = parts == "merged" or base_name(model.model) is None
-    write = None if nowhere else adapter_writer(optimizer, tokenizer, training)
-    if write is not None and (beside or parts == "adapter"):
-        # With the folder around it, if that is new, it is complete or absent.
-        place, inside = (adapter, ".") if beside else (folder, ADAPTER)
+    adapter = folder.with_name(ADAPTER)
+    weights = adapter_weights(optimizer.parameters, model.model.active_adapters()[0]) if saves_adapter else {}
 
-        def write_alone(unfinished: Path) -> None:
-            write(unfinished / inside)
-            write_texts(unfinished, files)
+    def write_alone(place: Path) -> None:
+        write_adapter(place, adapter_config(model.model), weights)
+        tokenizer.save_pretrained(place)
+        (place / CARD).write_text(training.card(classifies=scores_responses(model), adapter=True))
 
-        on_main_process(accelerator, lambda: write_folder(place, write_alone))
-    if write is None or parts != "adapter":
+    def write_texts(place: Path) -> None:
+        card = {CARD: training.card(classifies=scores_responses(model), adapter=False)} if saves_model else {}
+        for name, text in {**card, **files}.items():
+            (place / name).write_text(text)
 
-        def write_more(unfinished: Path) -> None:
-            if write is not None and not beside:
-                write(unfinished / ADAPTER)
-            write_texts(unfinished, {CARD: card(adapter=False), **files})
-
-        save_model(accelerator, model, tokenizer, folder, optimizer.precision.weights, write_more)
+    if saves_adapter and beside:
+        with whole_folder(accelerator, adapter) as place:
+            on_main_process(accelerator, lambda: write_alone(place))
+    if saves_model or not beside:
+        with whole_folder(accelerator, folder) as place:
+            if saves_model:
+                write_model(accelerator, model, tokenizer, place, optimizer.precision.weights)
+            if saves_adapter and not beside:
+                on_main_process(accelerator, lambda: write_alone(place / ADAPTER))
+            on_main_process(accelerator, lambda: write_texts(place))
     if beside:
-        stale = adapter if write is None else folder if parts == "adapter" else None
-        on_main_process(accelerator, lambda: remove(stale) if stale is not None and stale.exists() else None)
-
-
-def adapter_writer(
-    optimizer: Optimizer, tokenizer: PreTrainedTokenizerBase, training: Training
-) -> Callable[[Path], None]:
-    """Gathers an adapter, on all processes, and returns what writes it to a folder, with the tokenizer and its card."""
-    model = optimizer.model.model
-    weights = adapter_weights(optimizer.parameters, model.active_adapters()[0])
-
-    def write(folder: Path) -> None:
-        write_adapter(folder, adapter_config(model), weights)
-        tokenizer.save_pretrained(folder)
-        (folder / CARD).write_text(training.card(classifies=scores_responses(optimizer.model), adapter=True))
-
-    return write
+        stale = None if saves_adapter and saves_model else folder if saves_adapter else adapter
+        on_main_process(accelerator, lambda: remove(stale) if stale and stale.exists() else None)
