@@ -207,9 +207,9 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
 
 @options
 class KLConfig(OnlineConfig):
-    """A penalty on the KL; each objective has its own default of the weight."""
+    """A penalty on the KL."""
 
-    kl_coef: float
+    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference.", at_least=0, changeable=True)
     target_kl: float | None = option(
         None,
         "KL of whole responses to the reference, in nats, that kl_coef is adapted to before each update. It is halved "

@@ -111,36 +111,25 @@ class PPGConfig(P3OConfig):
 
     objective: str = objective_name("ppg")
     clipping: str = option("none", "The gradient has nothing to clip.", choices=("none",))
-    prompts_per_minibatch: int = option(
-        0, "Prompts of a round's only optimizer step; 0: all of the round's.", at_least=0
-    )
-    inner_epochs: int = option(
-        1, "A round's only pass: after a step the policy is no longer the one that sampled.", at_least=1
-    )
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        fixed = {
+            "old_logprobs": "policy",
+            "clip_range": DEFAULTS.clip_range,
+            "ratio_cap": DEFAULTS.ratio_cap,
+            "kl_reward": DEFAULTS.kl_reward,
+            "inner_epochs": 1,
+            "prompts_per_minibatch": self.prompts_per_update,
+        }
+        values = {name: getattr(self, name) for name in fixed}
         problems = [
-            f"--{name} must be left as it is, as all ratios are 1, got {value!r}"
-            for name, value, default in (
-                ("old_logprobs", self.old_logprobs, "policy"),
-                ("clip_range", self.clip_range, DEFAULTS.clip_range),
-                ("ratio_cap", self.ratio_cap, DEFAULTS.ratio_cap),
-                ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),
-            )
-            if value != default
+            f"--{name} must be {fixed[name]}, got {values[name]}" for name in fixed if values[name] != fixed[name]
         ]
-        if self.inner_epochs != 1:
-            problems.append(
-                f"--inner_epochs must be 1, since the gradient is on-policy (p3o has more), got {self.inner_epochs}"
-            )
-        if self.minibatches_per_update != 1:
-            problems.append(
-                f"--prompts_per_minibatch ({self.prompts_per_minibatch}) must be --prompts_per_update "
-                f"({self.prompts_per_update}): the gradient is on-policy, and a round has one step (p3o has more)"
-            )
         if problems:
-            raise UserError("; ".join(problems))
+            raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")
 
     def build(self) -> "PPG":
         return PPG(self)

@@ -27,7 +27,7 @@ from fastp3o.objectives.base import (
     with_count,
 )
 from fastp3o.objectives.config import KLConfig
-from fastp3o.objectives.kl_coefficient import KLCoefficient, StepKLCoefficient
+from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
@@ -74,7 +74,6 @@ class PPOConfig(KLConfig):
         needs=PENALTY,
         changeable=True,
     )
-    kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.", at_least=0, changeable=True)
     gae_lambda: float = option(
         0.95,
         "Lambda of generalised advantage estimation; nothing is discounted.",
@@ -120,7 +119,7 @@ class PPO(Objective):
         self.config = config
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
-        self.step_kl = StepKLCoefficient(config.step_kl_coef, config.step_kl_target)
+        self.step_kl = KLCoefficient(config.step_kl_coef, config.step_kl_target, foresight=0)
 
     @property
     def stateful_parts(self) -> "dict[str, Stateful]":

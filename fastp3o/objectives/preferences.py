@@ -192,9 +192,10 @@ def square_kl(groups: Groups) -> Tensor:
 
 
 @options
-class DPO(PairLoss):
-    """Loss and settings of DPO."""
+class DPOConfig(PairConfig):
+    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
+    objective: str = objective_name("dpo")
     beta: float = option(
         0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
@@ -211,16 +212,7 @@ class DPO(PairLoss):
 
 
 @options
-class DPOConfig(DPO, PairConfig):
-    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
-
-    objective: str = objective_name("dpo")
-
-
-@options
 class IPO(PairLoss):
-    """Loss and settings of IPO."""
-
     per_token: ClassVar[bool] = True
     tau: float = option(
         0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
@@ -242,8 +234,6 @@ class IPOConfig(IPO, PairConfig):
 
 @options
 class SimPO(PairLoss):
-    """Loss and settings of SimPO."""
-
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
     beta: float = option(
@@ -273,8 +263,6 @@ class OnlineSimPOConfig(SimPO, FreshPairConfig):
 
 @options
 class ORPO(PairLoss):
-    """Loss and settings of ORPO."""
-
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
     odds_weight: float = option(
@@ -301,8 +289,6 @@ class OnlineORPOConfig(ORPO, FreshPairConfig):
 
 @options
 class CPO(PairLoss):
-    """Loss and settings of CPO."""
-
     anchor: ClassVar[str] = ""
     beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
     nll_weight: float = option(
@@ -329,8 +315,6 @@ class OnlineCPOConfig(CPO, FreshPairConfig):
 
 @options
 class SLiC(PairLoss):
-    """Loss and settings of SLiC."""
-
     anchor: ClassVar[str] = ""
     delta: float = option(
         1.0, "Delta: the margin of log-probs that is enough, in nats per response.", at_least=0, changeable=True
@@ -359,8 +343,6 @@ class OnlineSLiCConfig(SLiC, FreshPairConfig):
 
 @options
 class APOZero(PairLoss):
-    """Loss and settings of APOZero."""
-
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -383,8 +365,6 @@ class OnlineAPOZeroConfig(APOZero, FreshPairConfig):
 
 @options
 class APODown(PairLoss):
-    """Loss and settings of APODown."""
-
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
@@ -407,8 +387,6 @@ class OnlineAPODownConfig(APODown, FreshPairConfig):
 
 @options
 class DiscoPOP(PairLoss):
-    """Loss and settings of DiscoPOP."""
-
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
     tau: float = option(
         0.05,
@@ -542,9 +520,6 @@ class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
     objective: str = objective_name("online_ipo")
-    tau: float = option(
-        0.1, "Weight of the KL to the reference; log-ratios are means over tokens.", above=0, changeable=True
-    )
 
     @property
     def from_mixture(self) -> int:
@@ -564,9 +539,7 @@ class NashMDConfig(MixtureConfig):
         0.125, "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.", above=0, at_most=1
     )
     tau: float = option(0.1, "Weight of the KL to the reference.", at_least=0, changeable=True)
-    inner_epochs: int = option(
-        1, "Passes over each round's rollouts; the loss is on-policy only in the first step.", at_least=1
-    )
+    inner_epochs: int = 1  # the loss is on-policy only in the first step
 
     def __post_init__(self) -> None:
         super().__post_init__()
