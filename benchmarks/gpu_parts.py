@@ -20,19 +20,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import report, results_file
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short")
-# The exit statuses of pytest that leave nothing to try: all passed, some failed, there was no test.
-NO_TESTS = 5
+NO_TESTS = 5  # pytest's exit status where all tests had results already
+# The exit statuses of pytest that leave nothing to try.
 ENDED = (0, 1, NO_TESTS)
 # As `recording.DEVICE_LOST`.
 DEVICE_LOST = 75
 # Seconds before its limit after which a process begins no test, and after which what ended is looked for.
 MARGIN, LOOK = 8.0, 0.2
+# A case of every kernel, against fp64.
+KERNELS = (
+    "tests/kernels/rows/test_token_logprobs.py::test_maxima_far_apart_between_blocks",
+    "tests/kernels/rows/test_statistics.py::test_the_gradient_of_the_entropy_alone",
+    "tests/kernels/rows/test_sequence_logprobs.py::test_sequence_logprobs_are_sums_and_differentiable",
+    "tests/kernels/p3o/test_logits_p3o_loss.py::test_logits_of_scale_100_and_minus_infinity",
+    "tests/kernels/p3o/test_linear_p3o_loss.py::test_gradients_of_fp16_products_survive_a_loss_scale",
+    "tests/kernels/head/test_gradient_scaling.py",
+    "tests/kernels/decoding/test_attention_kernel.py::test_many_chunks",
+    "tests/kernels/decoding/test_sampling_kernel.py::test_many_draws",
+)
 
 
 class Part(NamedTuple):
@@ -60,8 +72,8 @@ def parts(device: str) -> list[Part]:
     """In order of worth. A CPU has the parts whose tests it can run, at small sizes."""
     times = patience()
     found = [
-        Part("smoke", 60, {"smoke": test("tests/fastp3o/test_smoke_on_gpu.py")}, patience=40),
-        Part("head", 110, {"head": measure("benchmarks/test_hidden_level.py", "benchmarks/test_precision.py")}),
+        Part("smoke", 60, {"smoke": test(*KERNELS, "tests/fastp3o/test_smoke_on_gpu.py")}, patience=40),
+        Part("head", 110, {"head": measure("benchmarks/test_hidden_level.py")}),
         Part("rollouts", 80, {"rollouts": measure("benchmarks/test_rollouts.py")}, patience=75),
         Part("logits", 45, {"logits": measure("benchmarks/test_logits_level.py")}),
         Part("packing", 35, {"packing": measure("benchmarks/test_packing.py")}),
@@ -71,8 +83,7 @@ def parts(device: str) -> list[Part]:
     ]
     sanitizer = shutil.which("compute-sanitizer")
     if device == "gpu" and sanitizer:
-        small_case = (sanitizer, "--error-exitcode", "9", sys.executable, "-m", "benchmarks.small_case")
-        found.append(Part("sanitizer", 40, {"sanitizer": small_case}))
+        found.append(Part("sanitizer", 40, {"sanitizer": (sanitizer, "--error-exitcode", "9", *PYTEST, *KERNELS)}))
     return [part._replace(seconds=times * part.seconds, patience=times * part.patience) for part in found]
 
 
@@ -84,104 +95,85 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
     rooms = "tests/kernels"
     if device == "cpu":
         return {"tests-rows": test(f"{rooms}/rows/test_token_logprobs.py")}
+    stages = "tests/fastp3o/training/test_online.py"
     if os.environ.get("FASTP3O_TRIAL") == "1":
         return {
             "tests-others": test(f"{rooms}/test_checks.py"),
-            "tests-stages": test("tests/fastp3o/training/test_online.py", "-k", "first_ratio and fp16"),
+            "tests-stages": test(stages, "-k", "first_ratio and fp16"),
         }
-    others = (f"{rooms}/test_checks.py", f"{rooms}/test_losses.py", f"{rooms}/test_response_tokens.py")
+    others = ("test_checks", "test_losses", "test_response_tokens", "test_exposed_head", "test_drop_in")
     trainer = ("tests/fastp3o/models/test_attention.py", "tests/fastp3o/models/test_reference.py")
-    stages = "tests/fastp3o/training/test_online.py"
     return {
         **{f"tests-{room}": test(f"{rooms}/{room}") for room in ("rows", "head", "p3o", "decoding")},
-        "tests-others": test(*others, f"{rooms}/test_exposed_head.py", f"{rooms}/test_drop_in.py"),
+        "tests-others": test(*(f"{rooms}/{name}.py" for name in others)),
         "tests-attention": test(*trainer, "-m", "gpu"),
         "tests-stages": test(stages, "-k", "half_precision or first_ratio"),
         "tests-engine": test("tests/fastp3o/rollouts/test_engine_on_gpu.py"),
     }
 
 
-class Process:
-    """One of a part's processes, and those that go on after it where a test ended it."""
-
-    def __init__(self, name: str, command: Sequence[str], folder: Path, patience: float, deadline: float):
-        self.name, self.has_tests = name, "{results}" in " ".join(command)
-        self.results, self.log = (folder / "parts" / f"{name}.{suffix}" for suffix in ("json", "log"))
-        self.command = [word.replace("{results}", str(self.results)) for word in command]
-        self.patience, self.deadline = patience, deadline
-        # That a process failed as a whole is forgotten: it is tried again.
-        record = results_file.load(self.results)
-        lists = {key: [test for test in record[key] if test != name] for key in ("finished", "failed")}
-        results_file.write(self.results, record | lists)
-        self.start()
-
-    def start(self) -> None:
-        self.started, self.known = time.monotonic(), len(results_file.load(self.results)["finished"])
-        seconds = max(self.deadline - self.started - MARGIN, 0.0)
-        with self.log.open("a") as log:
-            self.popen = subprocess.Popen(
-                self.command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "FASTP3O_BENCHMARK_SECONDS": f"{seconds:.1f}"},
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
-
-    def look(self) -> bool:
-        """Whether nothing is left to wait for. Ends a process that is out of time or hangs, and starts another after
-        one that a test ended.
-        """
-        status, now = self.popen.poll(), time.monotonic()
-        if status in ENDED or (status is not None and not self.has_tests):
-            # No test is left where all had results already.
-            self.settle(ending(status), complete=True, passed=status == 0 or (status == NO_TESTS and self.known > 0))
-        elif status is not None:
-            self.settle(ending(status))
-            return not self.goes_on()
-        elif now > self.deadline:
-            self.kill()
-            with self.log.open("a") as log:
-                print(results_file.OUT_OF_TIME, file=log)
-        elif now - self.last_result() > self.patience:
-            self.kill()
-            self.settle(f"failed: no result in {self.patience:.0f} seconds")
-            return not self.goes_on()
-        else:
-            return False
-        return True
-
-    def goes_on(self) -> bool:
-        """Starts another process if this one got anywhere and there is time."""
-        progress = len(results_file.load(self.results)["finished"]) > self.known
-        if progress and self.deadline - time.monotonic() > MARGIN:
-            self.start()
-            return True
-        return False
-
-    def last_result(self) -> float:
-        """When the process began, or has written a result since."""
-        age = time.time() - self.results.stat().st_mtime
-        return max(self.started, time.monotonic() - age)
-
-    def settle(self, reason: str, *, complete: bool = False, passed: bool = False) -> None:
-        """Writes what became of the process: of the test that it was in, or of itself where it has none."""
-        with self.log.open("a") as log:
-            print(reason, file=log)
-        record = results_file.load(self.results)
+def work_off(name: str, command: Sequence[str], folder: Path, patience: float, deadline: float) -> None:
+    """Runs a command until its tests have results, in a new process after each one that a test ended."""
+    results, log = (folder / "parts" / f"{name}.{suffix}" for suffix in ("json", "log"))
+    has_tests = "{results}" in " ".join(command)
+    command = [word.replace("{results}", str(results)) for word in command]
+    record = results_file.load(results)
+    # That a process failed as a whole is forgotten: it is tried again.
+    lists = {key: [test for test in record[key] if test != name] for key in ("finished", "failed")}
+    results_file.write(results, record | lists)
+    while True:
+        known = len(results_file.load(results)["finished"])
+        reason, status = ended(command, results, log, patience, deadline)
+        with log.open("a") as file:
+            print(reason, file=file)
+        if reason == results_file.OUT_OF_TIME:
+            return
+        record = results_file.load(results)
+        progress = len(record["finished"]) > known
+        passed = status == 0 or (status == NO_TESTS and known > 0)
+        complete = status in ENDED or (status is not None and not has_tests)
         if record["running"]:
-            record = results_file.end_running(record, reason)
-        elif not passed and not record["failed"] and len(record["finished"]) == self.known:
-            record |= {"failed": [self.name]}
-        elif not self.has_tests:
-            record |= {"finished": [self.name]}
-        complete = complete and not results_file.unbegun(record)
-        results_file.write(self.results, record | {"complete": complete})
+            record, progress = results_file.end_running(record, reason), True
+        elif not passed and not record["failed"] and not progress:
+            record |= {"failed": [name]}
+        elif not has_tests:
+            record |= {"finished": [name]}
+        results_file.write(results, record | {"complete": complete and not results_file.unbegun(record)})
+        if complete or not progress or deadline - time.monotonic() <= MARGIN:
+            return
 
-    def kill(self) -> None:
-        if self.popen.poll() is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait()
+
+def ended(command: Sequence[str], results: Path, log: Path, patience: float, deadline: float) -> tuple[str, int | None]:
+    """Runs a process to its end. Returns what became of it, and its exit status; None if it was killed here, as one is
+    that is out of time or hangs.
+    """
+    started = time.monotonic()
+    seconds = max(deadline - started - MARGIN, 0.0)
+    environment = {**os.environ, "FASTP3O_BENCHMARK_SECONDS": f"{seconds:.1f}"}
+    process = subprocess.Popen(
+        command,
+        stdout=log.open("a"),
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    try:
+        while (status := process.poll()) is None:
+            time.sleep(LOOK)
+            if time.monotonic() > deadline:
+                return results_file.OUT_OF_TIME, None
+            if min(time.monotonic() - started, time.time() - results.stat().st_mtime) > patience:
+                return f"failed: no result in {patience:.0f} seconds", None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if status in ENDED:
+        return f"ended with {status}", status
+    if status == DEVICE_LOST:
+        return "failed: CUDA refused everything after it", status
+    return f"failed: the process ended with {signal.Signals(-status).name if status < 0 else status}", status
 
 
 def die_with_parent() -> None:
@@ -190,58 +182,20 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def ending(status: int) -> str:
-    if status in ENDED:
-        return f"ended with {status}"
-    if status == DEVICE_LOST:
-        return "failed: CUDA refused everything after it"
-    return f"failed: the process ended with {signal.Signals(-status).name if status < 0 else status}"
-
-
-class State(NamedTuple):
-    """passed: tests that ended well or measured a peer as absent. left: tests that time was too short for."""
-
-    passed: int
-    failed: list[str]
-    left: int
-    complete: bool
-
-    @property
-    def word(self) -> str:
-        if self.failed:
-            return "failed"
-        return "passed" if self.complete else "unfinished"
-
-
-def state_of(part: Part, folder: Path) -> State:
-    records = [results_file.load(folder / "parts" / f"{name}.json") for name in part.commands]
-    failed = [test for record in records for test in record["failed"]]
-    return State(
-        passed=sum(len(set(record["finished"]) - set(record["failed"])) for record in records),
-        failed=failed,
-        left=sum(map(results_file.unbegun, records)),
-        complete=all(record["complete"] for record in records),
-    )
-
-
 def run_part(part: Part, folder: Path, device: str, deadline: float) -> None:
     deadline = min(deadline, time.monotonic() + part.seconds)
-    running: list[Process] = []
-    written = 0.0
-    try:
-        for name, command in part.commands.items():
-            if not results_file.load(folder / "parts" / f"{name}.json")["complete"]:
-                running.append(Process(name, command, folder, part.patience, deadline))
-        while running:
+    waiting = {name: command for name, command in part.commands.items() if not record_of(folder, name)["complete"]}
+    with ThreadPoolExecutor(len(waiting)) as pool:
+        futures = [pool.submit(work_off, *one, folder, part.patience, deadline) for one in waiting.items()]
+        while not all(future.done() for future in futures):
             time.sleep(LOOK)
-            running = [process for process in running if not process.look()]
-            newest = max((path.stat().st_mtime for path in (folder / "parts").glob("*.json")), default=0.0)
-            if newest > written:
-                written = newest
-                merge(folder, device)
-    finally:
-        for process in running:
-            process.kill()
+            merge(folder, device)
+    for future in futures:
+        future.result()
+
+
+def record_of(folder: Path, name: str) -> dict:
+    return results_file.load(folder / "parts" / f"{name}.json")
 
 
 def merge(folder: Path, device: str) -> Path:
@@ -252,25 +206,20 @@ def merge(folder: Path, device: str) -> Path:
     return path
 
 
-def forget(part: Part, folder: Path) -> None:
-    for name in part.commands:
-        for suffix in ("json", "log"):
-            (folder / "parts" / f"{name}.{suffix}").unlink(missing_ok=True)
-
-
 def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequence[str] = ()) -> int:
     """Runs the parts that have no results, or those named in `only`, and prints what came of all. Returns 0 if these
     have passed, else 1.
     """
     started = time.monotonic()
     chosen = [part for part in every if part.name in only] if only else every
-    for part in chosen if only else []:
-        forget(part, folder)
+    for name in (name for part in chosen if only for name in part.commands):
+        for suffix in ("json", "log"):
+            (folder / "parts" / f"{name}.{suffix}").unlink(missing_ok=True)
     waiting = list(chosen)
     # What a part did not finish in its own time goes on in the time that others left.
     for _ in range(2):
         for part in list(waiting):
-            if state_of(part, folder).complete:
+            if is_complete(part, folder):
                 print(f"{part.name}: has results, which --only {part.name} would measure again", flush=True)
                 waiting.remove(part)
                 continue
@@ -280,22 +229,33 @@ def run(every: list[Part], folder: Path, device: str, seconds: float, only: Sequ
             began = time.monotonic()
             run_part(part, folder, device, began + left)
             print(line(part, folder, time.monotonic() - began), flush=True)
-            if state_of(part, folder).complete:
+            if is_complete(part, folder):
                 waiting.remove(part)
     record = report.load(merge(folder, device))
     if record["environment"]:
         print("", report.summary([record]), "", sep="\n")
     print(*(line(part, folder) for part in chosen), sep="\n")
     print(f"{time.monotonic() - started:.0f} s; results in {folder}")
-    return int(any(state_of(part, folder).word != "passed" for part in chosen))
+    return int(any(not is_complete(part, folder) or failures(part, folder) for part in chosen))
+
+
+def is_complete(part: Part, folder: Path) -> bool:
+    return all(record_of(folder, name)["complete"] for name in part.commands)
+
+
+def failures(part: Part, folder: Path) -> list[str]:
+    return [test for name in part.commands for test in record_of(folder, name)["failed"]]
 
 
 def line(part: Part, folder: Path, seconds: float | None = None) -> str:
-    state = state_of(part, folder)
-    text = f"{part.name}: {state.word}, {state.passed} done"
-    text += f", {state.left} left" if state.left else ""
+    """What came of a part, and how many tests ended well (or measured a peer as absent) or found no time."""
+    records, failed = [record_of(folder, name) for name in part.commands], failures(part, folder)
+    word = "failed" if failed else "passed" if is_complete(part, folder) else "unfinished"
+    text = f"{part.name}: {word}, {sum(len(set(one['finished']) - set(one['failed'])) for one in records)} done"
+    left = sum(map(results_file.unbegun, records))
+    text += f", {left} left" if left else ""
     text += "" if seconds is None else f", {seconds:.0f} s"
-    return text + "".join(f"\n    failed: {test}" for test in state.failed)
+    return text + "".join(f"\n    failed: {test}" for test in failed)
 
 
 def main() -> None:

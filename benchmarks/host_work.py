@@ -7,18 +7,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.shapes import CUDA
 
+aten = torch.ops.aten
+# Position of the left factor among the arguments; the right one follows.
+LEFT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.addmm_: 1, aten.baddbmm: 1, aten.baddbmm_: 1}
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operations, in this thread."""
+    """count: of torch's operations, in this thread. total: of floating-point operations in matrix products, 2 for each
+    multiplication with its addition.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
+        place = LEFT.get(func._overloadpacket)
+        if place is not None:
+            left, right = args[place : place + 2]
+            self.total += 2 * left.numel() * right.shape[-1]
         return func(*args, **(kwargs or {}))
 
 

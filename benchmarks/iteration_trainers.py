@@ -14,9 +14,7 @@ backward pass, two responses to a prompt only. An iteration of it has as many op
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -49,7 +47,7 @@ LEARNING_RATE = 1e-6
 KL_COEF = 0.05
 PRECISION = "fp16, TRL bf16 autocast" if CUDA else "float32"
 
-Seconds = dict[str, float]  # of each of PHASES, and "other"
+Seconds = dict[str, float]  # of an iteration: `seconds`; of ours also PHASES, and `other`
 
 
 class Task(NamedTuple):
@@ -73,39 +71,18 @@ def clock() -> float:
 
 
 class Stopwatch:
-    """iterations: of each, seconds by phase; a phase that interrupts another is not counted with it.
-
-    after_first: called between the first iteration and the second.
-    """
+    """iterations: seconds of each. after_first: called between the first iteration and the second."""
 
     def __init__(self, after_first: Callable[[], object] = lambda: None) -> None:
         self.after_first = after_first
-        self.iterations: list[Seconds] = []
-        self.phases = ["other"]
-        self.begin()
-
-    def begin(self) -> None:
-        self.seconds, self.since = dict.fromkeys((*PHASES, "other"), 0.0), clock()
-
-    def count(self, phase: str) -> None:
-        """The time since anything was counted."""
-        now = clock()
-        self.seconds[phase] += now - self.since
-        self.since = now
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        self.count(self.phases[-1])
-        self.phases.append(phase)
-        yield
-        self.count(self.phases.pop())
+        self.iterations: list[float] = []
+        self.since = clock()
 
     def end_iteration(self) -> None:
-        self.count("other")
-        self.iterations.append(self.seconds)
+        self.iterations.append(clock() - self.since)
         if len(self.iterations) == 1:
             self.after_first()
-        self.begin()
+        self.since = clock()
 
 
 def save_model(config: LlamaConfig, folder: Path) -> None:
@@ -163,14 +140,11 @@ def fastp3o_p3o(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch)
     ):
         loop.train(config)
     updates = map(json.loads, (folder / "run" / run_files.METRICS).read_text().splitlines())
-    return [
-        with_phases(sum(seconds.values()), {phase: update[f"seconds_{phase}"] for phase in PHASES})
-        for seconds, update in zip(stopwatch.iterations, updates, strict=True)
-    ]
-
-
-def with_phases(total: float, phases: Seconds) -> Seconds:
-    return phases | {"other": total - sum(phases.values())}
+    found = []
+    for seconds, update in zip(stopwatch.iterations, updates, strict=True):
+        phases = {phase: update[f"seconds_{phase}"] for phase in PHASES}
+        found.append({"seconds": seconds, **phases, "other": seconds - sum(phases.values())})
+    return found
 
 
 def trl_grpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) -> list[Seconds]:
@@ -187,17 +161,7 @@ def trl_grpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) ->
         beta=KL_COEF,
     )
     trainer = GRPOTrainer(str(task.model), reward_funcs=characters, args=settings, **data(task))
-    return timed(
-        trainer,
-        stopwatch,
-        {
-            "training_step": "update",
-            "_prepare_inputs": "other",
-            "_generate": "rollout",
-            "_calculate_rewards": "reward",
-            "_get_per_token_logps_and_entropies": update_or_logprobs,
-        },
-    )
+    return timed(trainer, stopwatch)
 
 
 def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwatch) -> list[Seconds]:
@@ -215,16 +179,7 @@ def trl_online_dpo(task: Task, iterations: int, folder: Path, stopwatch: Stopwat
     )
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32)
     trainer = OnlineDPOTrainer(model, reward_funcs=characters, args=settings, **data(task))
-    return timed(
-        trainer,
-        stopwatch,
-        {
-            "training_step": "update",
-            "_generate": "rollout",
-            "_calculate_rewards_from_functions": "reward",
-            "_forward": update_or_logprobs,
-        },
-    )
+    return timed(trainer, stopwatch)
 
 
 def trainer_figures(task: Task, iterations: int, folder: Path) -> dict[str, object]:
@@ -251,42 +206,18 @@ def data(task: Task) -> dict[str, object]:
     return {"train_dataset": Dataset.from_dict({"prompt": task.prompts}), "processing_class": tokenizer}
 
 
-def update_or_logprobs() -> str:
-    """The phase of a forward pass."""
-    return "update" if torch.is_grad_enabled() else "logprobs"
+def timed(trainer: Trainer, stopwatch: Stopwatch) -> list[Seconds]:
+    """Trains, and ends an iteration with the last of its epochs."""
 
+    class Steps(TrainerCallback):
+        def on_step_end(self, _: object, state: Any, *__: object, **___: object) -> None:
+            if state.global_step % EPOCHS == 0:
+                stopwatch.end_iteration()
 
-def timed(trainer: Trainer, stopwatch: Stopwatch, methods: dict[str, str | Callable[[], str]]) -> list[Seconds]:
-    """Trains, with the phase of each of the trainer's methods by its name."""
-    for name, phase in methods.items():
-        setattr(trainer, name, in_phase(stopwatch, getattr(trainer, name), phase))
-    trainer.add_callback(Steps(stopwatch))
+    trainer.add_callback(Steps())
+    stopwatch.since = clock()
     trainer.train()
-    return stopwatch.iterations
-
-
-def in_phase(
-    stopwatch: Stopwatch, method: Callable[..., object], phase: str | Callable[[], str]
-) -> Callable[..., object]:
-    @wraps(method)
-    def timed_method(*arguments: object, **options: object) -> object:
-        with stopwatch(phase if isinstance(phase, str) else phase()):
-            return method(*arguments, **options)
-
-    return timed_method
-
-
-class Steps(TrainerCallback):
-    def __init__(self, stopwatch: Stopwatch):
-        self.stopwatch = stopwatch
-
-    def on_optimizer_step(self, *_: object, **__: object) -> None:
-        """Between training_step and this, gradients are clipped and the optimizer makes its step."""
-        self.stopwatch.count("update")
-
-    def on_step_end(self, _: object, state: Any, *__: object, **___: object) -> None:
-        if state.global_step % EPOCHS == 0:
-            self.stopwatch.end_iteration()
+    return [{"seconds": seconds} for seconds in stopwatch.iterations]
 
 
 TRAINERS: dict[str, Callable[[Task, int, Path, Stopwatch], list[Seconds]]] = {

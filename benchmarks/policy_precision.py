@@ -4,7 +4,7 @@
 
 Responses are sampled from the policy, one real AdamW step is taken, and log π_new(y|x) − log π_old(y|x) is compared
 with fp64 arithmetic on the same fp32 weights. `ratio/noise` is what the trainer logs for the policy before the step.
-Writes results/policy_precision.json, of which report.py makes the table in fastp3o/training/README.md.
+Writes results/policy_precision.json, of which report.py makes the table in fastp3o/training/precision.md.
 """
 
 import argparse

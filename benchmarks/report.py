@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
 
 from benchmarks.goals import GOALS, NOT_MEASURED, Results, select
 from benchmarks.results_file import joined
@@ -19,7 +18,9 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 FRONT_PAGE = FOLDER.parent / "README.md"
-PRECISION_README = FOLDER.parent / "fastp3o" / "training" / "README.md"
+PRECISION_PAGE, COMPILED_PAGE = (
+    FOLDER.parent / "fastp3o" / "training" / name for name in ("precision.md", "compiled_layers.md")
+)
 BOTH = "forward and backward"
 # The operation that a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
@@ -73,15 +74,6 @@ def packing(results: Results) -> list[list[str]]:
         lengths = f"{result['prompt']}, {result['response']}"
         figures = [f"{result['ms']:.0f}", f"{1 / result['ratio_to_bare']:.2f}", f"{result['extra_gb']:.2f}"]
         lines.append([lengths, str(result["K"]), result["implementation"], str(result["tokens"]), *figures])
-    return lines
-
-
-def memory(results: Results) -> list[list[str]]:
-    """The memory of each pass of an update, in MB. Header first."""
-    parts = ["weights", "gradients", "optimizer", "activations", "head"]
-    lines = [["pass", *parts]]
-    for result in select(results, level="memory"):
-        lines.append([result["passes"], *(f"{result[f'{part}_bytes'] / 1e6:.1f}" for part in parts)])
     return lines
 
 
@@ -173,7 +165,7 @@ def iterations(results: Results) -> list[list[str]]:
             if "absent" in figures:
                 lines.append([*shape, name, *[""] * len(PHASES), f"absent: {figures['absent']}", "", ""])
                 continue
-            seconds = [f"{figures[f'{phase}_s']:.2f}" for phase in PHASES]
+            seconds = [cell(figures, f"{phase}_s", "{:.2f}") for phase in PHASES]
             in_all = [f"{figures['seconds']:.2f}", f"{figures['ratio']:.1f}", f"{figures['peak_gb']:.2f}"]
             lines.append([*shape, name, *seconds, *in_all])
     return lines
@@ -206,10 +198,9 @@ def figures(results: Results, key: str, form: str, times: float = 1.0) -> str:
 
 
 def rollouts(results: Results) -> list[list[str]]:
-    """Each way at each shape: speed, and tokens computed and bytes read per token of the responses. Header first."""
+    """Each way at each shape: tokens a second, and what a step takes. Header first."""
     counted = "launches" if any("gpu_ms_per_step" in way for way in all_ways(results)) else "operations"
     lines = [["model", "prompt + response", "K", "way", "tokens/s", "×", "ms a step", f"{counted} a step"]]
-    lines[0] += ["tokens computed", "MB read"]
     if counted == "launches":
         lines[0] += ["GPU ms a step", "share of the floor"]
     for result in select(results, level="rollouts"):
@@ -220,7 +211,6 @@ def rollouts(results: Results) -> list[list[str]]:
                 continue
             cells = [f"{way['tokens_per_s']:.0f}", f"{way['ratio']:.2f}", f"{way['ms_per_step']:.1f}"]
             cells.append(cell(way, f"{counted}_per_step", "{:.0f}"))
-            cells += [f"{way['computed_per_token']:.1f}", f"{way['bytes_read_per_token'] / 1e6:.2f}"]
             if counted == "launches":
                 cells.append(cell(way, "gpu_ms_per_step", "{:.2f}"))
                 cells.append(f"{way['floor_ms'] / way['ms']:.0%}" if "floor_ms" in way else "")
@@ -250,45 +240,14 @@ def speeds(record: dict) -> list[list[str]]:
     return lines
 
 
-def served_runs(record: dict) -> list[list[str]]:
-    """Reward and KL at the end of each seed's run, the largest sampler gap, and seconds of an update."""
-    lines = [["rollouts from", "reward by seed", "KL by seed", "largest sampler gap", "seconds an update", "waiting"]]
-    for way in ways(record):
-        runs = [run for run in record["runs"] if run["way"] == way]
-        last = [run["evaluations"][-1] for run in runs]
-        steps = later_steps(record, way)
-        # A stale gap is the policy's own move.
-        fresh = [step["sampler_gap"] for run in runs for step in run["steps"] if not step.get("staleness")]
-        lines.append(
-            [
-                way,
-                " ".join(f"{one['reward']:.2f}" for one in last),
-                " ".join(f"{one['kl']:.2f}" for one in last),
-                f"{max(fresh):.1e}",
-                f"{fmean(step['seconds'] for step in steps):.2f}",
-                f"{fmean(step['seconds_rollout'] for step in steps):.2f}",
-            ]
-        )
-    return lines
-
-
-def ways(record: dict) -> list[str]:
-    return list(dict.fromkeys(run["way"] for run in record["runs"]))
-
-
-def later_steps(record: dict, way: str) -> list[dict]:
-    """All updates but each run's first, which has what happens once."""
-    return [step for run in record["runs"] if run["way"] == way for step in run["steps"][1:]]
-
-
 def judged(*records: dict) -> Results:
-    """The results that goals are about. On a CPU these are only rounding, which does not depend on the device, and
-    rollouts and iterations, whose goals name a device.
+    """The results that goals are about. On a CPU these are only rollouts and iterations, whose goals name a
+    device.
     """
     results = []
     for record in records:
         cuda = bool(record["environment"]["cuda"])
-        levels = ("precision", "rollouts", "iteration")
+        levels = ("rollouts", "iteration")
         results += [result | {"cuda": cuda} for result in record["benchmarks"] if cuda or result["level"] in levels]
     return results
 
@@ -298,9 +257,9 @@ def write() -> None:
     record = gpu_record()
     write_between(README, "gpu", gpu_sentence(record))
     FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record))
-    write_between(PRECISION_README, "precision", precision_section(load(RESULTS / "policy_precision.json")))
+    write_between(PRECISION_PAGE, "precision", precision_section(load(RESULTS / "policy_precision.json")))
     counts = load(RESULTS / "compiled_counts.json")
-    write_between(PRECISION_README, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
+    write_between(COMPILED_PAGE, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
 
 
 def gpu_record() -> dict | None:
@@ -345,7 +304,7 @@ def summary(records: Iterable[dict]) -> str:
         for cuda in (False, True)
     )
     tables = [comparison(results, "hidden"), comparison(results, "logits"), other_passes(results), packing(results)]
-    tables += [memory(results), iterations(results), rollouts(results), objectives(cpu, gpu)]
+    tables += [iterations(results), rollouts(results), objectives(cpu, gpu)]
     tables.append(goals_table(judged(*records)))
     return "\n\n".join(
         [*devices, *(plain(table) for table in tables if table[1:]), *filter(None, map(absent, records))]
@@ -356,7 +315,7 @@ def committed() -> str:
     """The summary of all committed results, with what no suite measures."""
     paths = [path for pattern in ("*.cpu.json", "*.gpu.json") for path in sorted(RESULTS.glob(pattern))]
     served, counts = load(RESULTS / "served.json"), load(RESULTS / "compiled_counts.json")
-    tables = [speeds(served), served_runs(served), decode_table(counts)]
+    tables = [speeds(served), decode_table(counts)]
     return "\n\n".join([summary(map(load, paths)), *map(plain, tables)])
 
 

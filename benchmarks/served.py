@@ -1,18 +1,14 @@
-"""Rollouts from a vLLM server beside our engine and transformers: speed, new weights, whole runs.
+"""Rollouts from a vLLM server beside our engine and transformers: tokens a second, and seconds for new weights.
 
-    python -m benchmarks.served --url http://127.0.0.1:8000 --server_pid PID --model MODEL --reward REWARD_MODEL \\
-        --prompts TRAIN.jsonl --eval_prompts EVAL.jsonl
+    python -m benchmarks.served --url http://127.0.0.1:8000 --server_pid PID --model MODEL --eval_prompts EVAL.jsonl
 
-The server has MODEL and the run's precision. Runs are `scripts/p3o.py`'s, each in a process of its own. Writes
-benchmarks/results/served.json, of which `python -m benchmarks.report` prints the tables.
+The server has MODEL and fp32. Writes benchmarks/results/served.json, of which `python -m benchmarks.report` prints the
+table.
 """
 
 import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,36 +31,20 @@ from fastp3o.rollouts.vllm.sampler import VLLMSampler
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "served.json"
 RESPONSE, PROMPT = 32, 192  # tokens at most
-# The flags of each way, beside those that all have.
-WAYS = {
-    "engine": [],
-    "vLLM": ["--sampler", "vllm"],
-    "vLLM, one round ahead": ["--sampler", "vllm", "--rounds_ahead", "1"],
-}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("url", "model", "reward", "prompts", "eval_prompts"):
+    for name in ("url", "model", "eval_prompts"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument(
         "--server_pid", type=int, required=True, help="Its processor time is counted, with its children's."
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=6)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    record = {"machine": machine(), "speed": speed(given), "runs": []}
-    for seed in range(given.seeds):
-        for way, flags in WAYS.items():
-            record["runs"].append({"way": way, "seed": seed, **run(given, flags, seed)})
-            print(way, seed, record["runs"][-1]["evaluations"][-1], flush=True)
-            RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def machine() -> dict:
-    """The machine; `load` is that of others, as the measurement begins."""
-    return {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__, "threads": 1}
+    # The load is that of others, as the measurement begins.
+    machine = {"cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__, "threads": 1}
+    RESULTS.write_text(json.dumps({"machine": machine, "speed": speed(given)}, indent=1) + "\n")
 
 
 def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, rounds: int = 3) -> dict:
@@ -131,46 +111,6 @@ def processor_seconds(server: int) -> float:
         for task in Path(f"/proc/{pid}/task").iterdir():
             waiting += map(int, (task / "children").read_text().split())
     return total
-
-
-def run(given: argparse.Namespace, flags: list[str], seed: int) -> dict:
-    """Evaluations and steps of a run of P3O."""
-    served = ["--vllm_url", given.url] if flags else []
-    with tempfile.TemporaryDirectory() as folder:
-        common = {
-            "model": given.model,
-            "reward": given.reward,
-            "prompts": given.prompts,
-            "eval_prompts": given.eval_prompts,
-            "output_dir": f"{folder}/run",
-            "eval_limit": 96,
-            "updates": given.updates,
-            "prompts_per_update": 32,
-            "prompts_per_minibatch": 16,
-            "inner_epochs": 2,
-            "max_prompt_tokens": PROMPT,
-            "max_response_tokens": RESPONSE,
-            "tokens_per_row": 2048,
-            "missing_eos_penalty": 1,
-            "learning_rate": 3e-4,
-            "kl_coef": 0.05,
-            "samples_every": 0,
-            "report_to": "none",
-            "seed": seed,
-        }
-        arguments = [part for name, value in common.items() for part in (f"--{name}", str(value))]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "scripts" / "p3o.py"), *arguments, *flags, *served]
-        subprocess.run(command, check=True, capture_output=True, env=environment)
-        steps, evaluations = (
-            [json.loads(line) for line in Path(folder, "run", name).read_text().splitlines()]
-            for name in ("metrics.jsonl", "eval.jsonl")
-        )
-    kept = ("step", "reward", "kl", "sampler_gap", "staleness", "seconds")
-    return {
-        "evaluations": [{name: line[name] for name in ("step", "reward", "kl")} for line in evaluations],
-        "steps": [{key: line[key] for key in line if key.startswith(kept)} for line in steps],
-    }
 
 
 if __name__ == "__main__":

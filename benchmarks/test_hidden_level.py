@@ -152,20 +152,3 @@ def test_forward_without_gradients(benchmark, name, compute_loss, head, tokens):
 
     bare = bare_operations.products(inputs, logits=1, dhidden=0, dweight=0)
     measure(benchmark, make_case(name, "forward without gradients", inputs, 1, ()), lambda: None, run, bare)
-
-
-@pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize(("name", "compute_loss"), named(OURS | EVERYWHERE | FIRST_HEAD))
-@pytest.mark.parametrize("head", HEADS[:1], ids=str)
-@pytest.mark.parametrize("tokens", TOKENS[:1])
-def test_passes_apart(benchmark, passes, name, compute_loss, head, tokens):
-    inputs = fresh_inputs(head, tokens)
-    leaves = inputs.hidden, inputs.weight
-    backward = passes == "backward"
-    measure(
-        benchmark,
-        make_case(name, passes, inputs, 2 if backward else 1, leaves if backward else ()),
-        prepare=(lambda: compute_loss(inputs)) if backward else lambda: None,
-        run=(lambda loss: torch.autograd.grad(loss, leaves)) if backward else lambda _: compute_loss(inputs),
-        bare=bare_operations.products(inputs, logits=1 - backward, dhidden=int(backward), dweight=int(backward)),
-    )

@@ -124,11 +124,12 @@ def record(case: Iteration, trainers: dict[str, dict]) -> dict[str, object]:
 
 
 def figures(iterations: dict[str, list[Seconds]], name: str) -> dict[str, float]:
-    totals = {trainer: [sum(seconds.values()) for seconds in measured] for trainer, measured in iterations.items()}
-    median = sorted(iterations[name], key=lambda seconds: sum(seconds.values()))[(len(iterations[name]) - 1) // 2]
-    ratios = [total / ours for total, ours in zip(totals[name], totals["fastp3o P3O"], strict=True)]
-    phases = {f"{phase}_s": median[phase] for phase in (*PHASES, "other")}
-    return phases | {"seconds": sum(median.values()), "ratio": statistics.median(ratios), "iterations": len(ratios)}
+    """Of the iteration of median length, with seconds of its phases where they are known."""
+    median = sorted(iterations[name], key=lambda one: one["seconds"])[(len(iterations[name]) - 1) // 2]
+    pairs = zip(iterations[name], iterations[OURS], strict=True)
+    ratios = [one["seconds"] / ours["seconds"] for one, ours in pairs]
+    phases = {f"{phase}_s": median[phase] for phase in (*PHASES, "other") if phase in median}
+    return phases | {"seconds": median["seconds"], "ratio": statistics.median(ratios), "iterations": len(ratios)}
 
 
 def random_prompts(case: Iteration, vocabulary: int) -> list[str]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from benchmarks import bare_operations, objectives
+from benchmarks.host_work import Operations
 from benchmarks.measure import measure
 from benchmarks.objectives import OBJECTIVES, WAYS, make_problem
-from benchmarks.operations import Operations
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, HEADS, TOKENS
 from benchmarks.test_hidden_level import fresh_inputs, make_case

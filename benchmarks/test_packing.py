@@ -15,19 +15,19 @@ from itertools import chain
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from benchmarks import padded, training_shapes
 from benchmarks.measure import Case, measure
 from benchmarks.peak_memory import PeakMemory
 from benchmarks.shapes import CUDA, DEVICE, DTYPE, dtype_name
 from benchmarks.training_shapes import CONFIG, LENGTHS, RESPONSES, random_groups
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
-from fastp3o_kernels import Head, p3o_loss, sequence_logprobs
+from fastp3o_kernels import p3o_loss, sequence_logprobs
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))
 
@@ -168,62 +168,3 @@ def test_training(benchmark, policy, layout, K, lengths):
         "parameters": count_parameters(policy),
         "extra_gb": peak_bytes(policy, update.run) / 1e9,
     }
-
-
-def total(hidden: Tensor, head: Head) -> Tensor:
-    """Stands in for the head, to measure the body."""
-    return hidden.sum()
-
-
-@pytest.fixture
-def groups() -> tuple[list[Ids], list[list[Ids]]]:
-    return random_groups(LENGTHS[0], RESPONSES[0])
-
-
-@pytest.fixture
-def row(groups) -> PackedRow:
-    """The fullest."""
-    return max(packed_rows(*groups, share_prompts=True), key=lambda row: row.tokens)
-
-
-def record_memory(benchmark, name: str, model: PackedModel, groups, body, whole, *, trains: bool) -> None:
-    """Bytes of what a pass needs: `body` without its head, and `whole`. Head: what that adds to the peak."""
-    body_bytes = peak_bytes(model, body)
-    whole_bytes = benchmark.pedantic(peak_bytes, args=(model, whole), rounds=1)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    # Training is in fp32: of weights in half precision there are copies, and gradients are theirs.
-    fp32 = 4 * count_parameters(model) if trains else 0
-    benchmark.extra_info |= {
-        "level": "memory",
-        "implementation": "shared prompts",
-        "passes": name,
-        **shape_record(groups[1]),
-        **LENGTHS[0]._asdict(),
-        "K": RESPONSES[0],
-        "weights_bytes": weights + (0 if DTYPE.itemsize == 4 else fp32),
-        "gradients_bytes": fp32,
-        "optimizer_bytes": 2 * fp32,
-        "activations_bytes": body_bytes,
-        "head_bytes": whole_bytes - body_bytes,
-    }
-
-
-def test_training_memory_of_fastp3o_policy(benchmark, policy, groups, row):
-    body = partial(forward_and_backward, partial(policy, row, row.labelled_at, total))
-    whole = LAYOUTS["shared prompts"](policy, *groups).run
-    record_memory(benchmark, "policy, forward and backward", policy, groups, body, whole, trains=True)
-
-
-@torch.no_grad()
-def test_training_memory_of_fastp3o_reference(benchmark, policy, groups, row):
-    body = partial(policy, row, row.labelled_at, total)
-    whole = partial(labelled_logprobs, policy, row)
-    record_memory(benchmark, "reference log-probs", policy, groups, body, whole, trains=False)
-
-
-@torch.no_grad()
-def test_training_memory_of_fastp3o_reward_model(benchmark, groups, row):
-    model = random_model(AutoModelForSequenceClassification)
-    body = partial(model, row, row.ends_at, total)
-    whole = partial(scores, model, row)
-    record_memory(benchmark, "reward scores", model, groups, body, whole, trains=False)

@@ -10,15 +10,12 @@ probability 1 / mean.
 import heapq
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.bare_operations import copy
@@ -30,11 +27,9 @@ from benchmarks.rollout_ways import END, SLOW_TO_START, WAYS, Rollouts, Sampled
 from benchmarks.shapes import CUDA, DEVICE, DTYPE, LARGE, TRIAL, dtype_name
 from benchmarks.training_shapes import TINY, llama
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.pack import first_fit_decreasing
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import MOST_SLOTS
-from fastp3o.rollouts.engine import STEPS_PER_LOOK
-from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
+from fastp3o.rollouts.prefill import layer_shapes
 
 PROMPTS = 64 if LARGE else 2 if TRIAL else 32
 ROUNDS = 1 if TRIAL else 3
@@ -94,41 +89,17 @@ def possible_ways(case: Rollouts) -> list[str]:
     return [way for way in WAYS if way not in left_out and (compiles or way not in SLOW_TO_START)]
 
 
-def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts, computed: int | None) -> dict[str, float]:
-    """Tokens computed, and cached tokens whose keys and values attention needs, by token of the responses.
-
-    computed: what the engine gave the model; None where its shapes stay, so that it follows from the lengths.
-    """
+def counts(way: str, prompts: list[Ids], responses: Sampled, case: Rollouts) -> dict[str, float]:
+    """Tokens of the responses and steps; of the engine also cached tokens that attention needs, by token."""
     lengths = [[len(ids) for ids in group] for group in responses]
     tokens, longest = sum(map(sum, lengths)), max(map(max, lengths))
-    if "fastp3o" in way:
-        slots = min(len(prompts) * case.K, MOST_SLOTS)
-        longest = steps_of_slots(list(chain.from_iterable(lengths)), slots)
-        if computed is None:
-            rows = first_fit_decreasing([len(ids) - 1 for ids in prompts], TOKENS_PER_ROW)
-            steps = -(-longest // STEPS_PER_LOOK) * STEPS_PER_LOOK
-            computed = len(list(rows)) * TOKENS_PER_ROW + steps * slots
-        # A prompt for as long as one of its responses goes on; own tokens up to the newest.
-        read = sum((len(ids) - 1) * max(group) for ids, group in zip(prompts, lengths, strict=True))
-        read += sum(length * (length + 1) // 2 for length in chain.from_iterable(lengths))
-    elif way == "generate_batch":
-        computed = sum(case.K * len(ids) for ids in prompts) + tokens - len(prompts) * case.K
-        read = sum(
-            sum(length * len(ids) + length * (length - 1) // 2 for length in group)
-            for ids, group in zip(prompts, lengths, strict=True)
-        )
-    else:
-        # A rectangle, up to the longest prompt and, with a static cache, to the longest response that is possible.
-        width, sequences = max(map(len, prompts)), len(prompts) * case.K
-        computed = sequences * (width + longest - 1)
-        static = "static" in way
-        read = sum(sequences * (width + (case.response if static else step)) for step in range(1, longest))
-    return {
-        "tokens": tokens,
-        "steps": longest,
-        "computed_per_token": computed / tokens,
-        "read_per_token": read / tokens,
-    }
+    if "fastp3o" not in way:
+        return {"tokens": tokens, "steps": longest}
+    # A prompt for as long as one of its responses goes on; own tokens up to the newest.
+    read = sum((len(ids) - 1) * max(group) for ids, group in zip(prompts, lengths, strict=True))
+    read += sum(length * (length + 1) // 2 for length in chain.from_iterable(lengths))
+    steps = steps_of_slots(list(chain.from_iterable(lengths)), min(len(prompts) * case.K, MOST_SLOTS))
+    return {"tokens": tokens, "steps": steps, "read_per_token": read / tokens}
 
 
 def steps_of_slots(lengths: list[int], slots: int) -> int:
@@ -155,12 +126,13 @@ class Figures:
         """ratio: of tokens a second to those of `generate`, the median of rounds. bytes_per_token: of a cached one."""
         ratios = [mine / base for mine, base in zip(self.rates[way], self.rates["generate"], strict=False)]
         counts, ms = self.counts[way], statistics.median(self.ms[way])
+        if "read_per_token" in counts:
+            counts |= {"bytes_read_per_token": bytes_per_token * counts["read_per_token"]}
         return counts | {
             "tokens_per_s": statistics.median(self.rates[way]),
             "ratio": statistics.median(ratios),
             "ms": ms,
             "ms_per_step": ms / counts["steps"],
-            "bytes_read_per_token": bytes_per_token * counts["read_per_token"],
             "rounds": len(ratios),
         }
 
@@ -178,9 +150,8 @@ class Measurement:
     def turn(self, way: str, seed: int) -> None:
         policy, prompts, case, figures = self.policy, self.prompts, self.case, self.figures
         result: list[Sampled] = []
-        with counted_tokens(policy) if way == "fastp3o engine" and not CUDA else nullcontext() as rows:
-            ms = milliseconds(lambda: result.append(WAYS[way](policy, prompts, case, seed)))
-        figures.counts[way] = counts(way, prompts, result[0], case, None if rows is None else sum(rows))
+        ms = milliseconds(lambda: result.append(WAYS[way](policy, prompts, case, seed)))
+        figures.counts[way] = counts(way, prompts, result[0], case)
         figures.ms[way].append(ms)
         figures.rates[way].append(1e3 * figures.counts[way]["tokens"] / ms)
 
@@ -265,20 +236,6 @@ def test_rollouts_of_peers(benchmark, policies, case, way):
 @torch.no_grad()
 def cache_shapes(policy: PackedModel) -> dict:
     return layer_shapes(policy, 0)
-
-
-@contextmanager
-def counted_tokens(policy: PackedModel) -> Iterator[list[int]]:
-    """Tokens of each of the engine's rows."""
-    rows: list[int] = []
-    whole = policy.hidden_states
-
-    def counting(input_ids: Tensor, *arguments: object, **options: object) -> Tensor:
-        rows.append(input_ids.numel())
-        return whole(input_ids, *arguments, **options)
-
-    with patch.object(policy, "hidden_states", counting):
-        yield rows
 
 
 def floor(policy: PackedModel, engine: dict[str, float], prompt_lengths: list[int]) -> dict[str, float]:

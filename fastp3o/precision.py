@@ -6,7 +6,7 @@
                      optimizer updates. fp16 resolves 8 times finer than bf16, but overflows at 65504: losses are scaled
 
 P3O exponentiates the log-ratios of whole responses, so rounding in the body matters more than to other losses: see
-training/README.md.
+training/precision.md.
 """
 
 from typing import NamedTuple

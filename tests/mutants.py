@@ -3,8 +3,9 @@
     python -m tests.mutants --count 60 --seed 0 --out mutants.jsonl
 
 Places are drawn by lot, folder by folder. A mutant runs the tests that reach its line, until one fails, in a copy of
-the tree. A run of the suite makes the map of lines and tests first (`--coverage FILE` takes one that is there). Hours
-for all; needs the package pytest-cov.
+the tree, those of the same folder first. A run of the suite makes the map of lines and tests first (`--coverage FILE`
+takes one that is there). `--again FILE` breaks what an earlier run broke, wherever it stands now. Hours for all; needs
+the package pytest-cov.
 """
 
 import argparse
@@ -145,6 +146,29 @@ def drawn(count: int, seed: int) -> list[Mutant]:
     return chosen
 
 
+def drawn_again(earlier: Path) -> list[Mutant]:
+    """The mutants of an earlier run's lines, in today's tree; what is not there any more is named and left out."""
+    listed = subprocess.run(["git", "ls-files", *SOURCES], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = {name: (ROOT / name).read_text() for name in listed.stdout.splitlines() if name.endswith(".py")}
+    by_change: dict[tuple[str, str, str], list[tuple[Mutant, str]]] = {}
+    for file, text in files.items():
+        lines = text.splitlines()
+        for mutant in mutants_in(file, text):
+            key = (mutant.kind, mutant.before.strip(), mutant.after.strip())
+            by_change.setdefault(key, []).append((mutant, lines[mutant.line - 1].strip()))
+    again = []
+    for line in earlier.read_text().splitlines():
+        old = json.loads(line)
+        places = by_change.get((old["kind"], old["before"].strip(), old["after"].strip()), [])
+        same = [mutant for mutant, text in places if text == old["text"]]
+        here = [mutant for mutant in same if Path(mutant.file).name == Path(old["file"]).name] or same
+        if here:
+            again.append(here[0])
+        else:
+            print(f"GONE  {old['file']}:{old['line']} {old['text']}")
+    return again
+
+
 def tests_of_lines(coverage_file: Path) -> dict[str, dict[int, list[str]]]:
     """The tests that reach each line of each source, from the root."""
     import coverage
@@ -179,13 +203,24 @@ def is_found(mutant: Mutant, tests: Sequence[str], tree: Path) -> str | None:
     path = tree / mutant.file
     text = path.read_text()
     path.write_text(text[: mutant.start] + mutant.after + text[mutant.end :])
+    folder = "tests/" + mutant.file.removeprefix("kernels/fastp3o_").rpartition("/")[0]
+    near = [test for test in tests if test.startswith(folder)]
     try:
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses", "2", "-p", "no:cacheprovider", *tests]
+        for some in (near, [test for test in tests if test not in set(near)]):
+            if some and (failed := failure(some, tree)):
+                return failed
+    finally:
+        path.write_text(text)
+    return None
+
+
+def failure(tests: Sequence[str], tree: Path) -> str | None:
+    """The first failure of these tests; None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--numprocesses", "2", "-p", "no:cacheprovider", *tests]
+    try:
         ran = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return "the tests hang"
-    finally:
-        path.write_text(text)
     failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (failed or [ran.stdout[-200:]])[0][:200] if ran.returncode not in (0, 5) else None
 
@@ -195,6 +230,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coverage", type=Path, default=None, help="a map of coverage that is there")
+    parser.add_argument("--again", type=Path, default=None, help="lines of an earlier run")
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"), help="a line for each mutant")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -204,16 +240,18 @@ def main() -> None:
         reached = tests_of_lines(coverage_file)
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs"))
+        mutants = drawn_again(arguments.again) if arguments.again else drawn(arguments.count, arguments.seed)
         found = 0
-        for mutant in drawn(arguments.count, arguments.seed):
+        for mutant in mutants:
+            text = (ROOT / mutant.file).read_text().splitlines()[mutant.line - 1].strip()
             tests = reached.get(mutant.file, {}).get(mutant.line, [])
             by = is_found(mutant, tests, tree) if tests else None
             found += by is not None
             with arguments.out.open("a") as file:
-                file.write(json.dumps(asdict(mutant) | {"tests": len(tests), "found": by}) + "\n")
+                file.write(json.dumps(asdict(mutant) | {"text": text, "tests": len(tests), "found": by}) + "\n")
             where = f"{mutant.file}:{mutant.line} {mutant.kind}: {mutant.before.strip()} -> {mutant.after.strip()}"
             print(f"{'found' if by else 'LIVES'} ({len(tests)} tests)  {where}", flush=True)
-        print(f"{found} of {arguments.count} mutants are found")
+        print(f"{found} of {len(mutants)} mutants are found")
 
 
 if __name__ == "__main__":

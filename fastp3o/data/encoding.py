@@ -1,7 +1,6 @@
 """Makes token ids of texts or messages. Prompt and response are tokenised separately: no token is part of both."""
 
 import operator
-from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -75,8 +74,6 @@ class Encoder:
         self.first_ids = ids_added_first(tokenizer)
         if max_prompt_tokens <= len(self.first_ids):
             raise UserError(f"max_prompt_tokens must be at least {len(self.first_ids) + 1}, got {max_prompt_tokens}")
-        if max_response_tokens is not None and max_response_tokens < 1:
-            raise UserError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
         if max_response_tokens is not None and tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
 
@@ -84,12 +81,11 @@ class Encoder:
         """Applies the chat template to messages and leaves text as it is. Raises RecordError."""
         fields = (prompt.field, *(response.field for response in responses))
         templated = not isinstance(prompt.value, str)
-        if templated:
-            before = self.template.prompt(prompt)
-            replies = tuple(self.template.reply(prompt, before, response) for response in responses)
-        else:
-            before, *rest = (cast(str, part.value) for part in (prompt, *responses))
-            replies = tuple(rest)
+        before = self.template.prompt(prompt) if templated else cast(str, prompt.value)
+        replies = tuple(
+            self.template.reply(prompt, before, response) if templated else cast(str, response.value)
+            for response in responses
+        )
         for field, text in zip(fields, (before, *replies), strict=True):
             if len(text) > self.max_characters:
                 raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{len(text)} of them"))
@@ -118,6 +114,10 @@ class Encoder:
         except RecordError as problem:
             return problem
         kept = [response[: self.max_response_tokens] for response in whole]
+        for later, response in enumerate(kept):
+            if (earlier := kept.index(response)) < later:
+                expected = f"another response than '{texts.fields[1 + earlier]}'"
+                return RecordError(texts.fields[1 + later], expected, Found("the same"))
         plain = () if texts.templated else (texts.prompt, *texts.responses)
         special_texts = sum(self.template.special.search(text) is not None for text in plain)
         return Encoded(prompt, ids, kept, prompt_truncated, sum(map(operator.ne, whole, kept)), special_texts)
@@ -162,18 +162,13 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, control: b
 
 def ids_added_first(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer puts before a text; those after it (often eos) must not end a prompt."""
-    for probe in probe_texts(tokenizer):
+    # A letter, then the vocabulary, in case it lacks the letter.
+    for probe in ("a", *(token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)):
         plain = tokenizer(probe, add_special_tokens=False).input_ids
         if plain:
             marked = tokenizer(probe).input_ids
             return next(marked[:i] for i in range(len(marked)) if marked[i : i + len(plain)] == plain)
     raise UserError("the tokenizer turns every text into nothing")
-
-
-def probe_texts(tokenizer: PreTrainedTokenizerBase) -> Iterable[str]:
-    """A letter, then the vocabulary's own tokens, in case it lacks the letter."""
-    yield "a"
-    yield from (token for token in tokenizer.get_vocab() if token not in tokenizer.all_special_tokens)
 
 
 def split_bos(ids: list[int], bos: int | None) -> tuple[list[int], list[int]]:

@@ -27,10 +27,6 @@ class RecordError(Exception):
         return DataError(f"{file} record {number}{' ' if self.field else ': '}{self.reason}, got {self.got}")
 
 
-class UnskippableError(RecordError):
-    """An error that stops the run even if bad records are skipped: the next ones would take as long to fail."""
-
-
 class Found(str):
     """Words for a value that was found, in place of those of `describe`."""
 
@@ -47,8 +43,8 @@ def describe(value: object) -> str:
             return "an empty string" if value == "" else "only white space" if is_blank(value) else "a string"
         case bool():
             return "true" if value else "false"
-        case int() | float():
-            return f"the number {value:.6g}" if isinstance(value, float) else f"the number {shortened(value)}"
+        case int() | float() if not abs(value) >= 1e12:
+            return f"the number {value:.12g}"
         case list():
             return f"a list of {len(value)}"
         case dict():
@@ -60,10 +56,6 @@ def describe(value: object) -> str:
 def is_blank(value: str) -> bool:
     """Whether a text has nothing to read: only white space and characters that are not seen, such as U+200B."""
     return all(character.isspace() or unicodedata.category(character) == "Cf" for character in value)
-
-
-def shortened(number: int) -> str:
-    return str(number) if abs(number) < 10**12 else "of more than twelve digits"
 
 
 def field_names(fields: object) -> str:

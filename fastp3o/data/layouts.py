@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastp3o.data.errors import MISSING, Found, RecordError, is_blank
@@ -101,24 +102,15 @@ def response_field(record: Fields, field: str) -> Part:
 DEMONSTRATIONS = ("label", "completion", "response")
 
 
-def demonstration_layout(field: str) -> Layout:
-    return Layout(("prompt", field), 1, prompt_field, lambda record: (the_response(record, field),))
-
-
-def the_response(record: Fields, field: str) -> Part:
+def the_response(field: str, record: Fields) -> tuple[Part, ...]:
     """The response. Raises RecordError if two of the fields for it differ."""
     responses = {name: record[name] for name in DEMONSTRATIONS if record.get(name) is not None}
     if any(value != responses.get(field, value) for value in responses.values()):
         raise RecordError(None, f"one response in the fields {', '.join(responses)}", Found("different ones"))
-    return response_field(record, field)
+    return (response_field(record, field),)
 
 
 # --- responses that are desirable or not ----------------------------------------------------------------------------
-
-
-def unpaired_response(record: Fields) -> tuple[Part, ...]:
-    desirable(record)
-    return (response_field(record, "completion"),)
 
 
 def desirable(record: Fields) -> bool:
@@ -207,30 +199,18 @@ def implicit_pair(record: Fields) -> tuple[Part, Part, Part]:
     return dialogues(record) if isinstance(record.get("chosen"), list) else hh_dialogues(record)
 
 
-def implicit_prompt(record: Fields) -> Part:
-    return implicit_pair(record)[0]
-
-
-def implicit_responses(record: Fields) -> tuple[Part, ...]:
-    return implicit_pair(record)[1:]
-
-
 # --- rankings -------------------------------------------------------------------------------------------------------
 
 
 def ranked_responses(record: Fields) -> tuple[Part, ...]:
     """The responses from best to worst, each in the form that `response_field` reads."""
     ranked, field = record.get("ranked_responses", MISSING), "ranked_responses"
-    if not isinstance(ranked, list):
-        raise RecordError(field, "a list of responses, from best to worst", ranked)
-    if len(ranked) < 2:
-        raise RecordError(field, "two responses or more, from best to worst", ranked)
+    if not isinstance(ranked, list) or len(ranked) < 2:
+        raise RecordError(field, "a list of two responses or more, from best to worst", ranked)
     if record.get("margin") is not None:
         raise RecordError("margin", "none in a ranking: it is of two responses", record["margin"])
-    names = [f"{field}[{number}]" for number in range(len(ranked))]
-    return tuple(
-        response_field({"prompt": record["prompt"], name: item}, name) for name, item in zip(names, ranked, strict=True)
-    )
+    by_name = {f"{field}[{number}]": item for number, item in enumerate(ranked)}
+    return tuple(response_field({"prompt": record["prompt"], **by_name}, name) for name in by_name)
 
 
 def margin(record: Fields) -> float:
@@ -251,13 +231,12 @@ def comparison_prompt(record: Fields) -> Part:
     info = record.get("info", MISSING)
     if not isinstance(info, Mapping):
         raise RecordError("info", "an object", info)
-    parts = [f"SUBREDDIT: r/{info['subreddit']}"] if has_text(info, "subreddit") else []
-    parts += [f"TITLE: {info['title']}"] if has_text(info, "title") else []
-    return Part("info.post", "\n\n".join([*parts, f"POST: {text(info, 'post', 'info.post')}", "TL;DR:"]))
-
-
-def has_text(info: Fields, field: str) -> bool:
-    return info.get(field) not in (None, "") and bool(text(info, field, f"info.{field}"))
+    parts = [
+        head + text(info, field, f"info.{field}")
+        for head, field in (("SUBREDDIT: r/", "subreddit"), ("TITLE: ", "title"), ("POST: ", "post"))
+        if field == "post" or info.get(field) not in (None, "")
+    ]
+    return Part("info.post", "\n\n".join([*parts, "TL;DR:"]))
 
 
 def comparison_responses(record: Fields) -> tuple[Part, ...]:
@@ -278,9 +257,9 @@ def summary(value: object, name: str) -> Part:
 # The first one that a record fits counts: many preference sets repeat their dialogues in `messages`.
 LAYOUTS = (
     Layout(("prompt", "chosen", "rejected"), 2, pair_prompt, pair_responses),
-    Layout(("chosen", "rejected"), 2, implicit_prompt, implicit_responses),
+    Layout(("chosen", "rejected"), 2, lambda pair: implicit_pair(pair)[0], lambda pair: implicit_pair(pair)[1:]),
     Layout(("info", "summaries", "choice"), 2, comparison_prompt, comparison_responses),
-    *map(demonstration_layout, DEMONSTRATIONS),
+    *(Layout(("prompt", field), 1, prompt_field, partial(the_response, field)) for field in DEMONSTRATIONS),
     Layout(("messages",), 1, messages_prompt, messages_response),
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
@@ -292,7 +271,9 @@ RANKINGS = (
 )
 
 # These are not in LAYOUTS: demonstrations have these fields too, so a stage takes one or the other.
-UNPAIRED_PREFERENCES = (Layout(("prompt", "completion", "label"), 1, prompt_field, unpaired_response),)
+UNPAIRED_PREFERENCES = (
+    Layout(("prompt", "completion", "label"), 1, prompt_field, lambda record: (response_field(record, "completion"),)),
+)
 
 
 def find_layout(record: Fields, responses: int, layouts: Sequence[Layout] = LAYOUTS) -> Layout:

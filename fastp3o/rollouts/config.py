@@ -1,12 +1,9 @@
 """The flags that win rates and `generate/` share: sampling without training."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from fastp3o.config import TOKENS_PER_ROW, PolicyConfig, options, required
 from fastp3o.packing.settings import Packing
-
-if TYPE_CHECKING:
-    from fastp3o.data.loading import Options
 
 
 @options
@@ -16,7 +13,7 @@ class SamplingConfig(PolicyConfig):
     prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
 
     @property
-    def prompt_options(self) -> "Options":
+    def prompt_options(self) -> dict[str, Any]:
         """Options of `load_prompts`."""
         return {
             "split": self.split,

@@ -55,11 +55,6 @@ def test_memory_is_flat_where_more_tokens_take_no_more():
     assert verdict(results[:2], "the same", "flat") == ("1.00 ×", "met")
 
 
-def test_precision():
-    results = [{"level": "precision", "implementation": "fastp3o", "log_ratio_error": 2e-5}]
-    assert verdict(results, "error of a 128-token") == ("2.0e-05", "met")
-
-
 def rollouts(ratio, K=2, cuda=False, **more):
     ways = {"generate": {"ratio": 1.0}, "fastp3o engine": {"ratio": ratio} | more}
     shape = {"D": 2048, "prompt": 350, "response": 40, "mean": None, "K": K} if cuda else {"K": K}

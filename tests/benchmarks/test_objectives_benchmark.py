@@ -5,8 +5,8 @@ import torch
 
 from benchmarks import inputs as inputs_module
 from benchmarks import objectives, peers
+from benchmarks.host_work import Operations
 from benchmarks.objectives import LIGER, OBJECTIVES, TRL, WAYS
-from benchmarks.operations import Operations
 from benchmarks.shapes import HeadSizes
 from fastp3o_kernels import linear_logprobs
 

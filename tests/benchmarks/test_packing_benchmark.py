@@ -123,10 +123,10 @@ def test_other_goals_are_not_about_updates():
     assert sum(verdict.met != NOT_MEASURED for verdict in verdicts) == 2
 
 
-def test_no_goal_is_met_by_times_on_a_cpu():
-    precise = {"level": "precision", "implementation": "fastp3o", "log_ratio_error": 2e-5}
-    results = [*UPDATES, precise]
-    assert report.judged({"benchmarks": results, "environment": {"cuda": None}}) == [precise | {"cuda": False}]
+def test_no_goal_of_a_gpu_is_met_by_times_on_a_cpu():
+    sampled = {"level": "rollouts", "implementation": "fastp3o"}
+    results = [*UPDATES, sampled]
+    assert report.judged({"benchmarks": results, "environment": {"cuda": None}}) == [sampled | {"cuda": False}]
     everything = [result | {"cuda": True} for result in results]
     assert report.judged({"benchmarks": results, "environment": {"cuda": "13.0"}}) == everything
 
@@ -136,11 +136,6 @@ def test_tables():
     assert lines[1][:3] == ["128, 128", "2", "shared prompts"]
     assert lines[2] == ["350, 40", "2", "shared prompts", "9459", "500", "2.00", "1.23"]
     assert [line[2] for line in lines[2:]] == ["shared prompts", "plain packing", "padded", "shared prompts"]
-    sizes = {"weights": 2e6, "gradients": 4e6, "optimizer": 8e6, "activations": 1.25e6, "head": 0}
-    sizes = {f"{part}_bytes": size for part, size in sizes.items()}
-    assert report.memory([{"level": "memory", "passes": "reward scores", **sizes}])[1:] == [
-        ["reward scores", "2.0", "4.0", "8.0", "1.2", "0.0"]
-    ]
 
 
 def test_updates_come_after_the_kernels_at_the_first_number_of_tokens():

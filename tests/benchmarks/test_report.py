@@ -65,9 +65,10 @@ def test_what_stands_around_the_markers_stays():
 
 
 def test_what_is_committed_is_what_the_results_give():
-    written = report.PRECISION_README.read_text()
+    written = report.PRECISION_PAGE.read_text()
     precision = report.precision_section(report.load(report.RESULTS / "policy_precision.json"))
     assert report.between_markers(written, "precision", precision) == written
+    written = report.COMPILED_PAGE.read_text()
     counts = report.load(report.RESULTS / "compiled_counts.json")
     layers = report.compiled_section(report.compiled_layer_table(counts), counts)
     assert report.between_markers(written, "compiled layers", layers) == written
@@ -112,9 +113,8 @@ def gpu_record(record, *levels):
 def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(record, tmp_path, monkeypatch, levels):
     results = tmp_path / "results"
     shutil.copytree(report.RESULTS, results, ignore=shutil.ignore_patterns("frontier", "quickstart"))
-    pages = {"README": report.README, "PRECISION_README": report.PRECISION_README, "FRONT_PAGE": report.FRONT_PAGE}
-    for name, page in pages.items():
-        shutil.copy(page, tmp_path / f"{name}.md")
+    for name in ("README", "PRECISION_PAGE", "COMPILED_PAGE", "FRONT_PAGE"):
+        shutil.copy(getattr(report, name), tmp_path / f"{name}.md")
         monkeypatch.setattr(report, name, tmp_path / f"{name}.md")
     monkeypatch.setattr(report, "RESULTS", results)
     (results / "kernels.gpu.json").write_text(json.dumps(gpu_record(record, *levels)))
@@ -129,7 +129,7 @@ def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(record, tmp_
 
 
 def test_the_suite_stops_in_time_and_says_what_it_left_out(tmp_path):
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_precision.py", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_objectives.py", "-q", "-p", "no:cacheprovider"]
     command += [f"--results={tmp_path / 'results.json'}"]
     environment = os.environ | {"FASTP3O_BENCHMARK_SECONDS": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -131,7 +131,7 @@ def fresh_accelerator() -> None:
 
 @pytest.fixture(autouse=True)
 def every_metric_stands_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a run of a test writes is explained in training/README.md."""
+    """Whatever a run of a test writes is explained in training/metrics.md."""
     write = Reporter.write
 
     def checked(self: Reporter, name: str, step: int, metrics: dict[str, float]) -> None:

@@ -1,11 +1,11 @@
-"""The table of metrics in fastp3o/training/README.md, which every run of the tests is held against."""
+"""The table of metrics in fastp3o/training/metrics.md, which every run of the tests is held against."""
 
 import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "fastp3o" / "training" / "README.md"
+PAGE = Path(__file__).parents[2] / "fastp3o" / "training" / "metrics.md"
 
 
 @cache
@@ -20,4 +20,4 @@ def documented() -> list[re.Pattern[str]]:
 
 def require_documented(names: Iterable[str]) -> None:
     missing = [name for name in names if not any(pattern.fullmatch(name) for pattern in documented())]
-    assert not missing, f"{PAGE.name} of training has no line for {', '.join(missing)}"
+    assert not missing, f"{PAGE.name} has no line for {', '.join(missing)}"

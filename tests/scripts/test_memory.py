@@ -200,8 +200,7 @@ LARGE_LLAMAS = {
 FP16 = choose_precision("fp16", "fp16")
 
 
-def readme() -> str:
-    return (Path(__file__).parents[2] / "fastp3o" / "training" / "README.md").read_text()
+PAGES = Path(__file__).parents[2] / "fastp3o" / "training"
 
 
 def model_sizes(config: LlamaConfig, trainable: TrainableConfig) -> Model:
@@ -217,7 +216,7 @@ def model_sizes(config: LlamaConfig, trainable: TrainableConfig) -> Model:
     )
 
 
-def test_readmes_table_is_what_the_formula_gives():
+def test_the_pages_table_is_what_the_formula_gives():
     for size, trains in product(LLAMAS, TRAINS):
         trainable, checkpointing = TRAINS[trains]
         sizes = model_sizes(LLAMAS[size], trainable)
@@ -227,10 +226,10 @@ def test_readmes_table_is_what_the_formula_gives():
             reference = 0 if trainable.lora_rank else frozen_memory(sizes, lengths, FP16).weights
             update = update_memory(sizes, lengths, FP16, checkpointing=checkpointing)
             cells.append(f"{(update.peak + reference) / 1e9:.1f}")
-        assert f"| {size} | {trains} | {' | '.join(cells)} |" in readme()
+        assert f"| {size} | {trains} | {' | '.join(cells)} |" in (PAGES / "memory.md").read_text()
 
 
-def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
+def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
     for (size, config), gpus in product(LARGE_LLAMAS.items(), (8, 64)):
         sizes = model_sizes(config, TrainableConfig())
         lengths = Lengths.full_row(Packing(8192), prompt=350, response=40)
@@ -239,7 +238,7 @@ def test_readmes_table_of_several_gpus_is_what_the_formula_gives():
         frozen = 2 * sizes.parameters // gpus
         whole = 2 * sizes.parameters + update.masters + update.optimizer
         cells = [f"{bytes / 1e9:.0f}" for bytes in (update.peak + frozen, whole + frozen)]
-        assert f"| {size} | {gpus} | {' | '.join(cells)} |" in readme()
+        assert f"| {size} | {gpus} | {' | '.join(cells)} |" in (PAGES / "several_gpus.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,9 @@ def test_unpaired_preferences_have_a_boolean_label():
     ],
 )
 def test_what_is_no_unpaired_preference_is_said(fields: dict[str, Any], said: str):
+    record = {"prompt": "Hi", **fields}
     with pytest.raises(RecordError) as caught:
-        find_layout({"prompt": "Hi", **fields}, 1, UNPAIRED_PREFERENCES).responses({"prompt": "Hi", **fields})
+        (find_layout(record, 1, UNPAIRED_PREFERENCES).responses(record), desirable(record))
     assert said in str(caught.value.at("kto.jsonl", 1))
 
 
