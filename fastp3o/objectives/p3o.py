@@ -38,14 +38,9 @@ class P3O(Objective):
     kl: KLCoefficient
 
     def __init__(self, config: P3OConfig):
-        self.settings = P3OSettings(
-            clipping=config.clipping,
-            clip_range=config.clip_range,
-            ratio_cap=config.ratio_cap,
-            kl_coef=config.kl_coef,
-            kl_reward=config.kl_reward,
-            sampler_ratio_cap=config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap,
-        )
+        chosen = {name: getattr(config, name) for name in HELP}
+        chosen["sampler_ratio_cap"] = config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap
+        self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)
         self.old_is_policy = config.old_logprobs == "policy"
         self.scaler = config.scaler()
@@ -58,25 +53,19 @@ class P3O(Objective):
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        old_tokens = microbatch.old_token_logprobs if self.settings.clipping == "token" else None
-        return self.pair_loss(policy, microbatch, divisor, microbatch.old_logprobs, old_tokens)
+        return self.pair_loss(policy, microbatch, divisor, own=False)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
         not.
         """
-        if not self.old_is_policy:
-            return self.loss(policy, microbatch, divisor)
-        return self.pair_loss(policy, microbatch, divisor, None, None)
+        return self.pair_loss(policy, microbatch, divisor, own=self.old_is_policy)
 
     def pair_loss(
-        self,
-        policy: nn.Module,
-        microbatch: Microbatch,
-        divisor: float | Tensor,
-        old_logprobs: Tensor | None,
-        old_token_logprobs: Tensor | None,
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, own: bool
     ) -> LossAndMetrics:
+        """own: old log-probs are the policy's."""
+        clips_tokens = self.settings.clipping == "token" and not own
         row, sampler_logprobs = microbatch.row, None
         if self.weighs_pairs:
             log_ratios = sequence_logprobs(microbatch.sampler_log_ratios(), row.cu_seqlens)
@@ -88,11 +77,11 @@ class P3O(Objective):
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                old_logprobs,
+                None if own else microbatch.old_logprobs,
                 microbatch.ref_logprobs,
                 microbatch.rewards,
                 replace(self.settings, kl_coef=self.kl.value),
-                old_token_logprobs=old_token_logprobs,
+                old_token_logprobs=microbatch.old_token_logprobs if clips_tokens else None,
                 valid_responses=microbatch.loss_mask,
                 sampler_logprobs=sampler_logprobs,
                 divisor=divisor,
@@ -130,10 +119,3 @@ class PPGConfig(P3OConfig):
         ]
         if problems:
             raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")
-
-    def build(self) -> "PPG":
-        return PPG(self)
-
-
-class PPG(P3O):
-    """P3O's loss with all ratios at 1: an update has only its first step."""

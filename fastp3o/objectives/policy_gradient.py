@@ -26,7 +26,7 @@ from fastp3o.objectives.base import (
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rewards.scaling import AbsoluteScaler, pairs
+from fastp3o.rewards.scaling import AbsoluteScaler, Scaler, pairs
 from fastp3o_kernels import Groups
 from fastp3o_kernels.losses import (
     group_advantages,
@@ -91,16 +91,14 @@ class PolicyGradient(GroupwiseObjective):
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
-        return [
-            [replace(each, prepared={"advantages": self.advantages(self.rewards(each))}) for each in minibatch]
-            for minibatch in minibatches
-        ]
+        # The estimator k1 subtracts the KL here.
+        coef = self.kl.value if self.config.kl_estimator == "k1" else 0.0
 
-    def rewards(self, microbatch: Microbatch) -> Tensor:
-        """[P, K]; the estimator k1 subtracts the KL here."""
-        if self.config.kl_estimator != "k1":
-            return microbatch.rewards
-        return microbatch.rewards - self.kl.value * (microbatch.old_logprobs - microbatch.ref_logprobs)
+        def with_advantages(batch: Microbatch) -> Microbatch:
+            rewards = batch.rewards - coef * (batch.old_logprobs - batch.ref_logprobs) if coef else batch.rewards
+            return replace(batch, prepared={"advantages": self.advantages(rewards)})
+
+        return [[with_advantages(batch) for batch in minibatch] for minibatch in minibatches]
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
         """log π_old − log μ of what has a loss in `losses`, μ what sampled: by default of whole responses, [P, K]."""
@@ -201,17 +199,15 @@ class REINFORCEConfig(RLOOConfig):
         choices=("absolute", "none"),
     )
 
+    def scaler(self) -> Scaler:
+        return AbsoluteScaler(self.reward_clip, scale=self.reward_scaling == "absolute")
+
     def build(self) -> "REINFORCE":
         return REINFORCE(self)
 
 
 class REINFORCE(RLOO):
     """−A log π(y|x), A the reward less the mean over the update."""
-
-    def __init__(self, config: REINFORCEConfig):
-        super().__init__(config)
-        # Scaled differences within a prompt would lose what sets prompts apart.
-        self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """The rewards; `prepare` subtracts the baseline."""

@@ -134,11 +134,6 @@ FLAGS = [
     ),
     ("p3o", "--sampler_ratio_cap -1", "--sampler_ratio_cap must be 0 or more"),
     ("p3o", "--sampler_ratio_cap 0.5", "--sampler_ratio_cap must be 0 or at least 1, got 0.5"),
-    (
-        "p3o",
-        "--sampler_ratio_cap 2 --old_logprobs sampler",
-        "--sampler_ratio_cap and --old_logprobs sampler exclude each other",
-    ),
     *[
         ("p3o", f"--{flag} --sampler transformers", f"--{flag.removesuffix(' 2')} needs log-probs of the sampler")
         for flag in ("sampler_ratio_cap 2", "old_logprobs sampler")
@@ -230,11 +225,6 @@ FLAGS = [
     ("p3o", "--update 3", "unknown option --update; the nearest one is --updates"),
     ("p3o", "--resume no more", "unexpected argument 'more'"),
     ("online", "--objective dapo --kl_estimator k2", "--kl_estimator does nothing without --kl_coef"),
-    ("online", "--objective bpo --reference_every 2", "--reference_every and --reference_decay change nothing"),
-    *[
-        ("online", f"--objective {objective} --old_logprobs sampler", "--old_logprobs sampler changes no ratio")
-        for objective in ("reinforce", "rloo", "online_dpo", "online_ipo")
-    ],
     *[
         ("online", f"--objective {flags}", "needs log-probs of the sampler, and responses of --mixture have none")
         for flags in (
