@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.report import plain, precision_table
 from fastp3o.config import PRECISIONS
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
@@ -31,7 +31,7 @@ from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.groups import Group, Prompt, Response, token_ids
 from fastp3o.rollouts.transformers_sampler import sampling_mode
-from fastp3o.training.ratio_noise import ratio_noise
+from fastp3o.training.logprob_gaps import ratio_noise
 from fastp3o_kernels import Head, sequence_logprobs
 
 FOLDER = Path(__file__).parent

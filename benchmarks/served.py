@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.precision import choose_precision

@@ -3,23 +3,3 @@
 sources.py reads records, layouts.py finds prompt and responses in each, chat_template.py writes messages as text,
 encoding.py makes token ids of text, and loading.py does all of it.
 """
-
-from fastp3o.data.errors import DataError
-from fastp3o.data.loading import (
-    DataReport,
-    load_demonstrations,
-    load_preferences,
-    load_prompts,
-    load_rankings,
-    load_unpaired_preferences,
-)
-
-__all__ = [
-    "DataError",
-    "DataReport",
-    "load_demonstrations",
-    "load_preferences",
-    "load_prompts",
-    "load_rankings",
-    "load_unpaired_preferences",
-]

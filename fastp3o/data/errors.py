@@ -45,6 +45,8 @@ def describe(value: object) -> str:
             return "true" if value else "false"
         case int() | float() if not abs(value) >= 1e12:
             return f"the number {value:.12g}"
+        case int() | float():
+            return "a number of more than twelve digits"
         case list():
             return f"a list of {len(value)}"
         case dict():

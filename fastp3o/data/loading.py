@@ -153,6 +153,7 @@ class Loader:
     def __post_init__(self) -> None:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
         self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
+        self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
 
     def load(self, source: str) -> Loaded:
         """Writes the examples to an Arrow file as they come, so that memory holds one batch of them. The file has no
@@ -191,9 +192,9 @@ class Loader:
                 texts = self.read(record, layouts)
                 content = cast(Fields, record.content)
                 kept = {name: read(content) for name, (_, read) in self.labels.items()}
-                kept |= fields_json(content, self.columns)
                 if self.as_given:
                     kept["given"] = json_text(texts.given, texts.fields[0], "a prompt that JSON has, in UTF-8")
+                kept |= fields_json(content, self.columns)
             except RecordError as problem:
                 self.reject(record, problem)
             else:
@@ -206,7 +207,7 @@ class Loader:
         if not isinstance(record.content, Mapping):
             raise RecordError(None, "an object", record.content)
         if record.file not in layouts:
-            least = 2 if self.layouts is RANKINGS else len(self.response_columns)
+            least = 2 if self.takes_all else len(self.response_columns)
             layouts[record.file] = find_layout(record.content, least, self.layouts)
         layout = layouts[record.file]
         prompt = layout.prompt(record.content)
@@ -215,8 +216,7 @@ class Loader:
                 f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
             )
         responses = layout.responses(record.content) if self.response_columns else ()
-        kept = responses if self.layouts is RANKINGS else responses[: len(self.response_columns)]
-        return self.encoder.render(prompt, kept)
+        return self.encoder.render(prompt, responses if self.takes_all else responses[: len(self.response_columns)])
 
     def example(self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError) -> dict | None:
         """Counts the record and returns its example, None if it was skipped."""
@@ -227,7 +227,7 @@ class Loader:
         self.report.truncated_prompts += result.prompt_truncated
         self.report.truncated_responses += result.responses_truncated
         self.report.special_texts += result.special_texts
-        responses = [result.response_ids] if self.layouts is RANKINGS else result.response_ids
+        responses = [result.response_ids] if self.takes_all else result.response_ids
         columns = dict(zip(self.response_columns, responses, strict=True))
         return {"prompt": result.prompt, "prompt_ids": result.prompt_ids, **columns, **kept}
 

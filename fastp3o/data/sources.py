@@ -9,8 +9,8 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -56,30 +56,23 @@ def read_records(source: str, split: str) -> Iterator[Record]:
     names = [source] if os.path.exists(source) else [name.strip() for name in source.split(",")]
     if not all(names):
         raise DataError(f"{source}: expected names with commas between, got an empty one")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{source}: {twice[0]} comes more than once")
     # All files are found before the first record is read.
-    files_by_name = {name: local_files(name, split) for name in names}
-    require_different(source, [file for files in files_by_name.values() for file in files or ()])
-    for name, files in files_by_name.items():
+    files_by_name = [(name, local_files(name, split)) for name in names]
+    before: dict[Path, Path] = {}
+    for file in (file for _, files in files_by_name for file in files or ()):
+        if (same := before.setdefault(file.resolve(), file)) is not file:
+            raise DataError(f"{source}: {file} is the same file as {same}, and its records would count twice")
+    for name, files in files_by_name:
         if files is None:
-            yield from hub_records(name, split)
+            yield from (Record(name, *record) for record in hub_records(name, split))
             continue
         for file in files:
             try:
-                yield from file_records(file)
+                yield from (Record(str(file), *record) for record in file_records(file))
             except DataError:
                 raise
             except UNREADABLE as error:
                 raise DataError(f"{file}: cannot be read: {error}") from error
-
-
-def require_different(source: str, files: list[Path]) -> None:
-    """Raises DataError for a file that comes twice, under whatever names."""
-    names: dict[Path, Path] = {}
-    for file in files:
-        if (before := names.setdefault(file.resolve(), file)) is not file:
-            raise DataError(f"{source}: {file} is the same file as {before}, and its records would count twice")
 
 
 # --- which files ----------------------------------------------------------------------------------------------------
@@ -140,61 +133,43 @@ def split_files(folder: Path, split: str) -> list[Path]:
 # --- their records --------------------------------------------------------------------------------------------------
 
 
-def file_records(file: Path) -> Iterator[Record]:
+def file_records(file: Path) -> Iterator[tuple[int, object]]:
+    """The records of a file with their numbers."""
     if file.name.endswith(PARQUET):
-        return parquet_records(file)
-    if file.name.endswith(JSON) and first_character(file) == b"[":
-        return json_array_records(file)
-    return json_lines_records(file)
-
-
-def json_lines_records(file: Path) -> Iterator[Record]:
-    """Decodes line by line: readers that infer column types cast strings that look like dates and lose line numbers."""
-    with open_binary(file) as lines:
-        for number, line in enumerate(lines, 1):
+        with pq.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataError(f"{file}: several columns have one name in {', '.join(names)}")
+            batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
+            yield from enumerate(chain.from_iterable(batches), 1)
+        return
+    with open_binary(file) as content:
+        begins_array = content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1] == b"["
+    with open_binary(file) as content:
+        if file.name.endswith(JSON) and begins_array:
+            array = decode_json(content.read().removeprefix(BYTE_ORDER_MARK))
+            if isinstance(array, RecordError):
+                raise DataError(f"{file}: expected {array.expected}, got {array.got}")
+            yield from enumerate(cast(list, array), 1)
+            return
+        # Line by line: readers that infer column types cast strings that look like dates and lose line numbers.
+        for number, line in enumerate(content, 1):
             text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if text.strip():
-                yield Record(str(file), number, decode_json(text))
+                yield number, decode_json(text)
 
 
-def json_array_records(file: Path) -> Iterator[Record]:
-    with open_binary(file) as content:
-        array = decode_json(content.read().removeprefix(BYTE_ORDER_MARK))
-    if isinstance(array, RecordError):
-        raise DataError(f"{file}: expected {array.expected}, got {array.got}")
-    for number, content in enumerate(cast(list, array), 1):  # its text begins with a bracket
-        yield Record(str(file), number, content)
-
-
-def parquet_records(file: Path) -> Iterator[Record]:
-    number = 0
-    with pq.ParquetFile(file) as table:
-        names = Counter(table.schema_arrow.names)
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise DataError(f"{file}: it has {names[twice[0]]} columns of the name '{twice[0]}'")
-        for batch in table.iter_batches(batch_size=1000):
-            for content in batch.to_pylist():
-                number += 1
-                yield Record(str(file), number, content)
-
-
-def hub_records(source: str, split: str) -> Iterator[Record]:
+def hub_records(source: str, split: str) -> Iterator[tuple[int, object]]:
     name, _, config = source.partition(":")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # the hub's own errors, the network's and the builders' share no base class
         raise DataError(f"{source}: the split '{split}' cannot be loaded from the hub: {error}") from error
-    for number, content in enumerate(dataset, 1):
-        yield Record(source, number, content)
+    yield from enumerate(dataset, 1)
 
 
 def open_binary(file: Path) -> BinaryIO | gzip.GzipFile:
     return gzip.open(file, "rb") if file.name.endswith(".gz") else file.open("rb")
-
-
-def first_character(file: Path) -> bytes:
-    with open_binary(file) as content:
-        return content.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()[:1]
 
 
 def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from fastp3o.errors import UserError
-
 
 def percentile_interval(
     numerators: np.ndarray,
@@ -23,16 +21,7 @@ def percentile_interval(
 
     Returns:
         Low and high end. Units with equal ratios give an interval of zero width, however few they are.
-
-    Raises:
-        ValueError: no units, differing shapes, or a denominator that is not above 0.
     """
-    if numerators.ndim != 1 or numerators.shape != denominators.shape or not len(numerators):
-        raise UserError(
-            f"expected numerators and denominators [n] with n ≥ 1, got {numerators.shape} and {denominators.shape}"
-        )
-    if not (denominators > 0).all():
-        raise UserError("expected denominators above 0")
     random = np.random.default_rng(seed)
     units = len(numerators)
     ratios = np.empty(resamples)

@@ -1,6 +1,5 @@
 """The KL-reward frontier of finished or running runs: reading, table, fit and figure (arXiv 2310.00212, figure 3)."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastp3o.errors import UserError
+from fastp3o.run import log
 from fastp3o.run.names import EVALUATIONS
 
 # The evaluations of one run, each a line of its file: update (step), mean reward and KL with deviations, prompts.
@@ -15,22 +15,14 @@ Evaluations = list[dict[str, float]]
 
 
 def read_run(folder: Path) -> Evaluations:
-    """The evaluations of a run, in order. Raises ValueError with the file, and the line that cannot be used."""
+    """The evaluations of a run, in order. Raises ValueError with the file if they are missing, or lack a metric."""
     path = folder / EVALUATIONS
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: give the folder of a P3O run with evaluations (--eval_prompts)")
-    evaluations = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            evaluation = json.loads(line)
-            evaluations.append({name: float(value) for name, value in evaluation.items()})
-            missing = {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys()
-        except (ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} line {number}: expected a JSON object of numbers: {error}") from error
-        if missing:
-            raise UserError(f"{path} line {number} lacks {', '.join(sorted(missing))}")
+    evaluations = list(log.read(path))
     if not evaluations:
-        raise UserError(f"{path} is empty")
+        raise UserError(f"{path} has no evaluations: give the folder of a P3O run with evaluations (--eval_prompts)")
+    for evaluation in evaluations:
+        if missing := {"step", "reward", "kl", "reward_std", "kl_std", "prompts"} - evaluation.keys():
+            raise UserError(f"{path} lacks {', '.join(sorted(missing))} at step {evaluation['step']}")
     return evaluations
 
 
@@ -78,7 +70,12 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
         color = f"C{number}"
         kl = [e["kl"] for e in evaluations]
         reward = [e["reward"] for e in evaluations]
-        fit = linear_fit(evaluations)
+        fit, label = linear_fit(evaluations), name
+        if fit is not None:
+            slope, intercept = fit
+            ends = np.array([min(kl), max(kl)])
+            axes.plot(ends, slope * ends + intercept, "--", linewidth=1, color=color)
+            label = f"{name}: {slope:.3f} · KL {'+' if intercept >= 0 else '−'} {abs(intercept):.2f}"
         axes.errorbar(
             kl,
             reward,
@@ -88,7 +85,7 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
             markersize=5,
             elinewidth=0.8,
             color=color,
-            label=name if fit is None else f"{name}: {equation(*fit)}",
+            label=label,
         )
         for evaluation in evaluations:
             axes.annotate(
@@ -99,10 +96,6 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
                 fontsize=8,
                 color=color,
             )
-        if fit is not None:
-            slope, intercept = fit
-            ends = np.array([min(kl), max(kl)])
-            axes.plot(ends, slope * ends + intercept, "--", linewidth=1, color=color)
     axes.set_xlabel("KL to the reference, nats per response")
     axes.set_ylabel("reward")
     axes.set_title("KL–reward frontier (numbers: updates; bars: standard error over prompts)", fontsize=10)
@@ -110,7 +103,3 @@ def plot(runs: dict[str, Evaluations], output: Path) -> None:
     axes.legend()
     output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output, dpi=150)
-
-
-def equation(slope: float, intercept: float) -> str:
-    return f"{slope:.3f} · KL {'+' if intercept >= 0 else '−'} {abs(intercept):.2f}"

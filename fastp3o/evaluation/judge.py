@@ -43,7 +43,6 @@ Judge how well each response does what the prompt asks for: helpful, relevant, a
 Neither the order of the responses nor their length must influence you. Explain your comparison in a few sentences; \
 then end with a last line that holds nothing but [[A]] if response A is better, [[B]] if response B is better, or \
 [[C]] for a tie."""
-PLACEHOLDERS = {"prompt", "first", "second"}
 MARKS = {"[[A]]": Verdict.FIRST, "[[B]]": Verdict.SECOND, "[[C]]": Verdict.TIE}
 
 
@@ -115,33 +114,21 @@ class EndpointJudge:
         endpoint: the model.
         path: a JSONL file to which each verdict and its answers are written at once. Verdicts that it already holds
             for the same model, template, prompt and responses are not requested again, unless they are NONE.
-        template: the question, with the placeholders $prompt, $first and $second, and optionally $boundary, a code
-            that prompt and responses cannot predict.
         requests: concurrent requests.
 
-    Raises:
-        ValueError: the template lacks a placeholder or has another, or the file was not written by a judge.
+    Raises ValueError if the file was not written by a judge.
     """
 
-    def __init__(
-        self, endpoint: ChatEndpoint, *, path: Path | None = None, template: str = TEMPLATE, requests: int = 8
-    ):
+    def __init__(self, endpoint: ChatEndpoint, *, path: Path | None = None, requests: int = 8):
         self.endpoint = endpoint
         self.file = VerdictFile(path)
-        self.template = Template(template)
         self.requests = requests
         self.unusable: list[str] = []
-        placeholders = set(self.template.get_identifiers())
-        if not self.template.is_valid() or not PLACEHOLDERS <= placeholders <= PLACEHOLDERS | {"boundary"}:
-            raise UserError(
-                "a judge's template must hold $prompt, $first and $second, may hold $boundary, and writes other "
-                f"dollar signs as $$; this one holds {', '.join(sorted(placeholders)) or 'none of them'}"
-            )
 
     def __call__(self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]) -> list[Verdict]:
         """Raises EndpointError if the endpoint refuses or remains unavailable; earlier verdicts are in the file."""
         comparisons = list(zip(prompts, firsts, seconds, strict=True))
-        keys = [self.key(*comparison) for comparison in comparisons]
+        keys = [digest(self.endpoint.model, TEMPLATE, *comparison) for comparison in comparisons]
         missing = {
             key: comparison
             for key, comparison in zip(keys, comparisons, strict=True)
@@ -160,19 +147,17 @@ class EndpointJudge:
     def compare(self, comparison: tuple[str, tuple[str, str, str]], stopped: threading.Event) -> None:
         """Asks in both orders and keeps the verdict."""
         key, (prompt, first, second) = comparison
-        answers = [
-            self.endpoint.ask(self.question(prompt, *pair), stopped) for pair in ((first, second), (second, first))
-        ]
-        straight, swapped = (parse_verdict(answer) for answer in answers)
+        questions = [question(prompt, *pair) for pair in ((first, second), (second, first))]
+        answers = [self.endpoint.ask(text, stopped) for text in questions]
+        straight, swapped = map(parse_verdict, answers)
         self.unusable += [answer.text for answer in answers if parse_verdict(answer) is Verdict.NONE]
         self.file.add(key, combine_verdicts(straight, swapped.swapped), [answer.text for answer in answers])
 
-    def question(self, prompt: str, first: str, second: str) -> str:
-        boundary = digest(prompt, first, second)[:16]
-        return self.template.substitute(prompt=prompt, first=first, second=second, boundary=boundary)
 
-    def key(self, prompt: str, first: str, second: str) -> str:
-        return digest(self.endpoint.model, self.template.template, prompt, first, second)
+def question(prompt: str, first: str, second: str) -> str:
+    """The boundary is a code that prompt and responses cannot predict."""
+    boundary = digest(prompt, first, second)[:16]
+    return Template(TEMPLATE).substitute(prompt=prompt, first=first, second=second, boundary=boundary)
 
 
 def load_judge(config: JudgeConfig, verdicts: Path | None) -> Judge | None:

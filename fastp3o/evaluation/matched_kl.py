@@ -21,16 +21,12 @@ RESAMPLES = 20_000
 
 
 class Estimate(NamedTuple):
-    """The mean of `count` values and its interval, which is infinite with too few values to resample.
-
-    p_value: of the two-sided t test that the mean is 0; NaN with too few values.
-    """
+    """The mean of `count` values and its interval, which is infinite with too few values to resample."""
 
     mean: float
     low: float
     high: float
     count: int  # type: ignore[assignment]  # of values; it hides the count of equal fields that every tuple has
-    p_value: float = math.nan
 
 
 class Line(NamedTuple):
@@ -49,24 +45,19 @@ def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> f
     reaches `kl`, or reaches it by its first evaluation after step 0: a gain interpolated from the start would not be
     measured. Raises ValueError without an evaluation at step 0.
     """
-    start = _start(evaluations)
+    if not evaluations or evaluations[0]["step"] != 0:
+        raise UserError("gains need the evaluation at step 0 first")
     crossing = next((i for i, evaluation in enumerate(evaluations) if evaluation["kl"] >= kl), 0)
     if crossing < 2:
         return None
     before, after = evaluations[crossing - 1], evaluations[crossing]
     share = (kl - before["kl"]) / (after["kl"] - before["kl"])
-    return before[metric] + share * (after[metric] - before[metric]) - start[metric]
+    return before[metric] + share * (after[metric] - before[metric]) - evaluations[0][metric]
 
 
 def passed_at_once(evaluations: Evaluations, kl: float) -> bool:
     """Whether the run reached `kl` by its first evaluation after step 0, too early for `gain_at_kl`."""
     return any(evaluation["kl"] >= kl for evaluation in evaluations[:2])
-
-
-def gains(evaluations: Evaluations, metric: str = "reward") -> Evaluations:
-    """The KL of each evaluation and, as its reward, the gain in `metric` over step 0. ValueError without a step 0."""
-    start = _start(evaluations)
-    return [{"step": e["step"], "kl": e["kl"], "reward": e[metric] - start[metric]} for e in evaluations]
 
 
 def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimate:
@@ -81,16 +72,7 @@ def interval(strata: Sequence[Sequence[float]], comparisons: int = 1) -> Estimat
     resampled = sum(_resampling(len(sample), number) @ sample for number, sample in enumerate(samples)) / count
     mean = float(np.concatenate(samples).mean())
     limits = _limits(mean, resampled, [len(sample) for sample in samples], comparisons)
-    return Estimate(mean, *limits, count, _p_value(mean, samples))
-
-
-def discoveries(p_values: Sequence[float], rate: float = 1 - LEVEL) -> list[bool]:
-    """The tests that are called true when at most `rate` of such calls are expected to be false (Benjamini and Hochberg
-    1995). A NaN is never one.
-    """
-    ranked = sorted(p for p in p_values if not math.isnan(p))
-    passed = [p for rank, p in enumerate(ranked, 1) if p <= rate * rank / len(ranked)]
-    return [bool(passed) and p <= passed[-1] for p in p_values]
+    return Estimate(mean, *limits, count)
 
 
 def paired_difference(
@@ -127,47 +109,11 @@ def line(runs: Sequence[Evaluations]) -> Line | None:
 @lru_cache
 def t_quantile(tail: float, degrees: int) -> float:
     """The t that a variable of Student's distribution with `degrees` of freedom exceeds with probability `tail`."""
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _share_beyond(middle, degrees) > tail:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(degrees) * math.tan(low)
-
-
-def _share_beyond(angle: float, degrees: int) -> float:
-    """The probability that Student's t exceeds √degrees · tan `angle`, an angle of 0 or more.
-
-    In terms of the angle the density is that of cos θ to the power of degrees − 1, which is smooth and bounded.
-    """
-
-    def area(angle: float) -> float:
-        half = (math.pi / 2 - angle) / 2
-        return half * float(WEIGHTS @ np.cos(angle + half * (NODES + 1)) ** (degrees - 1))
-
-    return area(angle) / area(0.0) / 2
-
-
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(64)
-
-
-def _start(evaluations: Evaluations) -> dict[str, float]:
-    if not evaluations or evaluations[0]["step"] != 0:
-        raise UserError("gains need the evaluation at step 0 first")
-    return evaluations[0]
-
-
-def _p_value(mean: float, samples: Sequence[np.ndarray]) -> float:
-    """Of the t test that `mean` of all values is 0, with the deviations within samples pooled."""
-    count, degrees = sum(map(len, samples)), sum(len(sample) - 1 for sample in samples)
-    if not degrees:
-        return math.nan
-    variance = sum(float(np.square(sample - sample.mean()).sum()) for sample in samples) / degrees
-    if not variance:
-        return float(mean == 0)
-    return 2 * _share_beyond(math.atan(abs(mean) / math.sqrt(degrees * variance / count)), degrees)
+    # In terms of the angle of t / √degrees the density is cos to the power of degrees − 1, smooth and bounded.
+    angles = np.linspace(math.pi / 2, 0, 2**16 + 1)
+    density = np.cos(angles) ** (degrees - 1)
+    beyond = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return math.sqrt(degrees) * math.tan(float(np.interp(2 * tail, beyond / beyond[-1], angles)))
 
 
 @lru_cache

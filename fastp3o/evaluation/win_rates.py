@@ -4,28 +4,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.context import Context
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import WinRateConfig
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
-from fastp3o.models.loading import load_policy, load_tokenizer
+from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import asked_columns, load_reward
-from fastp3o.rollouts.engine_sampler import named_sampler
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
-from fastp3o.rollouts.sampler import Sampler, sampling_settings
 from fastp3o.rollouts.vllm.publisher import Publisher
-from fastp3o.rollouts.vllm.sampler import VLLMSampler
+from fastp3o.training.build import SampledModel, load_frozen_policy, policy_sampler
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> li
     prompts, report = load_prompts(
         config.prompts,
         tokenizer,
-        columns=asked_columns([config.reward], config) if config.reward else None,
+        columns=asked_columns(config.scorers, config),
         **config.prompt_options,
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
@@ -76,33 +72,26 @@ def respond(
     checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], config: WinRateConfig
 ) -> Responses:
     """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = choose_precision("auto", automatic="fp16")
-    loading: dict[str, Any] = {
-        "device": device,
-        "dtype": precision.weights,
-        "trust_remote_code": config.trust_remote_code,
-    }
+    context = Context(Accelerator(), precision, tokenizer, None)
     reward = None
     if config.reward:
-        reward = load_reward(config.reward, tokenizer, remote=config, packing=config.packing, **loading)
+        reward = load_reward(
+            config.reward,
+            tokenizer,
+            dtype=precision.weights,
+            remote=config,
+            trust_remote_code=config.trust_remote_code,
+            device=context.device,
+            packing=config.packing,
+        )
     if isinstance(reward, RemoteReward):
         reward.check(prompts[0])
-    policy = load_policy(checkpoint, **loading)
-    policy.temperature = config.temperature
-    policy.check_reach(config.longest_sequence)
-    sampler: Sampler
-    longest = config.max_response_tokens
+    policy = load_frozen_policy(context, config, checkpoint)
+    sampled = SampledModel(policy, None)
     if config.sampler == "vllm":
-        publisher = Publisher(
-            Context(Accelerator(), precision, tokenizer, None), config, config.longest_sequence, policy
-        )
-        settings = sampling_settings(config)
-        sampler = VLLMSampler(publisher, tokenizer, max_response_tokens=longest, settings=settings)
-    else:
-        sampler = named_sampler(
-            config, policy, tokenizer, max_response_tokens=longest, batch_size=config.rollout_batch_size
-        )
+        sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
+    sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     groups = sampler(prompts, config.responses_per_prompt, config.seed)
     return Responses(groups, None if reward is None else reward(groups))
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from tqdm import tqdm
 
 from fastp3o.context import Context
-from fastp3o.data import load_prompts
+from fastp3o.data.loading import load_prompts
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.report import Generated, summary, write_kept
@@ -29,8 +29,7 @@ from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
 from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
 from fastp3o.run.report import Phases
-from fastp3o.training.build import load_frozen_policy, load_named_reward, sampled_model
-from fastp3o.training.samplers import policy_sampler
+from fastp3o.training.build import load_frozen_policy, load_named_reward, policy_sampler, sampled_model
 from fastp3o.training.setup import make_accelerator
 
 
@@ -88,7 +87,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
 
     prompts: an endpoint is asked about the first one, before anything begins.
     """
-    _, precision, tokenizer, mesh, _ = context
+    _, precision, _, mesh, _ = context
     reward = load_named_reward(context, config, config.reward, prompts) if config.reward else None
     policy = load_frozen_policy(context, config, config.model)
     # Its own weights are spread, and those of a reward model of its size.
@@ -96,7 +95,7 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     FrozenModel(policy, context.device, mesh, offload=False)
     if config.sampler == "vllm":
         sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
-    return policy_sampler(config, sampled, tokenizer, config.rollout_batch_size), reward
+    return policy_sampler(config, sampled, context, config.rollout_batch_size), reward
 
 
 def find_progress(

@@ -27,7 +27,14 @@ def pack(
 
     Raises ValueError for an empty prompt or response, naming its group.
     """
-    check_groups(prompts, responses, label_prompts=label_prompts)
+    for number, (prompt, group) in enumerate(zip(prompts, responses, strict=True)):
+        if not prompt or not group or not all(group):
+            lengths = [len(response) for response in group]
+            raise UserError(
+                f"group {number} has {len(prompt)} prompt tokens and responses of {lengths}; each needs one"
+            )
+        if label_prompts and len(group) != 1:
+            raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
     layout = shared_layout if packing.share_prompts else plain_layout
     numbers = range(len(prompts)) if groups is None else groups
     rows = []
@@ -37,17 +44,6 @@ def pack(
             row.add_group(numbers[member], prompts[member], responses[member])
         rows.append(row.build())
     return rows
-
-
-def check_groups(prompts: Sequence[Ids], responses: Sequence[Sequence[Ids]], *, label_prompts: bool) -> None:
-    for number, (prompt, group) in enumerate(zip(prompts, responses, strict=True)):
-        if not prompt or not group or not all(group):
-            lengths = [len(response) for response in group]
-            raise UserError(
-                f"group {number} has {len(prompt)} prompt tokens and responses of {lengths}; each needs one"
-            )
-        if label_prompts and len(group) != 1:
-            raise UserError(f"group {number} has {len(group)} responses; a labelled prompt has one")
 
 
 def by_group(rows: Sequence[PackedRow], values: Sequence[Tensor]) -> Tensor:

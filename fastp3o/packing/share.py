@@ -61,12 +61,11 @@ def deal(steps: Sequence[Sequence[int]], processes: int) -> list[list[list[int]]
 def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
     """This process's examples of a batch: about as many tokens as each other process gets."""
     texts = [column for name, column in examples.items() if name.endswith("_ids")]
-    sizes = [sum(map(tokens_in, example)) for example in zip(*texts, strict=True)]
+    # A column has one text for each example, or a list of them.
+    sizes = [
+        sum(sum(map(len, ids)) if isinstance(ids[0], list) else len(ids) for ids in example)
+        for example in zip(*texts, strict=True)
+    ]
     (parts,) = deal([sizes], accelerator.num_processes)
     own = parts[accelerator.process_index]
     return {name: [column[example] for example in own] for name, column in examples.items()}
-
-
-def tokens_in(ids: list) -> int:
-    """The tokens of one text, or of a list of texts."""
-    return sum(map(len, ids)) if isinstance(ids[0], list) else len(ids)

@@ -64,10 +64,6 @@ class RemoteConfig(Flags):
             )
 
     @property
-    def request_seconds(self) -> float:
-        return self.reward_timeout or REQUEST_SECONDS
-
-    @property
     def call_seconds(self) -> float:
         return self.reward_timeout or CALL_SECONDS
 
@@ -199,19 +195,11 @@ def reward_names(names: str) -> list[str]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names of rewards in metrics: the last part of a path, a URL or module:function, with as many parts before it as
-    tell it from the others.
+    """Names of rewards in metrics: the last part of a path, a URL or module:function, or all of it where several have
+    the same.
     """
-    stripped = [name.rstrip("/") for name in names]
-    if len(set(stripped)) < len(names):
-        return list(names)
-    parts = [re.findall(r"[^/:]+[/:]*|^[/:]+", name) for name in stripped]
-    shortened = []
-    for place, own in enumerate(parts):
-        others = parts[:place] + parts[place + 1 :]
-        needed = next(n for n in range(1, len(own) + 2) if all(other[-n:] != own[-n:] for other in others))
-        shortened.append("".join(own[-needed:]))
-    return shortened
+    last = [re.split("[/:]", name.rstrip("/"))[-1] for name in names]
+    return [short if short and last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
 
 
 def is_endpoint(name: str) -> bool:

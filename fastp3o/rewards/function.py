@@ -5,7 +5,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from inspect import Parameter
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -47,22 +46,10 @@ class FunctionReward:
             raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
         function = partial(self.function, **columns)
         returned = call_for_list(function, self.name, *texts(groups), timeout=self.timeout)
-        rewards = [self.number(reward, index) for index, reward in enumerate(returned)]
-        return torch.tensor(rewards, dtype=torch.float32).view(len(groups), -1)
-
-    def number(self, reward: object, index: int) -> float:
-        """The reward as a float. Raises FunctionError for anything but a number, also for text that reads like one."""
         try:
-            if isinstance(reward, Tensor) and reward.numel() == 1:
-                reward = reward.item()
-            if isinstance(reward, Real):
-                return float(reward)
-            wrong = f"a number, got {reward!r:.80}"
-        except OverflowError:
-            wrong = "a number of fp32, got a larger one"
+            return torch.tensor(returned, dtype=torch.float32).view(len(groups), len(groups[0].responses))
         except Exception as error:
-            wrong = f"a number, got a {type(reward).__name__}: {type(error).__name__}: {error}"
-        raise FunctionError(f"{self.name}: reward {index} must be {wrong}")
+            raise FunctionError(f"{self.name} must return a number for each response: {error}") from error
 
 
 def further_parameters(function: Callable, name: str) -> list[Parameter]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import Named
@@ -17,7 +16,6 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
 from fastp3o.named_function import FunctionError
-from fastp3o.packing.pack import Packing
 from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -29,12 +27,18 @@ Reward = Callable[[list[Group]], Tensor]
 
 
 def load_reward(
-    name: str, policy_tokenizer: PreTrainedTokenizerBase, *, remote: RemoteConfig | None = None, **loading: Any
+    name: str,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    *,
+    dtype: torch.dtype,
+    remote: RemoteConfig | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
 ) -> Reward:
     """Loads a reward, unless its name comes with it: `module:function` is a Python function, http(s)://... an endpoint,
     and anything else a reward model's folder or hub name.
 
-    remote: settings of endpoints and functions. loading: further arguments of `load_model_reward`.
+    remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
     if isinstance(name, Named):
         return name.content
@@ -42,26 +46,10 @@ def load_reward(
         return RemoteReward(name, remote or RemoteConfig())
     if is_function(name):
         return FunctionReward(name, (remote or RemoteConfig()).call_seconds)
-    return load_model_reward(name, policy_tokenizer, **loading)
-
-
-def load_model_reward(
-    name: str,
-    policy_tokenizer: PreTrainedTokenizerBase,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    packing: Packing,
-    mesh: DeviceMesh | None = None,
-    offload: bool = False,
-    trust_remote_code: bool = False,
-) -> ModelReward:
-    """name: a reward model's folder or hub name. Further arguments are a ModelReward's."""
-    model = load_reward_model(
-        name, device=loading_device(device, mesh), dtype=dtype, trust_remote_code=trust_remote_code
-    )
+    device = loading_device(settings["device"], settings.get("mesh"))
+    model = load_reward_model(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-    return ModelReward(model, tokenizer, policy_tokenizer, device=device, packing=packing, mesh=mesh, offload=offload)
+    return ModelReward(model, tokenizer, policy_tokenizer, **settings)
 
 
 def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
@@ -95,11 +83,6 @@ class WeightedSum:
         """The weighted sum of the rewards' values, [P, K] each."""
         weighted = [weight * value.float() for weight, value in zip(self.weights, values, strict=True) if weight]
         return torch.stack(weighted).sum(0)
-
-
-def weighted(rewards: Mapping[str, Reward], weights: Sequence[float]) -> Reward:
-    """The sum of rewards; a single one of weight 1 stays as it is."""
-    return next(iter(rewards.values())) if list(weights) == [1.0] else WeightedSum(rewards, weights)
 
 
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:

@@ -71,12 +71,15 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     Raises what the commands print in one line, UserError or OSError; KeyboardInterrupt once an interrupted run has
     saved its state, from which `resume=True` goes on; StoppedError after other signals.
     """
-    with only_run(), torch_defaults(), accelerate_state():
-        stage = stage_of(config)
+    with as_the_command():
+        stages = {OnlineConfig: online, PreferenceConfig: preference, SFTConfig: sft, RewardModelConfig: reward_model}
+        stage = next((stage for kind, stage in stages.items() if isinstance(config, kind)), None)
+        if stage is None:
+            raise UserError(f"train takes the configuration of a stage that trains, got a {type(config).__name__}")
         given = checked(config, dict(objects))
         config = with_objects(config, given)
         try:
-            stage(config, Caller(given.get("on_update"), given.get("on_evaluation")))
+            stage.train(config, Caller(given.get("on_update"), given.get("on_evaluation")))
         except StoppedError as stopped:
             # A notebook keeps the last traceback, and with it the models of the frames.
             traceback.clear_frames(stopped.__traceback__)
@@ -87,20 +90,6 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
             raise
     return Result(Path(config.output_dir))
-
-
-def stage_of(config: StageConfig) -> Callable[[Any, Caller], None]:
-    """The function that trains with a configuration."""
-    match config:
-        case OnlineConfig():
-            return online.train
-        case PreferenceConfig():
-            return preference.train
-        case SFTConfig():
-            return sft.train
-        case RewardModelConfig():
-            return reward_model.train
-    raise UserError(f"train takes the configuration of a stage that trains, got a {type(config).__name__}")
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -144,14 +133,12 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
 
 def records(option: str, content: Any) -> Named:
     """Raises UserError for what is no list of records."""
-    if type(content).__name__ == "DataFrame":  # iterating over it gives the names of its columns
-        raise UserError(f"{option} must be a Dataset or a list of records, such as a DataFrame's to_dict('records')")
-    if isinstance(content, Mapping):
-        splits = f"; it has {', '.join(map(str, content))}" if content else ""
-        raise UserError(f"{option} must be a Dataset or a list of records, got a {type(content).__name__}{splits}")
-    if not isinstance(content, Iterable) or iter(content) is content:
+    # A table's rows are not what iterating over it gives, and an iterator cannot be read twice.
+    table = isinstance(content, Mapping) or type(content).__name__ == "DataFrame"
+    if table or not isinstance(content, Iterable) or iter(content) is content:
         raise UserError(
-            f"{option} must be a Dataset or a list of records, which can be read twice, got a {type(content).__name__}"
+            f"{option} must be a Dataset or a list of records, such as splits['train'] or a DataFrame's "
+            f"to_dict('records'), got a {type(content).__name__}"
         )
     return Named(f"<{option}>", content)
 
@@ -165,17 +152,12 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
             continue
         if not callable(reward):
             raise UserError(f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}")
-        name = function_name(reward)
+        named = reward if hasattr(reward, "__qualname__") else type(reward)
+        name = f"{named.__module__}:{named.__qualname__}"  # as the command has it
         if name in parts:
             name += f" {sum(other.startswith(name) for other in parts) + 1}"
         parts.append(Named(name, FunctionReward(name, timeout, reward)))
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
-
-
-def function_name(function: Callable) -> str:
-    """`module:function`, as the command has it."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}:{named.__qualname__}"
 
 
 def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
@@ -206,49 +188,30 @@ def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
 
 
 @contextmanager
-def only_run() -> Iterator[None]:
-    """Raises UserError within another one, also in another thread: runs of a process share its generators of random
+def as_the_command() -> Iterator[None]:
+    """Computes as the command does, whatever the caller has set for torch, with accelerate's state of a new process:
+    another run may have another precision. Puts back the caller's at the end: a trainer of its may go on.
+
+    Raises UserError within another run, also in another thread: runs of a process share its generators of random
     numbers, its signals and accelerate's state.
     """
     if not RUNNING.acquire(blocking=False):
         raise UserError("a run trains in this process already: wait for it, or start another process")
-    try:
-        yield
-    finally:
-        RUNNING.release()
-
-
-@contextmanager
-def torch_defaults() -> Iterator[None]:
-    """Computes as the command does, whatever the caller has set for torch, and puts that back at the end."""
-    dtype = torch.get_default_dtype()
-    with ExitStack() as inside:
-        inside.enter_context(torch.inference_mode(False))
-        inside.enter_context(torch.enable_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                inside.enter_context(torch.autocast(device, enabled=False))
-        if torch.get_default_device().type != "cpu":
-            inside.enter_context(torch.device("cpu"))
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
-
-
-@contextmanager
-def accelerate_state() -> Iterator[None]:
-    """Begins with accelerate's state of a new process, for the next run may have another precision, and puts back the
-    caller's, which may belong to a trainer that goes on.
-    """
-    states = [kind._shared_state for kind in (AcceleratorState, GradientState)]
+    dtype, states = torch.get_default_dtype(), [kind._shared_state for kind in (AcceleratorState, GradientState)]
     before = [dict(state) for state in states]
-    for state in states:
-        state.clear()
     try:
-        yield
+        for state in states:
+            state.clear()
+        torch.set_default_dtype(torch.float32)
+        with torch.inference_mode(False), torch.enable_grad(), ExitStack() as inside:
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                inside.enter_context(torch.autocast(device, enabled=False))
+            if torch.get_default_device().type != "cpu":  # this makes each call into torch a little slower
+                inside.enter_context(torch.device("cpu"))
+            yield
     finally:
+        torch.set_default_dtype(dtype)
         for state, content in zip(states, before, strict=True):
             state.clear()
             state.update(content)
+        RUNNING.release()

@@ -1,14 +1,14 @@
-"""Loads the policy, reference and rewards that a stage's configuration names."""
+"""Loads what a stage's configuration names: the policy and its sampler, the reference, the rewards."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from datasets import Dataset
 
 from fastp3o.config import PolicyConfig, SamplerConfig, StageConfig
 from fastp3o.context import Context
-from fastp3o.models.loading import load_policy
+from fastp3o.models.loading import load_policy, require_same_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.quantized import has_quantized_layers
 from fastp3o.models.reference import MovingReference, Reference, SecondModel, WithoutAdapters
@@ -17,12 +17,16 @@ from fastp3o.models.sharding import loading_device
 from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.processes import on_main_process
+from fastp3o.rewards.config import short_names
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import Reward, load_reward
-from fastp3o.rollouts.cache import available_memory
-from fastp3o.rollouts.groups import make_prompts
-from fastp3o.training.samplers import SampledModel
+from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
+from fastp3o.rollouts.cache import available_memory, return_unused_memory
+from fastp3o.rollouts.engine_sampler import named_sampler
+from fastp3o.rollouts.groups import Group, Prompt, make_prompts
+from fastp3o.rollouts.sampler import Sampler, sampling_settings
+from fastp3o.rollouts.vllm.publisher import Publisher
+from fastp3o.rollouts.vllm.sampler import VLLMSampler
 
 if TYPE_CHECKING:  # a run imports its own stage only
     from fastp3o.generate.config import GenerateConfig
@@ -32,46 +36,20 @@ if TYPE_CHECKING:  # a run imports its own stage only
 WHILE_TRAINING = 16
 
 
-def sampled_model(
-    config: SamplerConfig, policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING
-) -> SampledModel:
-    """The policy, which is not on its device yet, as it will be sampled. On servers it needs a publisher, too."""
-    if config.sampler == "vllm" or has_quantized_layers(policy):
-        return SampledModel(policy, None)
-    return with_copy(policy, context, bytes_per_parameter)
-
-
-def with_copy(policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING) -> SampledModel:
-    """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one.
-
-    bytes_per_parameter: of everything that is spread over the processes.
-    """
-    accelerator, precision, _, mesh, _ = context
-    on_gpu = context.device.type == "cuda"
-    # A CPU gains nothing, and samples from the weights themselves.
-    dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
-    merges = on_gpu and getattr(policy.model, "_hf_peft_config_loaded", False)
-    parameters = sum(parameter.numel() for parameter in policy.parameters())
-    if mesh is None:
-        # Next to weights in half precision a copy without adapters takes as much again.
-        fits = parameters * (precision.weights.itemsize + dtype.itemsize) < available_memory(context.device)
-        if dtype == precision.weights and not (merges and fits):
-            return SampledModel(policy, None)
-        return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
-    parts = bytes_per_parameter * parameters // mesh.size(-1)
-    if parts + parameters * dtype.itemsize >= available_memory(context.device):
-        accelerator.print(
-            "warning: rollouts need a whole policy in each process, which may not fit its memory: --sampler vllm takes "
-            "them to servers"
-        )
-    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
-
-
 def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> PackedModel:
     """The model that trains. load: `load_policy` or `load_reward_model`."""
     model = load(config.model, trust_remote_code=config.trust_remote_code, quantize=config.quantize).train()
     if isinstance(config, SamplerConfig):
-        note_sampling(model, config)
+        model.temperature = config.temperature
+        # The saved generation_config.json says how the policy is sampled.
+        model.model.generation_config.update(
+            do_sample=True,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p or None,
+            repetition_penalty=None,
+        )
     model.check_reach(config.longest_sequence)
     choose_trainable(model, config)
     if config.gradient_checkpointing:
@@ -81,17 +59,96 @@ def load_trained(config: StageConfig, load: Callable[..., PackedModel]) -> Packe
     return model
 
 
-def note_sampling(model: PackedModel, config: SamplerConfig) -> None:
-    """Makes the model the tempered policy, and has its generation_config.json say how it is sampled."""
-    model.temperature = config.temperature
-    model.model.generation_config.update(
-        do_sample=True,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p or None,
-        repetition_penalty=None,
-    )
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+class SampledModel(NamedTuple):
+    """A model to sample from. copy: sampled in its place, if it is spread over processes, if its weights are finer than
+    its passes, or if it has adapters; None if it is sampled itself. publisher: brings it to servers, which sample in
+    the place of both; None without.
+    """
+
+    model: PackedModel
+    copy: SamplingCopy | None
+    publisher: Publisher | None = None
+
+    @property
+    def sampled(self) -> PackedModel:
+        return self.model if self.copy is None else self.copy.model
+
+    def gathered(self, sampler: Sampler) -> Sampler:
+        """A sampler of the copy, which has the model's weights during each call: each process gathers them once a call
+        and samples on its own.
+        """
+        copy = self.copy
+        if copy is None:
+            return sampler
+
+        def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
+            return_unused_memory(copy.memory.device)
+            with copy.gathered(self.model):
+                groups = sampler(prompts, responses_per_prompt, seed)
+            return_unused_memory(copy.memory.device)
+            return groups
+
+        return sample
+
+
+def sampled_model(
+    config: SamplerConfig, policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING
+) -> SampledModel:
+    """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one. On
+    servers it needs a publisher, too.
+
+    bytes_per_parameter: of everything that is spread over the processes.
+    """
+    if config.sampler == "vllm" or has_quantized_layers(policy):
+        return SampledModel(policy, None)
+    accelerator, precision, _, mesh, _ = context
+    on_gpu = context.device.type == "cuda"
+    # A CPU gains nothing, and samples from the weights themselves.
+    dtype = precision.autocast if on_gpu and precision.autocast else precision.weights
+    merges = on_gpu and getattr(policy.model, "_hf_peft_config_loaded", False)
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    memory = available_memory(context.device)
+    if mesh is None:
+        # Next to weights in half precision a copy without adapters takes as much again.
+        fits = parameters * (precision.weights.itemsize + dtype.itemsize) < memory
+        if dtype == precision.weights and not (merges and fits):
+            return SampledModel(policy, None)
+    elif bytes_per_parameter * parameters // mesh.size(-1) + parameters * dtype.itemsize >= memory:
+        accelerator.print(
+            "warning: rollouts need a whole policy in each process, which may not fit its memory: --sampler vllm takes "
+            "them to servers"
+        )
+    return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
+
+
+def policy_sampler(config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int) -> Sampler:
+    """Builds the policy's sampler. batch_size: prompts sampled at once, by this process's own samplers."""
+    longest, tokenizer = config.max_response_tokens, context.tokenizer
+    if policy.publisher is not None:
+        settings = sampling_settings(config)
+        return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
+    sampler = named_sampler(config, policy.sampled, tokenizer, max_response_tokens=longest, batch_size=batch_size)
+    return policy.gathered(sampler)
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def load_rewards(
+    context: Context, config: "OnlineConfig | PreferenceConfig", prompts: Dataset, eval_prompts: Dataset | None
+) -> dict[str, Reward]:
+    """`reward`, and `gold`, which evaluations have, where the configuration names them."""
+    rewards: dict[str, Reward] = {}
+    if config.rewards:
+        loaded = [load_named_reward(context, config, name, prompts) for name in config.rewards]
+        named = dict(zip(short_names(config.rewards), loaded, strict=True))
+        rewards["reward"] = loaded[0] if config.weights == [1.0] else WeightedSum(named, config.weights)
+    if config.gold_reward and eval_prompts is not None:
+        rewards["gold"] = load_named_reward(context, config, config.gold_reward, eval_prompts)
+    return rewards
 
 
 def load_named_reward(
@@ -117,6 +174,9 @@ def load_named_reward(
     return reward
 
 
+# --- the reference --------------------------------------------------------------------------------------------------
+
+
 def load_reference(
     context: Context, config: OnlineConfig, policy: PackedModel
 ) -> tuple[Reference, SampledModel | None]:
@@ -124,7 +184,7 @@ def load_reference(
     if not config.from_mixture and not config.reference_moves:
         return load_fixed_reference(context, config, policy), None
     frozen = load_reference_model(context, config)
-    sampled = with_copy(frozen, context) if config.from_mixture else None
+    sampled = sampled_model(config, frozen, context) if config.from_mixture else None
     second = SecondModel(frozen, context.device, context.mesh, offload=config.offload)
     if config.reference_moves:
         return MovingReference(second, every=config.reference_every, decay=config.reference_decay), sampled
@@ -140,6 +200,9 @@ def load_fixed_reference(context: Context, config: "OnlineConfig | PreferenceCon
 
 def load_reference_model(context: Context, config: "OnlineConfig | PreferenceConfig") -> PackedModel:
     """The model that the policy's KL is measured against, before it is spread over the processes."""
+    if config.reference:
+        remote = config.trust_remote_code
+        require_same_vocabulary(config.reference, config.model, context.tokenizer, trust_remote_code=remote)
     frozen = load_frozen_policy(context, config, config.reference or config.model)
     if config.compile_layers:
         frozen.compile_layers()

@@ -12,6 +12,7 @@ from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.share import derived_seed, shuffled
 from fastp3o.processes import require_finite
 from fastp3o.rollouts.groups import finished
+from fastp3o.training.logprob_gaps import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 from fastp3o.training.metrics import Update, report_update
 from fastp3o.training.microbatches import (
     equal_passes,
@@ -21,7 +22,6 @@ from fastp3o.training.microbatches import (
     policy_logprobs,
 )
 from fastp3o.training.online import set_up
-from fastp3o.training.sampler_logprobs import logprob_metrics, sampler_logprobs, with_sampler_logprobs
 
 
 def train(config: OnlineConfig, caller: Caller | None = None) -> None:
@@ -32,7 +32,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
-    buffer, score, resample, objective, policy, reference, step, run = set_up(config, caller)
+    buffer, score, objective, policy, reference, step, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
@@ -41,7 +41,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 rollouts = buffer(update)
             with run.phase("reward"), accelerator.autocast():
                 rollouts, rewards = gather_groups(accelerator, rollouts, score(rollouts))
-                rollouts, rewards, sampled_again = resample(update, rollouts, rewards)
+                rollouts, rewards, sampled_again = buffer.resampled(update, rollouts, rewards, score)
                 scaled = objective.scaler(rewards["reward"])
                 require_finite(accelerator, "a difference or a sum of rewards", scaled)
             with run.phase("logprobs"), accelerator.autocast():

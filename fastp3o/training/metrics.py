@@ -1,5 +1,7 @@
 """Reports an update of the online loop: metrics, a warning if rounding is large, rollouts, sample responses."""
 
+import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,10 +14,10 @@ from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import efficiency
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
+from fastp3o.run.log import LoggedGroup, LoggedResponse, finite_or_none
 from fastp3o.run.run import Run
-from fastp3o.training.logged_rollouts import chosen_prompts, gather_table, logged_groups
+from fastp3o.training.logprob_gaps import TOLERATED, noise_warning
 from fastp3o.training.microbatches import Rewards, mean_over_steps
-from fastp3o.training.ratio_noise import TOLERATED, noise_warning
 
 SAMPLED_PROMPTS = 3
 
@@ -119,3 +121,59 @@ def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> fl
     own = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
     tokens = accelerator.gather(to_device(torch.tensor([own], dtype=torch.float32), accelerator.device))
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
+
+
+# --- the groups that are logged ---------------------------------------------------------------------------------------
+
+
+def chosen_prompts(texts: Sequence[str], count: int) -> list[int]:
+    """Places of the prompts of an update that are logged, in order. count: of them; 0: all.
+
+    Those with the smallest hashes are taken, so that a prompt that is logged in one epoch tends to be in the next.
+    """
+    places = range(len(texts))
+    if not count:
+        return list(places)
+    return sorted(sorted(places, key=lambda place: hashlib.sha256(texts[place].encode()).digest())[:count])
+
+
+def gather_table(accelerator: Accelerator, prompts: int, places: Sequence[int], values: Tensor) -> Tensor:
+    """A table of all prompts, [P, K], from this process's rows of it. All are on the CPU.
+
+    places: of this process's prompts; each prompt is one process's. values: theirs, [p, K] fp32.
+    """
+    table = torch.zeros(prompts, values.shape[1])
+    table[list(places)] = values
+    if accelerator.num_processes == 1:
+        return table
+    # Each sum has one term that is not 0, and is exact.
+    return accelerator.reduce(to_device(table, accelerator.device), reduction="sum").cpu()
+
+
+def logged_groups(
+    step: int, places: Sequence[int], groups: Sequence[Group], rewards: Rewards, log_ratios: Tensor, own: int
+) -> list[LoggedGroup]:
+    """Groups at these places. log_ratios: [P, K]. own: number of a prompt's responses that are the policy's; 0: none,
+    and the KL is over all.
+    """
+    tables = {name: table.tolist() for name, table in rewards.items()}
+    ratios, kls = log_ratios.tolist(), log_ratios[:, : own or None].mean(dim=1).tolist()
+    return [
+        LoggedGroup(
+            step,
+            groups[place].prompt.text,
+            finite_or_none(kls[place]),
+            [
+                LoggedResponse(
+                    text=response.text,
+                    ids=list(response.ids),
+                    reward=tables["reward"][place][k],
+                    parts={name: finite_or_none(table[place][k]) for name, table in tables.items() if name != "reward"},
+                    log_ratio=finite_or_none(ratios[place][k]),
+                    finished=response.finished,
+                )
+                for k, response in enumerate(groups[place].responses)
+            ],
+        )
+        for place in places
+    ]

@@ -84,7 +84,18 @@ def make_microbatches(
     tables = tuple((rewards[list(row.groups)], masked(loss_mask, row)) for row in on_host)
     # One copy for all rows.
     rows, row_tables = to_device((on_host, tables), accelerator.device)
-    microbatches = iter(map(make_microbatch, rows, row_tables, old(rows), reference(rows)))
+    microbatches = (
+        Microbatch(
+            row=row,
+            rewards=table,
+            old_token_logprobs=old_tokens,
+            ref_token_logprobs=ref_tokens,
+            old_logprobs=sequence_logprobs(old_tokens, row.cu_seqlens).view(table.shape),
+            ref_logprobs=sequence_logprobs(ref_tokens, row.cu_seqlens).view(table.shape),
+            loss_mask=mask,
+        )
+        for row, (table, mask), old_tokens, ref_tokens in zip(rows, row_tables, old(rows), reference(rows), strict=True)
+    )
     return [[next(microbatches) for _ in minibatch] for minibatch in minibatches]
 
 
@@ -96,20 +107,6 @@ def masked(loss_mask: Tensor | None, row: PackedRow) -> Tensor | None:
 def policy_logprobs(policy: nn.Module, rows: Sequence[PackedRow]) -> list[Tensor]:
     """The policy's log-probs of the rows' tokens, [N] fp32 for each row."""
     return map_rows_in_lockstep(rows, partial(labelled_logprobs, policy))
-
-
-def make_microbatch(row: PackedRow, tables: tuple[Tensor, Tensor | None], old: Tensor, ref: Tensor) -> Microbatch:
-    """tables: rewards and loss mask of the row's groups, [P, K] each. old, ref: [N] fp32, log-probs of its tokens."""
-    rewards, loss_mask = tables
-    return Microbatch(
-        row=row,
-        rewards=rewards,
-        old_token_logprobs=old,
-        ref_token_logprobs=ref,
-        old_logprobs=sequence_logprobs(old, row.cu_seqlens).view(rewards.shape),
-        ref_logprobs=sequence_logprobs(ref, row.cu_seqlens).view(rewards.shape),
-        loss_mask=loss_mask,
-    )
 
 
 Item = TypeVar("Item")  # what a backward pass is made over: a row with the inputs of its loss
@@ -139,7 +136,9 @@ def equal_passes(
     divisors = torch.tensor(sizes, dtype=torch.float32)
     if accelerator.num_processes > 1:
         divisors = accelerator.reduce(to_device(divisors, accelerator.device), reduction="mean").cpu()
-    spare, longest = first_microbatch(minibatches), longest_ranks([len(minibatch) for minibatch in minibatches])
+    # This process has a microbatch in every update, but not in every minibatch.
+    spare = next(chain.from_iterable(minibatches))
+    longest = longest_ranks([len(minibatch) for minibatch in minibatches])
     return [
         # If nothing takes part, the loss is 0 in any case.
         Passes(padded(minibatch, spare, length), divisor or 1.0)
@@ -238,8 +237,3 @@ def mean_over_steps(accelerator: Accelerator, steps: Sequence[dict[str, Tensor]]
         # Counts are means over the processes, and may be below 1.
         means |= dict(zip(fractions, torch.where(counts > 0, sums / counts, 0.0).mean(0), strict=True))
     return means | ({} if largest is None else dict(zip(maxima, largest, strict=True)))
-
-
-def first_microbatch(minibatches: list[list[Microbatch]]) -> Microbatch:
-    """This process's first microbatch. It has one in every update, but not in every minibatch."""
-    return next(chain.from_iterable(minibatches))

@@ -13,10 +13,10 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.context import Caller, Context
-from fastp3o.data import load_preferences, load_prompts, load_unpaired_preferences
+from fastp3o.data.loading import load_preferences, load_prompts, load_unpaired_preferences
 from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
-from fastp3o.models.loading import load_policy, require_same_vocabulary
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
@@ -27,13 +27,11 @@ from fastp3o.packing.pack import by_group, pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.share import Examples
 from fastp3o.processes import on_main_process
-from fastp3o.rewards.config import short_names
-from fastp3o.rewards.reward import Reward, asked_columns, weighted
+from fastp3o.rewards.reward import asked_columns
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.run.fingerprints import model_fingerprint
-from fastp3o.training.build import load_fixed_reference, load_named_reward, sampled_model
+from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
-from fastp3o.training.samplers import policy_sampler
 from fastp3o.training.setup import load_examples
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 from fastp3o_kernels import Head, LinearLossOutput, linear_loss, sequence_logprobs
@@ -75,10 +73,6 @@ class Preferences(SupervisedTask[PreferenceRow]):
         """Loads the reference, unless its log-probs of all data are found."""
         super().set_up(context, model, data)
         config = self.config
-        if config.reference:
-            require_same_vocabulary(
-                config.reference, config.model, context.tokenizer, trust_remote_code=config.trust_remote_code
-            )
         load = partial(load_fixed_reference, context, config, model)
         if config.eval_prompts:
             self.samples = sampled_evaluation(context, config, model, LoadedForEachUse(load))
@@ -163,7 +157,15 @@ class UnpairedPreferences(Preferences):
     columns = (("response_ids",), ("mismatched_ids",))
 
     def set_up(self, context: Context, model: PackedModel, data: dict[str, Dataset]) -> None:
-        super().set_up(context, model, {name: with_mismatched(examples, name) for name, examples in data.items()})
+        extended = {}
+        for flag, examples in data.items():
+            others = with_other_prompts(examples["prompt_ids"])
+            if others is None:
+                raise UserError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
+            responses = examples.data.column("response_ids").take(pa.array(others))
+            fingerprint = examples._fingerprint
+            extended[flag] = examples.add_column("mismatched_ids", responses, new_fingerprint=fingerprint)
+        super().set_up(context, model, extended)
 
     def pack(self, examples: Examples) -> list[PreferenceRow]:
         response_tensors = {
@@ -174,7 +176,7 @@ class UnpairedPreferences(Preferences):
 
     @torch.no_grad()
     def prepare(self, model: nn.Module, rows: list[PreferenceRow], examples: Examples) -> list[PreferenceRow]:
-        """Rows with z0 and the share of their kind of responses, both of the whole batch: [P, 1]."""
+        """Rows with z0 and the share of their kind, desirable or not, both of the whole batch: [P, 1]."""
         device = self.context.device
         responses = [[ids] for ids in examples["mismatched_ids"]]
         reference, desirable = torch.tensor(examples["reference"])[:, 1:], torch.tensor(examples["desirable"])
@@ -189,26 +191,16 @@ class UnpairedPreferences(Preferences):
         sums = self.context.accelerator.reduce(sums, "sum")
         log_ratio, share = sums[:2] / sums[2]
         reference_point = kto_reference_point(log_ratio, torch.zeros_like(log_ratio))
-        return [with_batch_values(row.to(device), reference_point, share) for row in rows]
-
-
-def with_batch_values(row: PreferenceRow, reference_point: Tensor, share: Tensor) -> PreferenceRow:
-    """share: of desirable responses."""
-    desirable = row.response_tensors["desirable"]
-    values = {
-        "reference_point": reference_point.expand(desirable.shape),
-        "share": torch.where(desirable, share, 1 - share),
-    }
-    return replace(row, response_tensors=row.response_tensors | values)
-
-
-def with_mismatched(examples: Dataset, flag: str) -> Dataset:
-    """The examples with a column of responses to other prompts. Raises ValueError if all prompts are the same."""
-    others = with_other_prompts(examples["prompt_ids"])
-    if others is None:
-        raise UserError(f"--{flag}: KTO needs two different prompts at least, for z0, and all are the same")
-    responses = examples.data.column("response_ids").take(pa.array(others))
-    return examples.add_column("mismatched_ids", responses, new_fingerprint=examples._fingerprint)
+        prepared = []
+        for row in rows:
+            row = row.to(device)
+            is_desirable = row.response_tensors["desirable"]
+            values = {
+                "reference_point": reference_point.expand(is_desirable.shape),
+                "share": torch.where(is_desirable, share, 1 - share),
+            }
+            prepared.append(replace(row, response_tensors=row.response_tensors | values))
+        return prepared
 
 
 def with_other_prompts(prompts: Sequence[list[int]]) -> list[int] | None:
@@ -229,24 +221,15 @@ def sampled_evaluation(
     context: Context, config: PreferenceConfig, model: PackedModel, reference: Reference
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
-    gold = [config.gold_reward] if config.gold_reward else []
-    columns = asked_columns([*config.rewards, *gold], config)
-    load_with_columns = partial(load_prompts, columns=columns)
+    load_with_columns = partial(load_prompts, columns=asked_columns(config.scorers, config))
     examples = load_examples(
         context, config, load_with_columns, config.eval_prompts or "", config.eval_split, config.eval_limit
     )
-    rewards: dict[str, Reward] = {}
-    if config.rewards:
-        loaded = [load_named_reward(context, config, name, examples) for name in config.rewards]
-        named = dict(zip(short_names(config.rewards), loaded, strict=True))
-        rewards["reward"] = weighted(named, config.weights)
-    if config.gold_reward:
-        rewards["gold"] = load_named_reward(context, config, config.gold_reward, examples)
+    rewards = load_rewards(context, config, examples, examples)
     sampled = sampled_model(config, model, context)
     if config.sampler == "vllm":
         # Every evaluation comes after other steps.
-        sampled = sampled._replace(
-            publisher=Publisher(context, config, config.longest_sequence, model, count().__next__)
-        )
-    sampler = policy_sampler(config, sampled, context.tokenizer, config.rollout_batch_size)
+        publisher = Publisher(context, config, config.longest_sequence, model, count().__next__)
+        sampled = sampled._replace(publisher=publisher)
+    sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)

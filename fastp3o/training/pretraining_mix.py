@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.sharding import pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
+from fastp3o.objectives.config import OnlineConfig
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.pack import Packing, pack
+from fastp3o.packing.pack import pack
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.packing.share import derived_seed, examples_of_step, own_part
 from fastp3o.training.microbatches import Passes, add_gradients
@@ -20,32 +21,27 @@ TEXTS = 2**32 - 2  # part of the seed, so that texts have another order than pro
 
 @dataclass(frozen=True)
 class PretrainingMix:
-    """Adds −coef · the mean of log π over the tokens of a batch of texts, including prompts, to each step's loss.
+    """Adds −ptx_coef · the mean of log π over the tokens of a batch of texts, including prompts, to each step's loss.
 
-    texts: has the columns `prompt_ids` and `response_ids`. batch_size: texts of a step, over all processes.
+    texts: has the columns `prompt_ids` and `response_ids`.
     """
 
     optimizer: Optimizer
+    config: OnlineConfig
     texts: Dataset
-    coef: float
-    batch_size: int
-    packing: Packing
-    seed: int
 
     def __call__(self) -> dict[str, Tensor]:
         """Makes the backward passes for the next step. Returns `ptx_loss`, in nats per token."""
-        accelerator, rows = self.optimizer.accelerator, self.rows(self.optimizer.schedule.last_epoch)
+        accelerator, config = self.optimizer.accelerator, self.config
+        step, seed = self.optimizer.schedule.last_epoch, derived_seed(config.seed, TEXTS)
+        chosen = examples_of_step(step, batch_size=config.ptx_batch_size, total=len(self.texts), seed=seed)
+        texts = own_part(accelerator, self.texts[chosen])
+        responses = [[ids] for ids in texts["response_ids"]]
+        rows = pack(texts["prompt_ids"], responses, config.packing, label_prompts=True)
         tokens = torch.full((), float(sum(len(row.labels) for row in rows)), device=accelerator.device)
         passes = Passes(pad_to_longest_rank(rows, rows[0]), accelerator.reduce(tokens, "mean"))
         return {"ptx_loss": add_gradients(self.optimizer, passes, self.loss)["ptx_loss"]}
 
     def loss(self, model: nn.Module, row: PackedRow, divisor: float | Tensor) -> LossAndMetrics:
         nats = -labelled_logprobs(model, row.to(self.optimizer.accelerator.device)).sum()
-        return self.coef * nats / divisor, with_count({"ptx_loss": nats}, len(row.labels))
-
-    def rows(self, step: int) -> list[PackedRow]:
-        """This process's share of an optimizer step's texts."""
-        seed = derived_seed(self.seed, TEXTS)
-        chosen = examples_of_step(step, batch_size=self.batch_size, total=len(self.texts), seed=seed)
-        texts = own_part(self.optimizer.accelerator, self.texts[chosen])
-        return pack(texts["prompt_ids"], [[ids] for ids in texts["response_ids"]], self.packing, label_prompts=True)
+        return self.config.ptx_coef * nats / divisor, with_count({"ptx_loss": nats}, len(row.labels))

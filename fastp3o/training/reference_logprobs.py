@@ -15,8 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from fastp3o.errors import UserError
@@ -27,13 +27,8 @@ from fastp3o.packing.share import process_share
 from fastp3o.processes import on_main_process, require_finite
 from fastp3o_kernels import sequence_logprobs
 
-NAME, CHECKSUM = "logprobs", "sha256"
-
+NAME = "logprobs"
 CHUNK = 1024  # examples that are packed together, and whose rows are in memory at a time
-
-
-class DamagedFileError(UserError):
-    """A file does not hold the log-probs that were written to it."""
 
 
 class ReferenceLogprobs:
@@ -53,32 +48,21 @@ class ReferenceLogprobs:
         depends_on: Sequence[str],
     ):
         self.accelerator, self.data, self.columns, self.packing = accelerator, data, columns, packing
-        self.paths = {
-            name: folder / file_name(examples._fingerprint, columns, depends_on) for name, examples in data.items()
-        }
-        found = {self.paths[name]: self.find(name, examples) for name, examples in data.items()}
-        self.known = {path: logprobs for path, logprobs in found.items() if logprobs is not None}
+        self.paths: dict[str, Path] = {}
+        for name, examples in data.items():
+            contents = json.dumps([examples._fingerprint, columns, depends_on])
+            self.paths[name] = folder / f"reference-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.safetensors"
+        self.known: dict[Path, Tensor] = {}
+        for name, path in self.paths.items():
+            logprobs = on_main_process(accelerator, partial(read_logprobs, path))
+            if logprobs is not None:
+                accelerator.print(f"{name}: log-probabilities of the reference: found in {path}")
+                self.known[path] = logprobs
 
     @property
     def complete(self) -> bool:
         """Whether the log-probs of all data sets are known."""
         return self.known.keys() >= set(self.paths.values())
-
-    def find(self, name: str, examples: Dataset) -> Tensor | None:
-        """Reads a data set's file if there is one. A damaged file is reported."""
-
-        def read() -> tuple[Tensor | None, str | None]:
-            try:
-                return read_logprobs(self.paths[name], len(examples)), f"found in {self.paths[name]}"
-            except FileNotFoundError:
-                return None, None
-            except DamagedFileError as error:
-                return None, f"{error}: they are computed again"
-
-        logprobs, line = on_main_process(self.accelerator, read)
-        if line is not None:
-            self.accelerator.print(f"{name}: log-probabilities of the reference: {line}")
-        return logprobs
 
     def compute(self, reference: Reference, after_chunk: Callable[[], None]) -> None:
         """Computes the log-probs that are not known, and writes them to files.
@@ -125,28 +109,14 @@ class ReferenceLogprobs:
         }
 
 
-def file_name(*contents: object) -> str:
-    return f"reference-{hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]}.safetensors"
-
-
-def read_logprobs(path: Path, examples: int) -> Tensor:
-    """[n, R] fp32 for n examples. Raises FileNotFoundError, or DamagedFileError if the file holds something else."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist")
+def read_logprobs(path: Path) -> Tensor | None:
+    """[n, R] fp32, None if there is no file."""
     try:
-        with safe_open(path, "pt") as file:
-            logprobs, expected = file.get_tensor(NAME), (file.metadata() or {}).get(CHECKSUM)
-    except (OSError, SafetensorError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error}") from error
-    if checksum(logprobs) != expected or len(logprobs) != examples:
-        raise DamagedFileError(f"{path} is damaged: it has another checksum than when it was written")
-    return logprobs
+        return load_file(path)[NAME] if path.exists() else None
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}): remove it, and its log-probs are computed again") from error
 
 
 def write_logprobs(path: Path, logprobs: Tensor) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, save({NAME: logprobs}, {CHECKSUM: checksum(logprobs)}))
-
-
-def checksum(logprobs: Tensor) -> str:
-    return hashlib.sha256(logprobs.contiguous().numpy().tobytes()).hexdigest()
+    write_file(path, save({NAME: logprobs}))

@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from fastp3o.context import Caller
-from fastp3o.data import load_rankings
+from fastp3o.data.loading import load_rankings
 from fastp3o.evaluation.calibration import judged
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import scores

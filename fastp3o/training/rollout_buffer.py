@@ -5,21 +5,26 @@ from functools import partial
 from typing import Any
 
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor
 
 from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.packing.share import derived_seed
-from fastp3o.rollouts.groups import Group, Prompt, lengths
+from fastp3o.packing.share import derived_seed, examples_of_step, process_share
+from fastp3o.rewards.scaling import tied
+from fastp3o.rollouts.groups import Group, Prompt, lengths, make_prompts
 from fastp3o.rollouts.sampler import Sampler, decoded, end_of_sequence_ids
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
+from fastp3o.training.microbatches import Rewards, gather_groups
 
 # Tokens are rounded independently, so a response's log-prob differs by about the square root of its length times what a
 # token's does. The margin is for tokens that differ by more than the mean.
 MARGIN = 5.0
+# Sets seeds of responses that are sampled again apart from those of the order of minibatches.
+AGAIN = 2**32 - 3
 
 
 class BufferedRollouts:
@@ -52,18 +57,13 @@ class RolloutBuffer:
     Those of update t + N (`rounds_ahead`) come from the policy as it is before update t's steps. Servers sample them
     while t trains; a sampler of this process samples them first.
 
-    prompts: of an update.
+    examples: the prompts of all updates.
     """
 
     def __init__(
-        self,
-        context: Context,
-        config: OnlineConfig,
-        policy: PackedModel,
-        sampler: Sampler,
-        prompts: Callable[[int], list[Prompt]],
+        self, context: Context, config: OnlineConfig, policy: PackedModel, sampler: Sampler, examples: Dataset
     ):
-        self.context, self.config, self.sampler, self.prompts = context, config, sampler, prompts
+        self.context, self.config, self.sampler, self.examples = context, config, sampler, examples
         self.end_ids = end_of_sequence_ids(policy.model, context.tokenizer)
         self.buffered: dict[int, BufferedRollouts] = {}
 
@@ -74,6 +74,41 @@ class RolloutBuffer:
             if number not in self.buffered:
                 self.buffered[number] = BufferedRollouts(update, self.begin(number))
         return self.buffered[update].wait()
+
+    def prompts(self, update: int, numbers: list[int] | None = None) -> list[Prompt]:
+        """This process's prompts of an update, or those with other numbers within the update."""
+        size, total = self.config.prompts_per_update, len(self.examples)
+        chosen = examples_of_step(update - 1, batch_size=size, total=total, seed=self.config.seed)
+        if numbers is None:
+            numbers = process_share(list(range(size)), self.context.accelerator)
+        return make_prompts(self.examples[[chosen[number] for number in numbers]], numbers)
+
+    def resampled(
+        self, update: int, groups: list[Group], rewards: Rewards, score: Callable[[list[Group]], Rewards]
+    ) -> tuple[list[Group], Rewards, int]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476): a group of equal rewards teaches nothing, so it is sampled again,
+        until it has others, at most `dynamic_sampling` times.
+
+        Returns groups and rewards of all processes, the same on each, as those that come in; and how often a prompt was
+        sampled again. score: the groups' rewards.
+        """
+        accelerator, config, count = self.context.accelerator, self.config, 0
+        groups, rewards = list(groups), {name: table.clone() for name, table in rewards.items()}
+        for attempt in range(1, config.dynamic_sampling + 1):
+            again = tied(rewards["reward"]).nonzero().flatten().tolist()
+            if not again:
+                break
+            count += len(again)
+            # Processes wait for one another in passes, so one that has no prompt left samples another's.
+            prompts = self.prompts(update, process_share(again, accelerator) or again[:1])
+            seed = derived_seed(config.seed, update, AGAIN, attempt)
+            own = self.sampler(prompts, config.responses_per_prompt, seed)
+            fresh, fresh_rewards = gather_groups(accelerator, own, score(own))
+            for place, group in enumerate(fresh):
+                groups[group.prompt.number] = group
+                for name, table in rewards.items():
+                    table[group.prompt.number] = fresh_rewards[name][place]
+        return groups, rewards, count
 
     def begin(self, number: int) -> Callable[[], list[Group]]:
         prompts, seed = self.prompts(number), derived_seed(self.config.seed, number)

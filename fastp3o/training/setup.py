@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from fastp3o.config import DataConfig, StageConfig
 from fastp3o.context import Caller, Context
-from fastp3o.data import DataReport
+from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.models.sharding import process_mesh
@@ -43,8 +43,10 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
     precision = choose_precision(config.precision, automatic)
     trackers = tracker_names(config.report_to)
     accelerator = make_accelerator(config.seed, precision, log_with=trackers, project_dir=config.output_dir)
+    processes = accelerator.num_processes
     for flag, total in divisible.items():
-        check_divisible(accelerator, total, flag)
+        if total % processes:
+            raise UserError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
     check_output_dir(accelerator, config)
     on_main_process(accelerator, lambda: require_repository(config))
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
@@ -64,7 +66,10 @@ def make_accelerator(seed: int, precision: Precision, **trackers: Any) -> Accele
                 "or with accelerate launch --multi_gpu and a configuration without it"
             )
     set_seed(seed)
-    quiet_libraries()
+    # What would break up the run's own lines: progress bars of loading and saving, and accelerate's note on tied
+    # weights, which are saved once and tied again by loading.
+    disable_progress_bar()
+    logging.getLogger("accelerate.utils.other").addFilter(lambda record: "shared tensor" not in record.getMessage())
     accelerator = Accelerator(
         mixed_precision="no" if precision.autocast is None else "bf16",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
@@ -96,25 +101,6 @@ def tracker_names(report_to: str) -> list[str] | None:
     return chosen
 
 
-def quiet_libraries() -> None:
-    """Silences what would break up the run's own lines: progress bars of loading and saving, and accelerate's note on
-    tied weights, which are saved once and tied again by loading.
-    """
-    disable_progress_bar()
-    logging.getLogger("accelerate.utils.other").addFilter(not_on_tied_weights)
-
-
-def not_on_tied_weights(record: logging.LogRecord) -> bool:
-    return "Removed shared tensor" not in record.getMessage()
-
-
-def check_divisible(accelerator: Accelerator, total: int, flag: str) -> None:
-    """Raises ValueError if `total` does not divide evenly among the processes."""
-    processes = accelerator.num_processes
-    if total % processes:
-        raise UserError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
-
-
 def load_examples(
     context: Context, config: DataConfig, loader: Loader, source: str, split: str, limit: int | None
 ) -> Dataset:
@@ -135,8 +121,3 @@ def load_examples(
     if len(examples) < context.accelerator.num_processes:
         raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
     return examples
-
-
-def load_eval_examples(context: Context, config: StageConfig, loader: Loader, source: str | None) -> Dataset | None:
-    """Loads the evaluation data, None if there are none."""
-    return load_examples(context, config, loader, source, config.eval_split, config.eval_limit) if source else None

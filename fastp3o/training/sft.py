@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from fastp3o.context import Caller
-from fastp3o.data import load_demonstrations
+from fastp3o.data.loading import load_demonstrations
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.objectives.base import LossAndMetrics

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastp3o.config import SupervisedConfig
 from fastp3o.context import Caller, Context
-from fastp3o.data import DataReport
+from fastp3o.data.loading import DataReport
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
@@ -25,7 +25,7 @@ from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import load_trained
 from fastp3o.training.microbatches import MetricSums, Passes, mean_over_steps, optimizer_step
-from fastp3o.training.setup import load_eval_examples, load_examples, make_context
+from fastp3o.training.setup import load_examples, make_context
 
 Row = TypeVar("Row", bound=PackedRow)
 
@@ -110,16 +110,32 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
     data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
-    eval_examples = load_eval_examples(context, config, load, config.eval_data)
-    if eval_examples is not None:
-        data["eval_data"] = eval_examples
+    if config.eval_data:
+        data["eval_data"] = load_examples(context, config, load, config.eval_data, config.eval_split, config.eval_limit)
     model = load_trained(config, task.load_model)
     task.set_up(context, model, data)
 
     total = len(data["train_data"])
     steps = -(-config.epochs * total // config.batch_size)
     optimizer = Optimizer(context.accelerator, model, context.precision, config, steps, mesh=context.mesh)
-    run, complete = make_run(task, optimizer, data, steps)
+    complete = cache(lambda: task.complete(this_run.stop_or_save))
+
+    def evaluation() -> dict[str, float]:
+        held_out = complete().get("eval_data")
+        metrics = {} if held_out is None else task.evaluate(optimizer.model, held_out)
+        return metrics | (task.samples() if task.samples else {})
+
+    run = Run(
+        context,
+        config,
+        optimizer,
+        Steps(task.name, "step", steps),
+        evaluate=evaluation if "eval_data" in data or task.samples else None,
+        data={**data, "eval_prompts": task.samples and task.samples.prompts},
+    )
+    # The run holds the evaluation. If that held the run, both would stay in memory, with the model.
+    this_run = weakref.proxy(run)
+
     for step in run:
         chosen = examples_of_step(step - 1, batch_size=config.batch_size, total=total, seed=config.seed)
         with run.saved_after_error(step):
@@ -135,27 +151,3 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         known = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
         run.report_later(step, begun, metrics, known, tokens=tokens, shown=shown)
-
-
-def make_run(
-    task: SupervisedTask, optimizer: Optimizer, data: dict[str, Dataset], steps: int
-) -> tuple[Run, Callable[[], dict[str, Dataset]]]:
-    """Makes the run, and a function for the completed data."""
-    complete = cache(lambda: task.complete(this_run.stop_or_save))
-
-    def evaluation() -> dict[str, float]:
-        held_out = complete().get("eval_data")
-        metrics = {} if held_out is None else task.evaluate(optimizer.model, held_out)
-        return metrics | (task.samples() if task.samples else {})
-
-    run = Run(
-        task.context,
-        task.config,
-        optimizer,
-        Steps(task.name, "step", steps),
-        evaluate=evaluation if "eval_data" in data or task.samples else None,
-        data={**data, "eval_prompts": task.samples and task.samples.prompts},
-    )
-    # The run holds the evaluation. If that held the run, both would stay in memory, with the model.
-    this_run = weakref.proxy(run)
-    return run, complete

@@ -69,7 +69,7 @@ def test_what_cannot_be_compared_is_refused_by_name(compare, tmp_path, capsys):
     again = write_run(tmp_path / "again", 0, 1.0)
     for arguments, message in (
         (["--first", run, again, "--second", run], "again is a second run with seed 0 on prompts.jsonl"),
-        (["--first", run, "--second", tmp_path / "nothing"], "does not exist"),
+        (["--first", run, "--second", tmp_path / "nothing"], "has no evaluations"),
         (["--first", run, "--second", run, "--metric", "gold"], "was evaluated without a gold reward"),
     ):
         with pytest.raises(SystemExit):

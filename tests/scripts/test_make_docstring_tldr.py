@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data import load_demonstrations, load_preferences, load_prompts
+from fastp3o.data.loading import load_demonstrations, load_preferences, load_prompts
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_docstring_tldr.py"
 KINDS = ("sft", "preferences", "prompts")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.cli import parse
-from fastp3o.data import load_demonstrations, load_prompts
+from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.script import run_script

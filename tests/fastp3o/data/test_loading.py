@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data import (
-    DataError,
+from fastp3o.data import chat_template, loading
+from fastp3o.data.errors import DataError
+from fastp3o.data.loading import (
     DataReport,
-    chat_template,
+    column_values,
     load_demonstrations,
     load_preferences,
     load_prompts,
     load_rankings,
     load_unpaired_preferences,
-    loading,
 )
-from fastp3o.data.loading import column_values
 from fastp3o.data.sources import Record
 
 EOS = "</s>"

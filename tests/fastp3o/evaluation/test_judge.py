@@ -153,20 +153,6 @@ def test_texts_reach_the_judge_as_they_are(server):
     assert seen == [(prompt, first, second), (prompt, second, first)]
 
 
-def test_a_template_of_ones_own(server):
-    tags = {"prompt": "prompt", "response_A": "first", "response_B": "second"}
-    template = "".join(f"<{tag} 1>\n${place}\n</{tag} 1>" for tag, place in tags.items()) + " $$"
-    judge = EndpointJudge(ChatEndpoint(base(server), "m"), template=template)
-    assert judge(["p"], ["long"], ["b"]) == [FIRST]
-    assert server.requests[0]["messages"][0]["content"].endswith("</response_B 1> $")
-
-
-@pytest.mark.parametrize("template", ["$prompt $first", "$prompt $first $second $third", "$prompt $first $second $ 1"])
-def test_a_template_that_cannot_be_filled_is_refused(template):
-    with pytest.raises(ValueError, match=r"must hold \$prompt, \$first and \$second"):
-        EndpointJudge(ChatEndpoint("http://localhost", "m"), template=template)
-
-
 @given(st.text(), st.sampled_from(sorted(MARKS)), st.text(alphabet=st.characters(exclude_characters="[]")))
 def test_the_last_mark_counts_whatever_stands_around_it(before, mark, after):
     assert parse_verdict(Answer(f"{before}\n{mark}{after}", finished=True)) == MARKS[mark]

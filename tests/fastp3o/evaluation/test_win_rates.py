@@ -128,14 +128,6 @@ def test_equal_seeds_give_equal_intervals():
     assert intervals[0] == intervals[1] != intervals[2]
 
 
-@pytest.mark.parametrize(
-    ("numerators", "denominators"), [([], []), ([1, 2], [1]), ([[1]], [[1]]), ([1, 1], [1, 0]), ([1, 1], [1, np.nan])]
-)
-def test_units_that_cannot_be_drawn_are_refused(numerators, denominators):
-    with pytest.raises(ValueError, match="expected"):
-        percentile_interval(np.array(numerators), np.array(denominators), seed=0)
-
-
 # The script
 
 JUDGES = """

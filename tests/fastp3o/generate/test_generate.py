@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fastp3o.data import load_demonstrations, load_preferences
+from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate

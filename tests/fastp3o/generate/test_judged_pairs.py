@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fastp3o.cli import parse
-from fastp3o.data import load_preferences
+from fastp3o.data.loading import load_preferences
 from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation import judge as judges
 from fastp3o.evaluation.verdicts import Verdict

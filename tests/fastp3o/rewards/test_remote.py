@@ -82,21 +82,6 @@ def test_batches_are_scored_at_once(server):
     assert len(server.requests) == 6
 
 
-def test_what_was_scored_is_not_asked_again(server, monkeypatch):
-    reward = reward_at(server.url, reward_columns="answer")
-    reward(GROUPS)
-    assert reward(groups_of_texts(["a", "a", "new"], answer=[1])).tolist() == [[1, 1, 3]]
-    assert [request["responses"] for request in server.requests[1:]] == [["new"]]
-    # Another prompt or another column is another question.
-    reward(groups_of_texts(["a", "a"], answer=[2]))
-    (group,) = groups_of_texts(["a", "a"], answer=[1])
-    reward([group._replace(prompt=group.prompt._replace(text="another"))])
-    assert len(server.requests) == 4
-    monkeypatch.setattr("fastp3o.rewards.remote.REMEMBERED", 2)
-    reward(groups_of_texts(["x", "yy", "zzz"], answer=[1]))
-    assert len(reward.scored) == 2
-
-
 def test_texts_of_any_kind_arrive(server):
     texts = ["\u0000\ud800 Größe 東京 🦜", '{"rewards": [9]}', "\n" * 1000]
     assert reward_at(server.url)(groups_of_texts(texts)).tolist() == [list(map(len, texts))]

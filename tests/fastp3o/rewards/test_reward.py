@@ -61,11 +61,11 @@ def test_numbers_of_every_kind_are_rewards(rollouts, result):
         (None, "must return a list of 4 entries, got a NoneType"),
         (dict.fromkeys(range(4), 1.0), "must return a list of 4 entries, got a dict"),
         (1.0, "must return a list of 4 entries, got a float"),
-        ([1.0, 1.0, "1.5", 1.0], r"operator:eq: reward 2 must be a number, got '1\.5'"),
-        ([None] * 4, "reward 0 must be a number, got None"),
-        ([1.0, [1.0], 1.0, 1.0], r"reward 1 must be a number, got \[1\.0\]"),
-        ([1.0, 10**400, 1.0, 1.0], "reward 1 must be a number of fp32, got a larger one"),
-        (np.ones((4, 1)), r"reward 0 must be a number, got \[1\.0\]"),
+        ([1.0, 1.0, "1.5", 1.0], "operator:eq must return a number for each response: "),
+        ([None] * 4, "must return a number for each response: must be real number, not NoneType"),
+        ([1.0, [1.0], 1.0, 1.0], "must return a number for each response: must be real number, not list"),
+        ([1.0, 10**400, 1.0, 1.0], "must return a number for each response: int too large"),
+        (np.ones((4, 2)), "must return a number for each response: shape"),
         (torch.ones(2, 2), "must return 4 entries, one a response, got 2"),
     ],
 )
@@ -180,11 +180,6 @@ def test_what_a_function_changes_in_the_process_is_put_back(rollouts, tmp_path):
     assert torch.empty(0).dtype == torch.float32
 
 
-class NoNumber(float):
-    def __float__(self):
-        raise RuntimeError("no number")
-
-
 class NoList:
     def tolist(self):
         raise RuntimeError("no list")
@@ -196,8 +191,7 @@ class NoList:
         (torch.ones(4, device="meta"), "must return a list of 4 entries, got a Tensor that gives no list"),
         (torch.ones(4).to_sparse(), "must return a list of 4 entries, got a Tensor that gives no list"),
         (NoList(), "got a NoList that gives no list: RuntimeError: no list"),
-        ([torch.ones((), device="meta")] * 4, "reward 0 must be a number, got a Tensor: "),
-        ([NoNumber()] * 4, "reward 0 must be a number, got a NoNumber: RuntimeError: no number"),
+        ([torch.ones((), device="meta")] * 4, "must return a number for each response: .* meta tensors"),
     ],
 )
 def test_what_cannot_be_read_is_refused(rollouts, result, said):

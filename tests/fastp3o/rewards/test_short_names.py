@@ -10,13 +10,13 @@ from fastp3o.rewards.config import short_names
     [
         (["/tmp/x/rm/model"], ["model"]),
         (["rewards:vowels", "runs/rm/model/", "owner/name"], ["vowels", "model", "name"]),
-        (["runs/a/model", "runs/b/model", "math:correct"], ["a/model", "b/model", "correct"]),
+        (["runs/a/model", "runs/b/model", "math:correct"], ["runs/a/model", "runs/b/model", "correct"]),
         (["one.two:f", "three:f"], ["one.two:f", "three:f"]),
-        (["http://host:8000/score", "http://host:8001/score"], ["8000/score", "8001/score"]),
+        (["http://host:8000/score", "http://host:8001/score"], ["http://host:8000/score", "http://host:8001/score"]),
         (["model", "a/model", "b/a/model"], ["model", "a/model", "b/a/model"]),
         (["/model", "model"], ["/model", "model"]),
         (["model", "model/"], ["model", "model/"]),
-        (["/", "."], ["", "."]),
+        (["/", "."], ["/", "."]),
         ([], []),
     ],
 )

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastp3o.objectives.preferences import NashMDConfig
-from fastp3o.training.logged_rollouts import chosen_prompts
 from fastp3o.training.loop import train
+from fastp3o.training.metrics import chosen_prompts
 from tests.fastp3o.runs import config, copy_at_save_before, metrics
 from tests.fastp3o.together import together
 

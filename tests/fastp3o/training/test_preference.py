@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from fastp3o.cli import parse_chosen
-from fastp3o.data import load_preferences, load_unpaired_preferences
+from fastp3o.data.loading import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
@@ -274,17 +274,6 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
     for number, changes in enumerate([{"reference": other_model}, {"limit": 6}, {"precision": "fp16"}]):
         run("dpo", str(number), tiny_model, **shared, **changes)
     assert len(reference_files("shared")) == 4
-
-
-def test_a_damaged_file_is_said_and_computed_again(workplace, tiny_model, capsys):
-    run("dpo", "first", tiny_model, reference_logprobs="shared")
-    (file,) = reference_files("shared")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + b"x")
-    run("dpo", "second", tiny_model, reference_logprobs="shared")
-    assert f"{file} is damaged" in capsys.readouterr().out
-    assert file.read_bytes() == whole
-    assert metrics("first") == metrics("second")
 
 
 def test_stages_chain(workplace, tiny_model):

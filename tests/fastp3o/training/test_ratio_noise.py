@@ -6,8 +6,8 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.groups import Group
-from fastp3o.training import ratio_noise as ratio_noise_module
-from fastp3o.training.ratio_noise import TOLERATED, noise_warning, ratio_noise
+from fastp3o.training import logprob_gaps
+from fastp3o.training.logprob_gaps import TOLERATED, noise_warning, ratio_noise
 from fastp3o_kernels import sequence_logprobs
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
@@ -47,7 +47,7 @@ def test_the_other_row_is_no_longer_than_the_one_that_trains(monkeypatch):
         lengths.append(row.tokens)
         return labelled_logprobs(policy, row)
 
-    monkeypatch.setattr(ratio_noise_module, "labelled_logprobs", measured)
+    monkeypatch.setattr(logprob_gaps, "labelled_logprobs", measured)
     assert ratio_noise(model, rollouts, microbatch) < 1e-4
     own = [rollouts[p] for p in microbatch.row.groups]
     alone = [len(group.prompt.ids) + len(response.ids) for group in own for response in group.responses]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from fastp3o.data import load_rankings
+from fastp3o.data.loading import load_rankings
 from fastp3o.models.loading import load_reward_model
 from fastp3o.models.packed_model import scores
 from fastp3o.packing.pack import Packing, pack
@@ -79,9 +79,8 @@ def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centri
 @pytest.mark.parametrize("centring", [0.0, 0.3])
 def test_the_loss_is_the_mean_over_a_rankings_pairs(judge, tokenizer, tokens_per_row, centring):
     """The loss of the scores that transformers gives each response by itself."""
-    examples, report = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
+    examples, _ = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
     assert len(examples) == 16
-    assert "5 with a margin" in str(report)
     task = RewardModelling(config(judge, "run", centring=centring, tokens_per_row=tokens_per_row))
     model = load_reward_model(judge)
     rows = task.pack(examples[:])

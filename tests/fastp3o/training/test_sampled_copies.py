@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import add_lora
 from fastp3o.precision import choose_precision
 from fastp3o.training import build as models
-from fastp3o.training.build import with_copy
+from fastp3o.training.build import sampled_model
 from tests.fastp3o.models.model_families import random_model
 
 
@@ -31,7 +32,7 @@ def test_on_a_gpu_a_copy_is_sampled_where_it_differs(device, memory, precision, 
         add_lora(policy, rank=2, alpha=4.0, targets="all-linear")
     arithmetic = choose_precision(precision, "fp32")
     accelerator = SimpleNamespace(device=torch.device(device), print=print)
-    sampled = with_copy(policy, Context(accelerator, arithmetic, None, None))
+    sampled = sampled_model(SamplerConfig(), policy, Context(accelerator, arithmetic, None, None))
     assert sampled.model is policy
     # Without room adapters stay as they are; autocast's copy is no more than its passes take.
     if device == "cuda" and precision == "bf16-autocast":

@@ -8,8 +8,8 @@ from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group
+from fastp3o.training.logprob_gaps import logprob_metrics
 from fastp3o.training.microbatches import pack_minibatches
-from fastp3o.training.sampler_logprobs import logprob_metrics
 from fastp3o_kernels import sequence_logprobs
 from tests.fastp3o.groups import tokenised
 

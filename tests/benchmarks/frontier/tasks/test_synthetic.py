@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.frontier.tasks import synthetic
 from benchmarks.frontier.tasks.language import VOCABULARY, Language
-from fastp3o.data import load_demonstrations, load_preferences, load_prompts
+from fastp3o.data.loading import load_demonstrations, load_preferences, load_prompts
 from fastp3o.models.loading import load_policy, load_tokenizer
 
 
