@@ -83,8 +83,7 @@ def test_offsets_of_any_kind_on_any_device(name, impl):
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
-        ([0.0, 3, 7, 7, 9, 10, 15], r"a list of integers \[S \+ 1\], got \[0\.0, 3"),
-        ("0, 3", "a list of integers"),
+        ([0.0, 3, 7, 7, 9, 10, 15], "cu_seqlens must be int32 or int64, got torch.float32"),
         ([], r"shape \[S \+ 1\], got \[0\]"),
         ([0, 3, 7, 7, 9, 10, 14], r"cu_seqlens\[6\] = 14 must be the number of tokens, 15"),
     ],
