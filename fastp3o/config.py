@@ -2,9 +2,10 @@
 reads. A field is a flag of a script, a key of its YAML file and an argument in Python.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from inspect import get_annotations
+from dataclasses import Field, dataclass, field, fields
+from inspect import get_annotations, getdoc
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -106,7 +107,15 @@ def objective_name(name: str) -> Any:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(kind: Kind) -> Kind:
-    """Makes a class a frozen dataclass. Its own options come before those of the groups that it is made of."""
+    """Makes a class a frozen dataclass. Its own options come before those of the groups that it is made of. A plain
+    value is another default of a group's option, whose help and rules stay. A class without a docstring has its
+    group's.
+    """
+    kind.__doc__ = getdoc(kind)
+    inherited = ChainMap(*(getattr(group, "__dataclass_fields__", {}) for group in kind.__mro__[1:]))
+    for name, default in [*vars(kind).items()]:
+        if name in inherited and name in get_annotations(kind) and not isinstance(default, Field):
+            setattr(kind, name, field(default=default, metadata=inherited[name].metadata))
     made: Any = dataclass(frozen=True, kw_only=True)(kind)
     names = (name for group in made.__mro__ for name in get_annotations(group))
     flags = made.__dataclass_fields__

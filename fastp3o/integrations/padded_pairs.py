@@ -26,19 +26,17 @@ METRICS = ("ratio_mean", "clip_fraction", "advantage_mean_abs", "zero_gradient_f
 class PaddedBatch(NamedTuple):
     """Padded responses, as trainers hold them.
 
-    input_ids, attention_mask: [B, T]. response_mask: [B, T], 1 at the responses' own tokens. responses_per_prompt: K.
-    order: [B], the row that comes first, second, ..., so that siblings are neighbours; None if they already are.
+    input_ids, attention_mask: [B, T]. response_mask: [B, T], 1 at the responses' own tokens. responses_per_prompt: K;
+    siblings are neighbours.
     """
 
     input_ids: Tensor
     attention_mask: Tensor
     response_mask: Tensor
     responses_per_prompt: int
-    order: Tensor | None = None
 
     def tokens(self) -> ResponseTokens:
-        K = self.responses_per_prompt
-        return response_tokens(self.input_ids, self.response_mask, responses_per_prompt=K, order=self.order)
+        return response_tokens(self.input_ids, self.response_mask, responses_per_prompt=self.responses_per_prompt)
 
 
 def padded_p3o_loss(

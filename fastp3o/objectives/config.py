@@ -149,7 +149,14 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
             raise UserError(f"--eval_at must be whole numbers separated by commas, got {self.eval_at!r}")
         if max(self.evaluated_at, default=0) > self.updates:
             raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
-        self.check_old_logprobs()
+        if 0 < self.sampler_ratio_cap < 1:
+            raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
+        flag = "--old_logprobs sampler" if self.old_logprobs == "sampler" else "--sampler_ratio_cap"
+        if self.sampler_ratio_cap or self.old_logprobs == "sampler":
+            if self.sampler == "transformers":
+                raise UserError(f"{flag} needs log-probs of the sampler, and --sampler transformers gives none")
+            if self.from_mixture:
+                raise UserError(f"{flag} needs log-probs of the sampler, and responses of --mixture have none")
         if self.from_mixture and self.truncates:
             raise UserError(
                 "--top_k, --top_p and --min_p exclude a mixture with the reference: its responses must be samples of it"
@@ -159,26 +166,6 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
                 f"--prompts_per_update ({self.prompts_per_update}) must be a multiple of "
                 f"--prompts_per_minibatch ({self.prompts_per_minibatch}), so that steps average over equally many"
             )
-
-    def check_old_logprobs(self) -> None:
-        """Raises UserError if log-probs of what sampled are asked for where they are absent, or change nothing."""
-        from_sampler = self.old_logprobs == "sampler"
-        if 0 < self.sampler_ratio_cap < 1:
-            raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
-        if self.sampler_ratio_cap and from_sampler:
-            raise UserError(
-                "--sampler_ratio_cap and --old_logprobs sampler exclude each other: such ratios have the sampler's "
-                "probabilities already"
-            )
-        if not (self.sampler_ratio_cap or from_sampler):
-            return
-        flag = "--old_logprobs sampler" if from_sampler else "--sampler_ratio_cap"
-        if self.sampler == "transformers":
-            raise UserError(f"{flag} needs log-probs of the sampler, and --sampler transformers gives none")
-        if self.from_mixture:
-            raise UserError(f"{flag} needs log-probs of the sampler, and responses of --mixture have none")
-        if from_sampler and not self.compares_with_old:
-            raise UserError(f"{flag} changes no ratio: the loss of this objective has none")
 
     @property
     def from_mixture(self) -> int:
@@ -207,9 +194,9 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
 
 @options
 class KLConfig(OnlineConfig):
-    """A penalty on the KL; each objective has its own default of the weight."""
+    """A penalty on the KL."""
 
-    kl_coef: float
+    kl_coef: float = option(0.05, "Beta, the weight of the KL to the reference.", at_least=0, changeable=True)
     target_kl: float | None = option(
         None,
         "KL of whole responses to the reference, in nats, that kl_coef is adapted to before each update. It is halved "

@@ -38,14 +38,9 @@ class P3O(Objective):
     kl: KLCoefficient
 
     def __init__(self, config: P3OConfig):
-        self.settings = P3OSettings(
-            clipping=config.clipping,
-            clip_range=config.clip_range,
-            ratio_cap=config.ratio_cap,
-            kl_coef=config.kl_coef,
-            kl_reward=config.kl_reward,
-            sampler_ratio_cap=config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap,
-        )
+        chosen = {name: getattr(config, name) for name in HELP}
+        chosen["sampler_ratio_cap"] = config.sampler_ratio_cap or DEFAULTS.sampler_ratio_cap
+        self.settings = P3OSettings(**chosen)
         self.weighs_pairs = bool(config.sampler_ratio_cap)
         self.old_is_policy = config.old_logprobs == "policy"
         self.scaler = config.scaler()
@@ -58,25 +53,19 @@ class P3O(Objective):
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        old_tokens = microbatch.old_token_logprobs if self.settings.clipping == "token" else None
-        return self.pair_loss(policy, microbatch, divisor, microbatch.old_logprobs, old_tokens)
+        return self.pair_loss(policy, microbatch, divisor, own=False)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
         not.
         """
-        if not self.old_is_policy:
-            return self.loss(policy, microbatch, divisor)
-        return self.pair_loss(policy, microbatch, divisor, None, None)
+        return self.pair_loss(policy, microbatch, divisor, own=self.old_is_policy)
 
     def pair_loss(
-        self,
-        policy: nn.Module,
-        microbatch: Microbatch,
-        divisor: float | Tensor,
-        old_logprobs: Tensor | None,
-        old_token_logprobs: Tensor | None,
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, own: bool
     ) -> LossAndMetrics:
+        """own: old log-probs are the policy's."""
+        clips_tokens = self.settings.clipping == "token" and not own
         row, sampler_logprobs = microbatch.row, None
         if self.weighs_pairs:
             log_ratios = sequence_logprobs(microbatch.sampler_log_ratios(), row.cu_seqlens)
@@ -88,11 +77,11 @@ class P3O(Objective):
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                old_logprobs,
+                None if own else microbatch.old_logprobs,
                 microbatch.ref_logprobs,
                 microbatch.rewards,
                 replace(self.settings, kl_coef=self.kl.value),
-                old_token_logprobs=old_token_logprobs,
+                old_token_logprobs=microbatch.old_token_logprobs if clips_tokens else None,
                 valid_responses=microbatch.loss_mask,
                 sampler_logprobs=sampler_logprobs,
                 divisor=divisor,
@@ -111,40 +100,22 @@ class PPGConfig(P3OConfig):
 
     objective: str = objective_name("ppg")
     clipping: str = option("none", "The gradient has nothing to clip.", choices=("none",))
-    prompts_per_minibatch: int = option(
-        0, "Prompts of a round's only optimizer step; 0: all of the round's.", at_least=0
-    )
-    inner_epochs: int = option(
-        1, "A round's only pass: after a step the policy is no longer the one that sampled.", at_least=1
-    )
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        fixed = {
+            "old_logprobs": "policy",
+            "clip_range": DEFAULTS.clip_range,
+            "ratio_cap": DEFAULTS.ratio_cap,
+            "kl_reward": DEFAULTS.kl_reward,
+            "inner_epochs": 1,
+            "prompts_per_minibatch": self.prompts_per_update,
+        }
+        values = {name: getattr(self, name) for name in fixed}
         problems = [
-            f"--{name} must be left as it is, as all ratios are 1, got {value!r}"
-            for name, value, default in (
-                ("old_logprobs", self.old_logprobs, "policy"),
-                ("clip_range", self.clip_range, DEFAULTS.clip_range),
-                ("ratio_cap", self.ratio_cap, DEFAULTS.ratio_cap),
-                ("kl_reward", self.kl_reward, DEFAULTS.kl_reward),
-            )
-            if value != default
+            f"--{name} must be {fixed[name]}, got {values[name]}" for name in fixed if values[name] != fixed[name]
         ]
-        if self.inner_epochs != 1:
-            problems.append(
-                f"--inner_epochs must be 1, since the gradient is on-policy (p3o has more), got {self.inner_epochs}"
-            )
-        if self.minibatches_per_update != 1:
-            problems.append(
-                f"--prompts_per_minibatch ({self.prompts_per_minibatch}) must be --prompts_per_update "
-                f"({self.prompts_per_update}): the gradient is on-policy, and a round has one step (p3o has more)"
-            )
         if problems:
-            raise UserError("; ".join(problems))
-
-    def build(self) -> "PPG":
-        return PPG(self)
-
-
-class PPG(P3O):
-    """P3O's loss with all ratios at 1: an update has only its first step."""
+            raise UserError(f"{'; '.join(problems)}: the gradient is on-policy, so a round has one step (p3o has more)")

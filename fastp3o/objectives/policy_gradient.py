@@ -8,7 +8,7 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 from abc import abstractmethod
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from fastp3o.objectives.base import (
 from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.rewards.scaling import AbsoluteScaler, pairs
+from fastp3o.rewards.scaling import AbsoluteScaler, Scaler, pairs
 from fastp3o_kernels import Groups
 from fastp3o_kernels.losses import (
     group_advantages,
@@ -42,41 +42,20 @@ from fastp3o_kernels.losses import (
 TOKEN_KL = {"k2": k2, "k3": k3}
 
 
-def kl_estimator_option(default: str) -> Any:
-    return option(
-        default,
+@options
+class PolicyGradientConfig(RewardScalingConfig, KLConfig):
+    """Advantages, KL and entropy."""
+
+    reward_scaling: str = "none"
+    reward_clip: float = 0.0
+    kl_estimator: str = option(
+        "k1",
         "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
         "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
         "each token, in the loss; k2's gradient is that of the KL, k3's that of the opposite KL.",
         choices=("k1", *TOKEN_KL),
         needs="kl_coef",
     )
-
-
-def loss_mean_option(default: str) -> Any:
-    return option(
-        default,
-        "sequence: the mean over a response's tokens, then over responses (GRPO); token: the mean over all tokens of a "
-        "minibatch (DAPO); constant: the sum over a response's tokens by max_response_tokens (Dr. GRPO).",
-        choices=("sequence", "token", "constant"),
-    )
-
-
-@options
-class PolicyGradientConfig(RewardScalingConfig, KLConfig):
-    """Advantages, KL and entropy."""
-
-    reward_scaling: str = option(
-        "none",
-        "Divide rewards by the running standard deviation of the reward differences of a pair (difference), of the "
-        "rewards themselves (absolute), or not (none).",
-        choices=("difference", "absolute", "none"),
-    )
-    reward_clip: float = option(
-        0.0, "Bound on scaled reward differences, or rewards; 0 for none.", at_least=0, changeable=True
-    )
-    kl_coef: float = option(0.05, "Beta, weight of the KL to the reference.", at_least=0, changeable=True)
-    kl_estimator: str = kl_estimator_option("k1")
     entropy_coef: float = option(
         0.0, "Weight of an entropy bonus, of tokens averaged as in the loss, in nats.", at_least=0, changeable=True
     )
@@ -112,16 +91,14 @@ class PolicyGradient(GroupwiseObjective):
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
-        return [
-            [replace(each, prepared={"advantages": self.advantages(self.rewards(each))}) for each in minibatch]
-            for minibatch in minibatches
-        ]
+        # The estimator k1 subtracts the KL here.
+        coef = self.kl.value if self.config.kl_estimator == "k1" else 0.0
 
-    def rewards(self, microbatch: Microbatch) -> Tensor:
-        """[P, K]; the estimator k1 subtracts the KL here."""
-        if self.config.kl_estimator != "k1":
-            return microbatch.rewards
-        return microbatch.rewards - self.kl.value * (microbatch.old_logprobs - microbatch.ref_logprobs)
+        def with_advantages(batch: Microbatch) -> Microbatch:
+            rewards = batch.rewards - coef * (batch.old_logprobs - batch.ref_logprobs) if coef else batch.rewards
+            return replace(batch, prepared={"advantages": self.advantages(rewards)})
+
+        return [[with_advantages(batch) for batch in minibatch] for minibatch in minibatches]
 
     def sampler_log_ratios(self, groups: Groups) -> Tensor:
         """log π_old − log μ of what has a loss in `losses`, μ what sampled: by default of whole responses, [P, K]."""
@@ -129,9 +106,11 @@ class PolicyGradient(GroupwiseObjective):
 
     def sums(self, groups: Groups) -> LossAndMetrics:
         losses, metrics = self.losses(groups), self.metrics(groups)
+        weights: dict[str, Tensor] = {}
         if self.sampler_ratio_cap:
             ratios = truncated_ratios(self.sampler_log_ratios(groups), self.sampler_ratio_cap)
-            losses, metrics = losses * ratios, metrics | self.sampler_metrics(groups, ratios)
+            losses = losses * ratios
+            weights = self.sampler_metrics(groups, sampler_ratio_metrics(ratios, self.sampler_ratio_cap))
         loss = self.total(groups, losses, self.takes_part(groups))
         if self.config.kl_estimator in TOKEN_KL and self.kl.value:
             estimates = TOKEN_KL[self.config.kl_estimator](groups.token_logprobs, groups["ref_tokens"])
@@ -140,8 +119,7 @@ class PolicyGradient(GroupwiseObjective):
         if groups.entropy is not None:
             loss = loss - self.config.entropy_coef * self.total(groups, groups.entropy, groups["loss_mask"])
             metrics["policy_entropy"] = self.metric_sum(groups, groups.entropy)
-        loss_mask = groups["loss_mask"]
-        return loss, with_count(metrics, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum())
+        return loss, self.counted(groups, metrics) | weights
 
     def takes_part(self, groups: Groups) -> Tensor:
         """[P, M] bool: the losses that count. Losses of tokens count with their response, [P, K]."""
@@ -151,10 +129,13 @@ class PolicyGradient(GroupwiseObjective):
         """Further metrics, each a `metric_sum`."""
         return {}
 
-    def sampler_metrics(self, groups: Groups, ratios: Tensor) -> dict[str, Tensor]:
-        """Metrics of the importance weights of `losses`, each a `metric_sum`."""
-        values = sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
-        return {name: self.metric_sum(groups, value) for name, value in values.items()}
+    def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Metrics from the importance weights of `losses`."""
+        return self.counted(groups, {name: self.metric_sum(groups, value) for name, value in values.items()})
+
+    def counted(self, groups: Groups, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        loss_mask = groups["loss_mask"]
+        return with_count(sums, (groups.lengths * loss_mask if self.loss_mean == "token" else loss_mask).sum())
 
     def metric_sum(self, groups: Groups, values: Tensor) -> Tensor:
         """The sum over tokens that count, if the loss averages tokens; else over responses that count, of [P, K] values
@@ -189,15 +170,8 @@ class RLOOConfig(PolicyGradientConfig):
 
     compares_with_old: ClassVar[bool] = False
     objective: str = objective_name("rloo")
-    prompts_per_minibatch: int = option(
-        0,
-        "Prompts of one optimizer step, over all processes; 0: all of the round's, since the loss is on-policy only in "
-        "the first step.",
-        at_least=0,
-    )
-    inner_epochs: int = option(
-        1, "Passes over each round's rollouts; the loss is on-policy only in the first step.", at_least=1
-    )
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
 
     def build(self) -> "RLOO":
         return RLOO(self)
@@ -225,17 +199,15 @@ class REINFORCEConfig(RLOOConfig):
         choices=("absolute", "none"),
     )
 
+    def scaler(self) -> Scaler:
+        return AbsoluteScaler(self.reward_clip, scale=self.reward_scaling == "absolute")
+
     def build(self) -> "REINFORCE":
         return REINFORCE(self)
 
 
 class REINFORCE(RLOO):
     """−A log π(y|x), A the reward less the mean over the update."""
-
-    def __init__(self, config: REINFORCEConfig):
-        super().__init__(config)
-        # Scaled differences within a prompt would lose what sets prompts apart.
-        self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
 
     def advantages(self, rewards: Tensor) -> Tensor:
         """The rewards; `prepare` subtracts the baseline."""
@@ -276,9 +248,14 @@ class GRPOConfig(ClippedConfig):
     """GRPO (arXiv 2402.03300): the mean over a response's tokens, then over responses; a KL in the loss."""
 
     objective: str = objective_name("grpo")
-    kl_coef: float = option(0.04, "Beta, weight of the KL to the reference (paper: 0.04).", at_least=0, changeable=True)
-    kl_estimator: str = kl_estimator_option("k3")
-    loss_mean: str = loss_mean_option("sequence")
+    kl_coef: float = 0.04
+    kl_estimator: str = "k3"
+    loss_mean: str = option(
+        "sequence",
+        "sequence: the mean over a response's tokens, then over responses (GRPO); token: the mean over all tokens of a "
+        "minibatch (DAPO); constant: the sum over a response's tokens by max_response_tokens (Dr. GRPO).",
+        choices=("sequence", "token", "constant"),
+    )
 
     def build(self) -> "GRPO":
         return GRPO(self, loss_mean=self.loss_mean)
@@ -289,9 +266,9 @@ class DrGRPOConfig(GRPOConfig):
     """Dr. GRPO (arXiv 2503.20783): lengths and deviations divide nothing; no KL."""
 
     objective: str = objective_name("dr_grpo")
-    kl_coef: float = option(0.0, "Beta, weight of the KL to the reference (paper: none).", at_least=0, changeable=True)
-    loss_mean: str = loss_mean_option("constant")
-    scale_advantages: bool = option(False, "Divide advantages by the standard deviation of their prompt's rewards.")
+    kl_coef: float = 0.0
+    loss_mean: str = "constant"
+    scale_advantages: bool = False
 
 
 @options
@@ -299,14 +276,10 @@ class DAPOConfig(GRPOConfig):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
     objective: str = objective_name("dapo")
-    clip_high: float = option(0.28, "Ratios count up to 1 + clip_high.", above=0, changeable=True)
-    kl_coef: float = option(0.0, "Beta, weight of the KL to the reference (paper: none).", at_least=0, changeable=True)
-    loss_mean: str = loss_mean_option("token")
-    dynamic_sampling: int = option(
-        3,
-        "Sample the responses of a prompt again while all their rewards are equal, at most this many times; 0 never.",
-        at_least=0,
-    )
+    clip_high: float = 0.28
+    kl_coef: float = 0.0
+    loss_mean: str = "token"
+    dynamic_sampling: int = 3
 
 
 @options
@@ -314,9 +287,7 @@ class GRPOPlusConfig(DAPOConfig):
     """GRPO+ (DeepCoder, 2025): DAPO's loss without responses that were cut off; no KL, no entropy bonus."""
 
     objective: str = objective_name("grpo_plus")
-    mask_truncated: bool = option(
-        True, "Responses without an end-of-sequence take no part in the loss; they stay in others' baselines."
-    )
+    mask_truncated: bool = True
 
 
 class GRPO(PolicyGradient):
@@ -354,10 +325,10 @@ class GSPOConfig(ClippedConfig):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
     objective: str = objective_name("gspo")
-    clip_low: float = option(3e-4, "Ratios count down to 1 − clip_low (paper 3e-4).", above=0, below=1, changeable=True)
-    clip_high: float = option(4e-4, "Ratios count up to 1 + clip_high (paper 4e-4).", above=0, changeable=True)
-    kl_coef: float = option(0.0, "Beta, weight of the KL to the reference (paper: none).", at_least=0, changeable=True)
-    kl_estimator: str = kl_estimator_option("k3")
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
 
     def build(self) -> "GSPO":
         return GSPO(self, loss_mean="sequence")
@@ -399,12 +370,7 @@ class REBELConfig(PolicyGradientConfig):
         above=0,
         changeable=True,
     )
-    kl_coef: float = option(
-        0.0,
-        "Beta, weight of the KL to the reference; the step stays near the old policy.",
-        at_least=0,
-        changeable=True,
-    )
+    kl_coef: float = 0.0
 
     def build(self) -> "REBEL":
         return REBEL(self)
@@ -427,20 +393,10 @@ class REBEL(PolicyGradient):
         """Of pairs, [P, M]."""
         return pairs(super().sampler_log_ratios(groups)).sum(-1)
 
-    def sampler_metrics(self, groups: Groups, ratios: Tensor) -> dict[str, Tensor]:
-        """A response has the mean over its pairs that take part, 0 without one."""
-        P, K = groups["loss_mask"].shape
+    def sampler_metrics(self, groups: Groups, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Means over the pairs that take part."""
         counts = self.takes_part(groups)
-        first, second = torch.triu_indices(K, K, offset=1, device=ratios.device)
-
-        def pair_sums(values: Tensor) -> Tensor:
-            zeros = values.new_zeros(P, K)
-            return zeros.index_add(1, first, values).index_add(1, second, values)
-
-        shares = pair_sums(counts.to(ratios.dtype)).clamp(min=1)
-        values = sampler_ratio_metrics(ratios, self.sampler_ratio_cap)
-        means = {name: pair_sums(value.where(counts, 0.0)) / shares for name, value in values.items()}
-        return {name: self.metric_sum(groups, value) for name, value in means.items()}
+        return with_count({name: value.where(counts, 0.0).sum() for name, value in values.items()}, counts.sum())
 
     def takes_part(self, groups: Groups) -> Tensor:
         return pairs(groups["loss_mask"]).all(-1)

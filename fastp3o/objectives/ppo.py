@@ -27,7 +27,7 @@ from fastp3o.objectives.base import (
     with_count,
 )
 from fastp3o.objectives.config import KLConfig
-from fastp3o.objectives.kl_coefficient import KLCoefficient, StepKLCoefficient
+from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.rewards.scaling import AbsoluteScaler
 from fastp3o_kernels import Head
@@ -74,7 +74,6 @@ class PPOConfig(KLConfig):
         needs=PENALTY,
         changeable=True,
     )
-    kl_coef: float = option(0.05, "Beta, the weight of each token's KL penalty.", at_least=0, changeable=True)
     gae_lambda: float = option(
         0.95,
         "Lambda of generalised advantage estimation; nothing is discounted.",
@@ -120,7 +119,7 @@ class PPO(Objective):
         self.config = config
         self.scaler = AbsoluteScaler(config.reward_clip, scale=config.reward_scaling == "absolute")
         self.kl = KLCoefficient(config.kl_coef, config.target_kl)
-        self.step_kl = StepKLCoefficient(config.step_kl_coef, config.step_kl_target)
+        self.step_kl = KLCoefficient(config.step_kl_coef, config.step_kl_target, foresight=0)
 
     @property
     def stateful_parts(self) -> "dict[str, Stateful]":
@@ -297,7 +296,13 @@ def ppo_loss(
 
     ratio = (logprobs - microbatch.old_token_logprobs).exp()
     coef = config.step_kl_coef if step_kl_coef is None else step_kl_coef
-    policy_losses = surrogate(logprobs, microbatch.old_token_logprobs, advantages, config, coef)
+    compared = logprobs, microbatch.old_token_logprobs, advantages
+    if config.step_bound == "penalty":
+        policy_losses = ppo_penalty(*compared, coef=coef)
+    else:
+        policy_losses = ppo_clip(*compared, clip_low=config.clip_range)
+    if config.step_bound == "both":
+        policy_losses = policy_losses + coef * step_kl(*compared[:2])
     sampler_metrics: dict[str, Tensor] = {}
     if config.sampler_ratio_cap:
         sampler_ratios = truncated_ratios(microbatch.sampler_log_ratios(), config.sampler_ratio_cap)
@@ -323,13 +328,3 @@ def ppo_loss(
         sums["policy_entropy"] = total(entropy)
         loss = loss - config.entropy_coef * sums["policy_entropy"]
     return loss / divisor, with_count(sums, count) | {"ratio_max": ratio.detach().max()}
-
-
-def surrogate(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, config: PPOConfig, step_kl_coef: float
-) -> Tensor:
-    """The policy's loss of each token, [N]: clipped, penalised, or both."""
-    if config.step_bound == "penalty":
-        return ppo_penalty(logprobs, old_logprobs, advantages, coef=step_kl_coef)
-    losses = ppo_clip(logprobs, old_logprobs, advantages, clip_low=config.clip_range)
-    return losses if config.step_bound == "clip" else losses + step_kl_coef * step_kl(logprobs, old_logprobs)

@@ -192,9 +192,10 @@ def square_kl(groups: Groups) -> Tensor:
 
 
 @options
-class DPO(PairLoss):
-    """Loss and settings of DPO."""
+class DPOConfig(PairConfig):
+    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
+    objective: str = objective_name("dpo")
     beta: float = option(
         0.1, "Beta: a larger one stays closer to the reference (paper: 0.1; 0.5 on TL;DR).", above=0, changeable=True
     )
@@ -211,16 +212,7 @@ class DPO(PairLoss):
 
 
 @options
-class DPOConfig(DPO, PairConfig):
-    """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
-
-    objective: str = objective_name("dpo")
-
-
-@options
 class IPO(PairLoss):
-    """Loss and settings of IPO."""
-
     per_token: ClassVar[bool] = True
     tau: float = option(
         0.1, "Tau: log-ratios per token are to differ by 1 / (2 tau) (paper: 0.1 to 1).", above=0, changeable=True
@@ -242,7 +234,7 @@ class IPOConfig(IPO, PairConfig):
 
 @options
 class SimPO(PairLoss):
-    """Loss and settings of SimPO."""
+    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
@@ -259,21 +251,17 @@ class SimPO(PairLoss):
 
 @options
 class SimPOConfig(SimPO, PairConfig):
-    """Simple preference optimization (arXiv 2405.14734): no reference, log-probs per token, a target margin."""
-
     objective: str = objective_name("simpo")
 
 
 @options
 class OnlineSimPOConfig(SimPO, FreshPairConfig):
-    """SimPO of fresh pairs."""
-
     objective: str = objective_name("online_simpo")
 
 
 @options
 class ORPO(PairLoss):
-    """Loss and settings of ORPO."""
+    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
 
     anchor: ClassVar[str] = ""
     per_token: ClassVar[bool] = True
@@ -287,21 +275,17 @@ class ORPO(PairLoss):
 
 @options
 class ORPOConfig(ORPO, PairConfig):
-    """Odds ratio preference optimization (arXiv 2403.07691): fine-tuning and an odds ratio, without a reference."""
-
     objective: str = objective_name("orpo")
 
 
 @options
 class OnlineORPOConfig(ORPO, FreshPairConfig):
-    """ORPO of fresh pairs."""
-
     objective: str = objective_name("online_orpo")
 
 
 @options
 class CPO(PairLoss):
-    """Loss and settings of CPO."""
+    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
 
     anchor: ClassVar[str] = ""
     beta: float = option(0.1, "Beta: scale of the difference of log-probs (paper: 0.1).", above=0, changeable=True)
@@ -315,21 +299,17 @@ class CPO(PairLoss):
 
 @options
 class CPOConfig(CPO, PairConfig):
-    """Contrastive preference optimization (arXiv 2401.08417): DPO without a reference, and fine-tuning."""
-
     objective: str = objective_name("cpo")
 
 
 @options
 class OnlineCPOConfig(CPO, FreshPairConfig):
-    """CPO of fresh pairs."""
-
     objective: str = objective_name("online_cpo")
 
 
 @options
 class SLiC(PairLoss):
-    """Loss and settings of SLiC."""
+    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
 
     anchor: ClassVar[str] = ""
     delta: float = option(
@@ -345,21 +325,17 @@ class SLiC(PairLoss):
 
 @options
 class SLiCConfig(SLiC, PairConfig):
-    """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425): a margin of log-probs, and fine-tuning."""
-
     objective: str = objective_name("slic")
 
 
 @options
 class OnlineSLiCConfig(SLiC, FreshPairConfig):
-    """SLiC of fresh pairs."""
-
     objective: str = objective_name("online_slic")
 
 
 @options
 class APOZero(PairLoss):
-    """Loss and settings of APOZero."""
+    """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
 
     beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
 
@@ -369,23 +345,17 @@ class APOZero(PairLoss):
 
 @options
 class APOZeroConfig(APOZero, PairConfig):
-    """APO-zero (arXiv 2408.06266): chosen likelier, rejected less. For data better than the policy's own."""
-
     objective: str = objective_name("apo_zero")
 
 
 @options
 class OnlineAPOZeroConfig(APOZero, FreshPairConfig):
-    """APOZero of fresh pairs."""
-
     objective: str = objective_name("online_apo_zero")
 
 
 @options
-class APODown(PairLoss):
-    """Loss and settings of APODown."""
-
-    beta: float = option(0.1, "Beta: scale of the log-ratios (paper: 0.1).", above=0, changeable=True)
+class APODown(APOZero):
+    """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
 
     def losses(self, logprobs: Tensor, anchor: Tensor) -> Tensor:
         return losses.apo_down(logprobs, anchor, beta=self.beta)
@@ -393,21 +363,22 @@ class APODown(PairLoss):
 
 @options
 class APODownConfig(APODown, PairConfig):
-    """APO-down (arXiv 2408.06266): both less likely, rejected more so. For data worse than the policy's own."""
-
     objective: str = objective_name("apo_down")
 
 
 @options
 class OnlineAPODownConfig(APODown, FreshPairConfig):
-    """APODown of fresh pairs."""
-
     objective: str = objective_name("online_apo_down")
 
 
 @options
 class DiscoPOP(PairLoss):
-    """Loss and settings of DiscoPOP."""
+    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
+
+    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favours
+    the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
+    raise tau to 0.11 if it falls.
+    """
 
     beta: float = option(0.05, "Beta: scale of the difference of log-ratios (paper: 0.05).", above=0, changeable=True)
     tau: float = option(
@@ -424,20 +395,11 @@ class DiscoPOP(PairLoss):
 
 @options
 class DiscoPOPConfig(DiscoPOP, PairConfig):
-    """Discovered preference optimization (arXiv 2406.08414): a blend of logistic and exponential losses.
-
-    With tau below (1 - ln 2) / 3 = 0.102 it starts against its labels: at a log-ratio of 0 the gradient favours
-    the rejected response. The paper's formula has this bump at its tau of 0.05: watch accuracy, and
-    raise tau to 0.11 if it falls.
-    """
-
     objective: str = objective_name("discopop")
 
 
 @options
 class OnlineDiscoPOPConfig(DiscoPOP, FreshPairConfig):
-    """DiscoPOP of fresh pairs."""
-
     objective: str = objective_name("online_discopop")
 
 
@@ -465,41 +427,37 @@ class KTOConfig(PreferenceConfig):
     undesirable_weight: float = option(1.0, "Weight of undesirable responses.", above=0, changeable=True)
 
     def sums(self, groups: Groups) -> LossAndMetrics:
-        """`groups` has `desirable`, bool, and `reference_point`, z0, both [P, 1], and `share` of `metrics`."""
-        values = losses.kto(
-            groups.logprobs,
-            groups["ref"],
-            groups["desirable"],
-            groups["reference_point"],
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
-        return values.sum(), with_count(self.metrics(groups), len(values))
-
-    def metrics(self, groups: Groups) -> dict[str, Tensor]:
-        """In nats per response:
+        """`groups` has `desirable`, bool, `reference_point`, z0, and `share`, that of a response's kind in the batch,
+        [P, 1] each. Metrics, in nats per response:
 
         accuracy: 1 if log π/π_ref is on the right side of z0, a half if it is z0. log_ratio_desirable,
         log_ratio_undesirable: means of log π/π_ref over the responses of a kind; 0 if a batch has none. margin: their
         difference. desirable: the share of that kind. reference_point: z0. k2: see `square_kl`.
-
-        `groups` also has `share`, [P, 1]: the share of a response's kind in the batch.
         """
-        desirable = groups["desirable"]
+        desirable, reference_point = groups["desirable"], groups["reference_point"]
+        values = losses.kto(
+            groups.logprobs,
+            groups["ref"],
+            desirable,
+            reference_point,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
         log_ratios = groups.logprobs - groups["ref"]
-        sides = (log_ratios - groups["reference_point"]).sign()
+        sides = (log_ratios - reference_point).sign()
         means = log_ratios / groups["share"]
         mean_desirable, mean_undesirable = ((means * kind).sum() for kind in (desirable, ~desirable))
-        return {
+        metrics = {
             "accuracy": ((sides.where(desirable, -sides) + 1) / 2).sum(),
             "margin": mean_desirable - mean_undesirable,
             "log_ratio_desirable": mean_desirable,
             "log_ratio_undesirable": mean_undesirable,
             "desirable": desirable.float().sum(),
-            "reference_point": groups["reference_point"].sum(),
+            "reference_point": reference_point.sum(),
             "k2": square_kl(groups).sum(),
         }
+        return values.sum(), with_count(metrics, len(values))
 
 
 # --- Fresh pairs with settings of their own --------------------------------------------------------------------------
@@ -529,22 +487,12 @@ class BPOConfig(OnlineDPOConfig):
     objective: str = objective_name("bpo")
     kl_coef: float = option(0.1, "Beta, the weight of the KL to the policy that sampled.", above=0, changeable=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reference_moves:
-            raise UserError(
-                "--reference_every and --reference_decay change nothing: the loss compares with the policy that sampled"
-            )
-
 
 @options
 class OnlineIPOConfig(IPO, FreshPairConfig, MixtureConfig):
     """Online IPO (arXiv 2403.08635): a distance of 1 / (2 tau) between log-ratios; IPO-MD with --mixture."""
 
     objective: str = objective_name("online_ipo")
-    tau: float = option(
-        0.1, "Weight of the KL to the reference; log-ratios are means over tokens.", above=0, changeable=True
-    )
 
     @property
     def from_mixture(self) -> int:
@@ -564,9 +512,7 @@ class NashMDConfig(MixtureConfig):
         0.125, "Beta: the reference's share in the mixture pi^(1 - beta) pi_ref^beta.", above=0, at_most=1
     )
     tau: float = option(0.1, "Weight of the KL to the reference.", at_least=0, changeable=True)
-    inner_epochs: int = option(
-        1, "Passes over each round's rollouts; the loss is on-policy only in the first step.", at_least=1
-    )
+    inner_epochs: int = 1  # the loss is on-policy only in the first step
 
     def __post_init__(self) -> None:
         super().__post_init__()

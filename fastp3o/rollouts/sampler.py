@@ -9,7 +9,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastp3o.config import SamplerConfig
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.groups import Group, Prompt, Response
-from fastp3o_kernels.decoding.sampling import check_settings
 
 # sampler(prompts, K, seed) returns a group with K responses for each prompt, in the same order. Equal seeds give equal
 # responses of equal policies. By default a sampler draws from the policy itself, whose ratios and KL P3O is about.
@@ -23,16 +22,11 @@ class SamplingSettings:
 
     top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens that together have this
     probability. min_p: only tokens with this share of the most likely one's probability.
-
-    Raises ValueError for a setting out of range.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_settings(1.0, self.top_k, self.top_p, self.min_p)
 
 
 POLICY_ITSELF = SamplingSettings()

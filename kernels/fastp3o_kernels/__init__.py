@@ -4,10 +4,9 @@ Needs only torch. With triton installed, tensors on a GPU go through fused kerne
 """
 
 from fastp3o_kernels.exposed_head import expose_head
-from fastp3o_kernels.head.groups import Groups
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.head.linear_logprobs import linear_logprobs
-from fastp3o_kernels.head.linear_loss import LinearLossOutput, linear_loss
+from fastp3o_kernels.head.linear_loss import Groups, LinearLossOutput, linear_loss
 from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
 from fastp3o_kernels.p3o.losses import logits_p3o_loss, p3o_loss, token_p3o_loss
 from fastp3o_kernels.p3o.settings import P3OLossOutput, P3OSettings

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from numbers import Real
-from operator import index
 
 import torch
 from torch import Tensor
@@ -41,14 +40,6 @@ def check_floating(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be of a floating dtype, got {tensor.dtype}")
     if tensor.itemsize == 1:
         raise ValueError(f"{name} must be of a floating dtype of 16 bits or more, got {tensor.dtype}")
-
-
-def autocast_enabled(name: str, tensor: Tensor) -> bool:
-    """Raises ValueError for a device on which nothing can be computed, such as "meta"."""
-    try:
-        return torch.is_autocast_enabled(tensor.device.type)
-    except RuntimeError as error:
-        raise ValueError(f"{name} is on the device {tensor.device}, which computes no values") from error
 
 
 def check_whole(name: str, tensor: Tensor) -> None:
@@ -91,22 +82,9 @@ def check_labels(labels: Tensor, N: int, V: int, ignore_index: int | None, why: 
             raise ValueError(f"labels[{i}] = {int(labels[i])} must be from 0 to {V - 1}{ignored}")
 
 
-def offsets_tensor(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
-    """Returns a tensor as it is, and a list as a tensor on the CPU."""
-    if isinstance(cu_seqlens, Tensor):
-        return cu_seqlens
-    try:
-        return torch.tensor([index(offset) for offset in cu_seqlens], dtype=torch.int64)
-    except TypeError:
-        message = f"cu_seqlens must be a tensor or a list of integers [S + 1], got {cu_seqlens!r}"
-        raise ValueError(message) from None
-
-
 def checked_cu_seqlens(cu_seqlens: Tensor | Sequence[int], rows: Tensor, *, responses_per_prompt: int = 1) -> Tensor:
     """The offsets as a tensor. Sequences may be empty, and there may be none. rows: one for each token."""
-    cu_seqlens, tokens = offsets_tensor(cu_seqlens), len(rows)
-    if cu_seqlens.is_meta and not rows.is_meta:
-        raise ValueError(f"cu_seqlens is on the device meta, which has no values, and the tokens are on {rows.device}")
+    cu_seqlens, tokens = torch.as_tensor(cu_seqlens), len(rows)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
         raise ValueError(f"cu_seqlens must have shape [S + 1], got {list(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):

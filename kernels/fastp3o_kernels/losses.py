@@ -60,13 +60,9 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def rloo_advantages(rewards: Tensor) -> Tensor:
     """REINFORCE leave-one-out (Kool, van Hoof and Welling 2019; arXiv 2402.14740): r less the mean reward of the
-    prompt's other K − 1 responses, [P, K] -> [P, K].
-
-    Raises ValueError if K is 1.
+    prompt's other K − 1 responses, [P, K] -> [P, K]; K is 2 or more.
     """
     K = rewards.shape[1]
-    if K < 2:
-        raise ValueError("leave-one-out advantages need 2 responses or more to a prompt, got rewards of shape [P, 1]")
     return (rewards - rewards.mean(1, keepdim=True)) * (K / (K - 1))
 
 
@@ -124,11 +120,7 @@ def group_advantages(rewards: Tensor, *, scale: bool = True) -> Tensor:
 def overlong_penalty(lengths: Tensor, *, longest: int, margin: int) -> Tensor:
     """DAPO's soft punishment, to add to rewards, any shape (arXiv 2503.14476, equation 13): 0 up to longest − margin
     tokens, then falling to −1 at `longest`.
-
-    Raises ValueError unless 0 < margin <= longest.
     """
-    if not 0 < margin <= longest:
-        raise ValueError(f"margin must be above 0 and at most longest ({longest}), got {margin}")
     return ((longest - margin - lengths) / margin).clamp(-1.0, 0.0)
 
 
@@ -225,14 +217,12 @@ def cpo(logprobs: Tensor, *, beta: float = 0.1, weight: float = 1.0) -> Tensor:
     return -logsigmoid(beta * (logprobs[:, 0] - logprobs[:, 1])) - weight * logprobs[:, 0]
 
 
-def slic(logprobs: Tensor, target_logprobs: Tensor | None = None, *, delta: float = 1.0, weight: float = 1.0) -> Tensor:
+def slic(logprobs: Tensor, *, delta: float = 1.0, weight: float = 1.0) -> Tensor:
     """Sequence likelihood calibration (SLiC-HF, arXiv 2305.10425, equation 1), [P, 2] -> [P].
 
-    max(0, δ − log π_chosen + log π_rejected) − λ log π(y_target). target_logprobs: [P], log π of texts that keep the
-    policy near the SFT data, differentiable; by default the chosen responses, which the paper also proposes.
+    max(0, δ − log π_chosen + log π_rejected) − λ log π_chosen.
     """
-    target = logprobs[:, 0] if target_logprobs is None else target_logprobs
-    return (delta - logprobs[:, 0] + logprobs[:, 1]).clamp(min=0) - weight * target
+    return (delta - logprobs[:, 0] + logprobs[:, 1]).clamp(min=0) - weight * logprobs[:, 0]
 
 
 def apo_zero(logprobs: Tensor, ref_logprobs: Tensor, *, beta: float = 0.1) -> Tensor:

@@ -1,12 +1,10 @@
-"""Parts of every operation: choice of the implementation, copies to a device, limits for compilers and autograd, copies
-of outputs.
+"""Parts of every operation: choice of the implementation, copies to a device, limits for compilers and autograd.
 
 Files named `*_kernel.py` import triton; all others import those only where HAS_TRITON is true.
 """
 
 import os
 from collections.abc import Callable
-from copy import deepcopy
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -23,7 +21,6 @@ else:
 INTERPRET = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Output = TypeVar("Output", bound=type[tuple])
 
 
 def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
@@ -43,7 +40,7 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
         )
     if impl == "triton" and fp64:
         raise ValueError('impl="triton" computes in fp32 and got an fp64 tensor; use impl="eager"')
-    if impl == "triton" and not (on_gpu or (INTERPRET and not any(tensor.is_meta for tensor in given))):
+    if impl == "triton" and not (on_gpu or INTERPRET):
         raise ValueError('impl="triton" needs CUDA tensors (or TRITON_INTERPRET=1 in the environment)')
     return impl == "triton" or (impl is None and HAS_TRITON and on_gpu and not fp64)
 
@@ -83,15 +80,3 @@ def first_derivatives_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return refusing
-
-
-def copyable(output: Output) -> Output:
-    """A named tuple that `copy.deepcopy` copies without its graph, and that torch.load(weights_only=True) accepts."""
-    output.__deepcopy__ = without_graph  # type: ignore[attr-defined]
-    torch.serialization.add_safe_globals([output])
-    return output
-
-
-def without_graph(output: Any, memo: dict[int, Any]) -> Any:
-    values = (value.detach() if isinstance(value, Tensor) else value for value in output)
-    return type(output)(*(deepcopy(value, memo) for value in values))

@@ -6,23 +6,20 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_same_device, check_shape, first_index, may_look_at_values
-from fastp3o_kernels.operation import copyable, graph_break, on_device
+from fastp3o_kernels.operation import graph_break
 
 
-@copyable
 class ResponseTokens(NamedTuple):
     """N tokens of B responses.
 
     predicted_at: [N] int64, each token's row of hidden.flatten(0, 1), for hidden states [B, T, D]: that of the position
         before it.
     labels: [N] int64, the tokens. cu_seqlens: [B + 1] int64 on the CPU, where each response begins.
-    order: [B] int64, each response's row of the batch.
     """
 
     predicted_at: Tensor
     labels: Tensor
     cu_seqlens: Tensor
-    order: Tensor
 
     def select(self, values: Tensor) -> Tensor:
         """A batch's values of tokens [B, T], such as old log-probs -> [N], in the order of the labels."""
@@ -30,9 +27,7 @@ class ResponseTokens(NamedTuple):
 
 
 @graph_break
-def response_tokens(
-    input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1, order: Tensor | None = None
-) -> ResponseTokens:
+def response_tokens(input_ids: Tensor, response_mask: Tensor, *, responses_per_prompt: int = 1) -> ResponseTokens:
     """The tokens of responses in a batch [B, T], padded on either side, as losses take them. The host waits once for
     their number.
 
@@ -44,14 +39,13 @@ def response_tokens(
         input_ids: [B, T] int64.
         response_mask: [B, T], bool or of zeros and ones: 1 at the responses' own tokens, end-of-sequence included; 0 at
             prompts, padding and output of tools. It is not shifted.
-        responses_per_prompt: K. Losses take the K responses to a prompt one after the other.
-        order: [B], which row of the batch comes first, second, ...; None: as they are. For all first responses followed
-            by all second ones: torch.arange(B).view(K, P).T.flatten().
+        responses_per_prompt: K. Losses take the K responses to a prompt one after the other. Where all first responses
+            come before all second ones, torch.arange(B).view(K, P).T.flatten() orders the batch.
 
     Raises:
         ValueError: for shapes that disagree; a mask with other values than 0 and 1, or with a response's token in the
-            first position, which nothing predicts; an order that is no permutation; K neighbours whose prompts differ.
-            Values on a GPU are looked at only with FASTP3O_DEBUG=1.
+            first position, which nothing predicts; K neighbours whose prompts differ. Values on a GPU are looked at
+            only with FASTP3O_DEBUG=1.
     """
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must have shape [B, T], got {list(input_ids.shape)}")
@@ -60,20 +54,16 @@ def response_tokens(
     B, K = len(input_ids), responses_per_prompt
     if B % K:
         raise ValueError(f"the batch has {B} responses, which is no multiple of the {K} to each prompt")
-    order = torch.arange(B, device=input_ids.device) if order is None else on_device(order, input_ids.device)
-    check_shape("order", order, (B,), "a row of the batch for each response")
     mask = response_mask.bool()
     if may_look_at_values(mask):
-        check_values(input_ids, response_mask, mask, order, K)
-    mask = mask[order]
+        check_values(input_ids, response_mask, mask, K)
     # The one wait for a GPU: the number of tokens is known on the host with it.
     cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).cpu()
-    response, position = torch.nonzero_static(mask, size=int(cu_seqlens[-1])).unbind(1)
-    places = order[response] * input_ids.shape[1] + position
-    return ResponseTokens(places - 1, input_ids.flatten()[places], cu_seqlens, order)
+    places = torch.nonzero_static(mask.flatten(), size=int(cu_seqlens[-1])).squeeze(1)
+    return ResponseTokens(places - 1, input_ids.flatten()[places], cu_seqlens)
 
 
-def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, order: Tensor, K: int) -> None:
+def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, K: int) -> None:
     if (wrong := response_mask != mask).any():
         row, position = first_index(wrong)
         value = response_mask[row, position].item()
@@ -84,13 +74,11 @@ def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, order: 
             f"response_mask[{row}, 0] is 1: no hidden state predicts the first token of a row. The mask belongs to the "
             "tokens themselves, not shifted"
         )
-    if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
-        raise ValueError(f"order must have each row of the batch once, got {order.tolist()}")
-    for first in range(0, len(order), K):
-        check_same_prompts(input_ids, mask, order[first : first + K].tolist())
+    for first in range(0, len(mask), K):
+        check_same_prompts(input_ids, mask, range(first, first + K))
 
 
-def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: list[int]) -> None:
+def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: range) -> None:
     """Checks that the same tokens come before all responses to a prompt; rows without a response do not count."""
     prompts = {row: input_ids[row, : first_index(mask[row])[0]] for row in rows if mask[row].any()}
     known = list(prompts)
@@ -98,5 +86,5 @@ def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: list[int]) -> None
         if not torch.equal(prompts[row], prompts[known[0]]):
             raise ValueError(
                 f"rows {known[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "
-                "before their responses: put the responses to a prompt next to each other, by `order` if need be"
+                "before their responses: put the responses to a prompt next to each other"
             )

@@ -42,10 +42,6 @@ def arguments(settings=None, **changes):
         ({"cu_seqlens": torch.tensor([0, 2, 3, 5, 7])}, "cu_seqlens[4] = 7 must be the number of tokens, 6"),
         ({"cu_seqlens": torch.tensor([0, 2, 3, 6])}, "with 2 responses to each prompt their number must be a multiple"),
         ({"cu_seqlens": torch.tensor([0.0, 2, 3, 5, 6])}, "cu_seqlens must be int32 or int64"),
-        (
-            {"cu_seqlens": torch.tensor([0, 2, 3, 5, 6], device="meta")},
-            "cu_seqlens is on the device meta, which has no values, and the tokens are on cpu",
-        ),
         ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of prompt 1"),
         ({"old_logprobs": torch.tensor([[NAN, 0.0], [0.0, 0.0]])}, "old_logprobs[0, 0] is NaN"),
         (

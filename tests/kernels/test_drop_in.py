@@ -6,10 +6,6 @@ adapters, DDP, FSDP2 and autocast (test_exposed_head.py); compiled models (test_
 (losses/); the wheel (../test_wheel.py); the trainers themselves (../fastp3o/integrations/).
 """
 
-import io
-import pickle
-from copy import deepcopy
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -21,8 +17,6 @@ from fastp3o_kernels import (
     linear_loss,
     linear_p3o_loss,
     logits_p3o_loss,
-    p3o_loss,
-    response_tokens,
     sequence_logprobs,
     token_logprobs,
     token_p3o_loss,
@@ -89,8 +83,7 @@ def test_offsets_of_any_kind_on_any_device(name, impl):
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [
-        ([0.0, 3, 7, 7, 9, 10, 15], r"a list of integers \[S \+ 1\], got \[0\.0, 3"),
-        ("0, 3", "a list of integers"),
+        ([0.0, 3, 7, 7, 9, 10, 15], "cu_seqlens must be int32 or int64, got torch.float32"),
         ([], r"shape \[S \+ 1\], got \[0\]"),
         ([0, 3, 7, 7, 9, 10, 14], r"cu_seqlens\[6\] = 14 must be the number of tokens, 15"),
     ],
@@ -204,35 +197,6 @@ def test_two_processes_with_three_prompts_and_one_have_the_gradient_of_all():
         (linear_p3o_loss(*given, divisor=torch.tensor(3 / 2)).loss / 2).backward()
     torch.testing.assert_close(states.hidden.grad, expected)
     torch.testing.assert_close(states.weight.grad, expected_weight)
-
-
-OUTPUTS = {
-    "P3OLossOutput": lambda: p3o_loss(KNOWN[0].clone().requires_grad_(), *KNOWN),
-    "LinearLossOutput": lambda: linear_loss(
-        STATES.leaves().hidden,
-        STATES.weight,
-        LABELS,
-        OFFSETS,
-        lambda groups: (groups.logprobs.sum(), {"kl": groups.lengths.sum()}),
-        responses_per_group=2,
-    ),
-    "TokenOutputs": lambda: linear_logprobs(STATES.leaves().hidden, STATES.weight, LABELS, outputs=["entropy"]),
-    "ResponseTokens": lambda: response_tokens(torch.arange(6).view(2, 3), torch.tensor([[0, 1, 1], [0, 0, 1]])),
-}
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_are_copied_and_saved(name):
-    output = OUTPUTS[name]()
-    assert type(output).__name__ == name
-    file = io.BytesIO()
-    torch.save(output, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    for copy in (deepcopy(output), loaded, pickle.loads(pickle.dumps(output))):
-        assert type(copy) is type(output)
-        torch.testing.assert_close(copy._asdict(), output._asdict())
-    assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in deepcopy(output))
 
 
 def test_dpo_grpo_and_rloo_are_a_few_lines():

@@ -202,15 +202,11 @@ def test_advantages_within_a_group():
     assert not scaled[1].any()
     shifted = losses.group_advantages(rewards + torch.tensor([[5.0], [-7.0]]))
     torch.testing.assert_close(shifted, scaled)
-    with pytest.raises(ValueError, match="2 responses or more"):
-        losses.rloo_advantages(rewards[:, :1])
 
 
 def test_overlong_responses_lose_step_by_step():
     lengths = torch.tensor([10, 80, 90, 100, 120])
     assert losses.overlong_penalty(lengths, longest=100, margin=20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
-    with pytest.raises(ValueError, match="margin"):
-        losses.overlong_penalty(lengths, longest=100, margin=101)
 
 
 def test_ktos_reference_point_is_a_constant_that_is_not_negative():

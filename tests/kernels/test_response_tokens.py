@@ -42,18 +42,6 @@ def test_tokens_of_a_padded_batch(groups, dtype):
     torch.testing.assert_close(got, whole[mask[:, 1:].bool()])
 
 
-@settings(deadline=None)
-@given(groups=GROUPS, seed=st.integers(0, 1000))
-def test_an_order_brings_siblings_together(groups, seed):
-    ids, mask = padded(groups, left=False)
-    expected = response_tokens(ids, mask, responses_per_prompt=2)
-    shuffle = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
-    got = response_tokens(ids[shuffle], mask[shuffle], responses_per_prompt=2, order=shuffle.argsort())
-    assert torch.equal(got.labels, expected.labels)
-    assert torch.equal(got.cu_seqlens, expected.cu_seqlens)
-    assert torch.equal(got.select(ids[shuffle]), expected.select(ids))
-
-
 def test_padding_on_the_left_and_masked_tokens_of_tools():
     ids, mask = padded([([5, 6], [[1, 2, 3], [4, 4, 4]]), ([7, 8], [[2, 2, 2], [9, 8, 7]])], left=True)
     mask[0, 3] = 0
@@ -68,7 +56,7 @@ def test_first_and_second_responses_in_two_halves():
     with pytest.raises(ValueError, match="rows 0 and 1 of the batch are taken for responses to one prompt"):
         response_tokens(halves, mask, responses_per_prompt=2)
     order = torch.arange(4).view(2, 2).T.flatten()
-    assert response_tokens(halves, mask, responses_per_prompt=2, order=order).labels.tolist() == [1, 3, 2, 4]
+    assert response_tokens(halves[order], mask, responses_per_prompt=2).labels.tolist() == [1, 3, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +68,6 @@ def test_first_and_second_responses_in_two_halves():
         ({"response_mask": torch.tensor([[0, 0.5, 1], [0, 1, 0]])}, r"response_mask\[0, 1\] is 0.5"),
         ({"response_mask": torch.tensor([[0, 1, 1], [0, -100, 0]])}, r"response_mask\[1, 1\] is -100"),
         ({"responses_per_prompt": 3}, "no multiple of the 3"),
-        ({"order": torch.tensor([0, 0])}, r"each row of the batch once, got \[0, 0\]"),
-        ({"order": torch.tensor([0])}, r"order must have shape \[2\]"),
     ],
 )
 def test_bad_batches(changed, message):

@@ -10,7 +10,7 @@ from typing import Any
 import trl.trainer.utils
 from torch import Tensor
 
-from fastp3o_kernels import Head, TokenOutputs, linear_logprobs
+from fastp3o_kernels import Head, linear_logprobs
 
 # The outputs of TRL's function, in its order, and their names in `linear_logprobs`.
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -48,11 +48,7 @@ class LinearLogprobsOfTRL:
             temperature=temperature / logit_scale,
         )
         wanted = [OURS[name] for name in OUTPUTS if name in OURS and name in outputs]
-        found = (
-            linear_logprobs(hidden, head, targets, outputs=wanted)
-            if wanted
-            else TokenOutputs(linear_logprobs(hidden, head, targets))
-        )
+        found = linear_logprobs(hidden, head, targets, outputs=wanted)
         squares = None
         if "log_sum_sq_probs" in outputs:
             given = hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale

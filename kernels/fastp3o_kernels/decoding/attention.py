@@ -42,61 +42,14 @@ def decode_attention(
 
     Returns:
         [R, H, D].
-
-    Raises:
-        ValueError: shapes or dtypes disagree, or the window is below 1.
     """
-    check_step(query, key, value, cache, slots, window)
     if use_triton(impl, query, cache.own_keys) and len(query):
         return launch_decode_attention(query, key, value, cache, slots, scale, window, softcap)
-    return attend(query, key, value, cache, slots, scale, window, softcap)
 
-
-def check_step(query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, slots: Slots, window: int | None) -> None:
-    R, H, D = query.shape
-    Hkv = key.shape[1]
-    own, prompts = cache.own_keys.shape, cache.prompt_keys.shape
-    if key.shape != (R, Hkv, D) or value.shape != key.shape or H % Hkv:
-        raise ValueError(
-            f"query [R, H, D] is {list(query.shape)}; key {list(key.shape)} and value {list(value.shape)} must be "
-            "[R, Hkv, D], with H a multiple of Hkv"
-        )
-    if (own[0], own[1], own[3]) != key.shape or (prompts[1], prompts[3]) != (Hkv, D):
-        raise ValueError(
-            f"the cache's prompt_keys {list(prompts)} and own_keys {list(own)} are not [P, Hkv, Lp, D] and "
-            f"[R, Hkv, Lr, D] for keys [R, Hkv, D] of {list(key.shape)}"
-        )
-    if not query.dtype == key.dtype == value.dtype == cache.own_keys.dtype == cache.prompt_keys.dtype:
-        raise ValueError(
-            f"query, key, value and cache must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype} and "
-            f"{cache.own_keys.dtype}"
-        )
-    if len(slots.response) != R or len(slots.steps) != R or len(slots.cached_lengths) != prompts[0] + 1:
-        raise ValueError(
-            f"slots must have {R} responses and steps and cached_lengths of {prompts[0]} + 1 prompts, got "
-            f"{len(slots.response)}, {len(slots.steps)} and {len(slots.cached_lengths)}"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cache: LayerCache,
-    slots: Slots,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """`decode_attention` in PyTorch, on a CPU and in fp64.
-
-    One matrix product multiplies the keys of a prompt with the queries of its K responses and of the G = H / Hkv heads
-    of a group, so keys are read once. Queries are therefore brought from the order of slots into that of responses
-    ("grouped"). Products with a slot's own keys join them for one softmax. The weights of own keys and the results then
-    go back to the order of slots. P, Lp and Lr are the shapes within the host's bounds.
-    """
+    # One matrix product multiplies the keys of a prompt with the queries of its K responses and of the G = H / Hkv
+    # heads of a group, so keys are read once. Queries are therefore brought from the order of slots into that of
+    # responses ("grouped"). Products with a slot's own keys join them for one softmax. The weights of own keys and the
+    # results then go back to the order of slots. P, Lp and Lr are the shapes within the host's bounds.
     R, H, D = query.shape
     Hkv, K = key.shape[1], slots.responses_per_prompt
     G = H // Hkv

@@ -55,11 +55,7 @@ def sample_tokens(
     Returns:
         Tokens and log-probabilities [R]: of the distribution that is drawn from, at the temperature and without the
         tokens that the other settings leave out.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
-    check_settings(temperature, top_k, top_p, min_p)
     if (temperature, top_k, top_p, min_p) == (1, 0, 1, 0) and use_triton(impl, logits, keys) and logits.numel():
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         return Samples(*launch_race(logits, keys.contiguous(), steps.contiguous(), block_size(logits.shape[1])))
@@ -71,17 +67,6 @@ def sample_tokens(
     tokens = race(probs, keys, steps)
     logprobs = probs.gather(1, tokens[:, None]).log()[:, 0]
     return Samples(tokens, logprobs - probs.sum(1).log() if truncates else logprobs)
-
-
-def check_settings(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be above 0 and finite, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"top_k must be 0 (off) or above, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
-    if not 0 <= min_p <= 1:
-        raise ValueError(f"min_p must be from 0 to 1, got {min_p}")
 
 
 def least_probability(probs: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

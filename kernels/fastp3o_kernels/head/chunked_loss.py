@@ -7,6 +7,7 @@ needs every log-prob first computes the logits twice.
 N tokens, n tokens of a chunk, D hidden size, V vocabulary, F = N V D.
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from fastp3o_kernels.rows.rows import NO_LABEL
 class ChunkLoss(Protocol):
     """A loss as the loop uses it, chunk by chunk and at the end."""
 
-    statistics: bool  # whether it needs the head's statistics, too
+    outputs: Collection[str]  # statistics of the head that it needs, too
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
         """Takes note of a chunk's log-probs if no gradient is wanted."""
@@ -84,5 +85,5 @@ def chunked_loss(
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     plan = plan_chunks(bounds, len(head.weight), HeadDtypes.for_hidden(hidden), memory_budget)
-    chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=loss.statistics)
+    chunked = ChunkedHead(labels.contiguous(), NO_LABEL, plan, triton=triton, statistics=bool(loss.outputs))
     return ChunkedLoss.apply(hidden, head.weight, head.bias, head, chunked, loss)

@@ -9,14 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import (
-    autocast_enabled,
-    check_floating,
-    check_labels,
-    check_same_device,
-    check_shape,
-    check_whole,
-)
+from fastp3o_kernels.checks import check_floating, check_labels, check_same_device, check_shape, check_whole
 from fastp3o_kernels.rows.rows import LogitsTransform
 
 
@@ -57,7 +50,7 @@ def check_head(hidden: Tensor, head: Head, labels: Tensor, ignore_index: int | N
         raise ValueError(f"hidden [N, D] and weight [V, D] must share D, got {list(hidden.shape)} and {[V, D]}")
     # Autocast brings both to its own dtype, except fp64.
     dtypes = hidden.dtype, head.weight.dtype
-    autocast = autocast_enabled("hidden", hidden) and torch.float64 not in dtypes
+    autocast = torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes
     if hidden.dtype != head.weight.dtype and not autocast:
         raise ValueError(f"hidden is {hidden.dtype} and weight {head.weight.dtype}; they must be of one dtype")
     if head.bias is not None:
@@ -122,15 +115,3 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, accumulate: bool = False) -> 
     else:
         product = torch.mm(a, b)
         out.add_(product) if accumulate else out.copy_(product)
-
-
-def save_for_backward(ctx, hidden: Tensor, head: Head, *others: Tensor) -> None:
-    """Autograd keeps the tensors and sees changes to them; the context keeps only the head's numbers."""
-    ctx.save_for_backward(hidden, head.weight, head.bias, *others)
-    ctx.head_without_tensors = replace(head, weight=head.weight.new_empty(0), bias=None)
-
-
-def saved_tensors(ctx) -> tuple:
-    """Hidden states, head and the other tensors that `save_for_backward` got."""
-    hidden, weight, bias, *others = ctx.saved_tensors
-    return hidden, replace(ctx.head_without_tensors, weight=weight, bias=bias), *others

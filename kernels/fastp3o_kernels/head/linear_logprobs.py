@@ -4,7 +4,8 @@ N tokens, D hidden size, V vocabulary, F = N V D.
 """
 
 from collections.abc import Collection, Sequence
-from typing import overload
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,9 @@ from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.backward import HeadGradients
 from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.head import Head, HeadDtypes, check_head, save_for_backward, saved_tensors
+from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
-from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
+from fastp3o_kernels.rows.token_logprobs import check_outputs, token_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):
@@ -37,8 +38,9 @@ class LinearLogprobs(torch.autograd.Function):
         values = (chunked.statistics[0].clone(), *chunked.statistics[1:]) if chunked.statistics else ()
         ctx.mark_non_differentiable(*values[1:])
         if any(ctx.needs_input_grad):
-            # Labels that change before the backward pass are refused as other tensors are.
-            save_for_backward(ctx, hidden, head, labels)
+            # Autograd keeps the tensors and refuses changes to them; the context keeps only the head's numbers.
+            ctx.save_for_backward(hidden, weight, bias, labels)
+            ctx.head_without_tensors = replace(head, weight=weight.new_empty(0), bias=None)
             # An output held by the context would hold its own graph.
             del chunked.logprobs, chunked.labels
             ctx.chunked, ctx.spans = chunked, spans
@@ -48,7 +50,8 @@ class LinearLogprobs(torch.autograd.Function):
     @first_derivatives_only
     def backward(ctx, grad_logprobs, grad_entropy=None, *_):
         chunked = ctx.chunked
-        hidden, head, chunked.labels = saved_tensors(ctx)
+        hidden, weight, bias, chunked.labels = ctx.saved_tensors
+        head = replace(ctx.head_without_tensors, weight=weight, bias=bias)
         with chunked.holding(hidden, head):
             gradients = HeadGradients(chunked, hidden, head, ctx.needs_input_grad[:3])
             ignored = chunked.labels == chunked.ignore_index
@@ -59,32 +62,6 @@ class LinearLogprobs(torch.autograd.Function):
             return *gradients.results(), None, None, None
 
 
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    head: Head | Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    responses_per_prompt: int = 2,
-    outputs: None = None,
-    memory_budget: int | None = None,
-    impl: str | None = None,
-) -> Tensor: ...
-@overload
-def linear_logprobs(
-    hidden: Tensor,
-    head: Head | Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    responses_per_prompt: int = 2,
-    outputs: Collection[str],
-    memory_budget: int | None = None,
-    impl: str | None = None,
-) -> TokenOutputs: ...
 @graph_break
 def linear_logprobs(
     hidden: Tensor,
@@ -97,7 +74,7 @@ def linear_logprobs(
     outputs: Collection[str] | None = None,
     memory_budget: int | None = None,
     impl: str | None = None,
-) -> Tensor | TokenOutputs:
+) -> Any:
     """log softmax of a head's logits at each token's label; differentiable, for any loss over log-probabilities.
 
     Logits are fp32: the products of bf16 or fp16 operands are not rounded to 16 bits, which would move the log-ratio of

@@ -6,27 +6,72 @@ N tokens, D hidden size, V vocabulary; P groups with K responses each.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import bounds_of_prompts, check_divisor, checked_cu_seqlens
+from fastp3o_kernels.checks import bounds_of_prompts, check_divisor, check_same_device, checked_cu_seqlens
 from fastp3o_kernels.head import oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
-from fastp3o_kernels.head.groups import Groups, GroupTensors
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
-from fastp3o_kernels.operation import copyable, graph_break, on_device, use_triton
+from fastp3o_kernels.operation import graph_break, on_device, use_triton
+from fastp3o_kernels.rows.oracle import sequence_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
 from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Token log-probs, differentiable, and the caller's tensors of the same groups.
+
+    token_logprobs: [n] fp32 or fp64. cu_seqlens: [P K + 1] int64, where each response begins in [n].
+    entropy, mean_logit, is_top: [n], where they were asked for; the first is differentiable (`TokenOutputs`).
+    """
+
+    token_logprobs: Tensor
+    cu_seqlens: Tensor
+    responses_per_group: int
+    tensors: Mapping[str, Tensor]
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One of the caller's tensors: [n, ...], [P, K, ...] or [P, ...], as it was given."""
+        return self.tensors[name]
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[P, K] int64: tokens of each response."""
+        return self.cu_seqlens.diff().view(-1, self.responses_per_group)
+
+    @cached_property
+    def logprobs(self) -> Tensor:
+        """[P, K]: log-probabilities of whole responses."""
+        return self.sums(self.token_logprobs)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[n] -> [P, K], over the tokens of each response."""
+        return sequence_logprobs(values, self.cu_seqlens).view(-1, self.responses_per_group)
+
+    def means(self, values: Tensor) -> Tensor:
+        """[n] -> [P, K]; 0 for a response without tokens."""
+        return self.sums(values) / self.lengths.clamp(min=1)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """[P, K] -> [n]: each token gets its response's value."""
+        return values.flatten().repeat_interleave(self.lengths.flatten(), output_size=len(self.token_logprobs))
+
 
 Metrics = dict[str, Tensor]
 Objective = Callable[[Groups], Tensor | tuple[Tensor, Metrics]]
 
 
-@copyable
 class LinearLossOutput(NamedTuple):
     """loss: 0-d, differentiable. metrics: the objective's further sums over all groups, detached, 0-d."""
 
@@ -34,32 +79,27 @@ class LinearLossOutput(NamedTuple):
     metrics: Metrics
 
 
+@dataclass
 class ObjectiveSums:
-    """An objective's sums over the chunks of one pass (`ChunkLoss`).
+    """An objective's sums over the chunks of one pass (`ChunkLoss`)."""
 
-    cu_seqlens: [P K + 1] int64 on the device. outputs: statistics that the objective sees. divisor: of its sum.
-    """
-
-    def __init__(
-        self,
-        objective: Objective,
-        cu_seqlens: Tensor,
-        responses_per_group: int,
-        tensors: GroupTensors,
-        outputs: Collection[str],
-        divisor: float | Tensor,
-    ):
-        self.objective, self.cu_seqlens, self.tensors = objective, cu_seqlens, tensors
-        self.responses_per_group, self.divisor = responses_per_group, divisor
-        self.outputs, self.statistics = outputs, bool(outputs)
-        self.sum: Tensor | None = None
-        self.metrics: Metrics = {}
+    objective: Objective
+    cu_seqlens: Tensor  # [P K + 1] int64 on the device
+    responses_per_group: int
+    token_tensors: Metrics  # [N, ...]
+    group_tensors: Metrics  # [P, ...]
+    outputs: Collection[str]  # statistics that the objective sees
+    divisor: float | Tensor  # of its sum
+    sum: Tensor | None = None
+    metrics: Metrics = field(default_factory=dict)
 
     def add(self, found: TokenOutputs, groups: slice, tokens: slice) -> Tensor:
         """The objective of neighbouring groups, differentiable where their tokens' [n] log-probs and entropies are."""
         K = self.responses_per_group
         cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
-        value = self.objective(Groups(found[0], cu_seqlens, K, self.tensors.part(groups, tokens), *found[1:]))
+        tensors = {name: tensor[tokens] for name, tensor in self.token_tensors.items()}
+        tensors |= {name: tensor[groups] for name, tensor in self.group_tensors.items()}
+        value = self.objective(Groups(found[0], cu_seqlens, K, tensors, *found[1:]))
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -93,6 +133,15 @@ class ObjectiveSums:
 
     def total(self, chunked: ChunkedHead) -> Tensor:
         return chunked.logprobs.new_zeros(()) if self.sum is None else self.sum / self.divisor
+
+
+def checked_tensors(hidden: Tensor, tensors: Mapping[str, Tensor], shape: tuple[int, ...], why: str) -> Metrics:
+    """The caller's tensors by name, as constants. Raises ValueError for another shape, or device than hidden's."""
+    for name, tensor in tensors.items():
+        if tensor.shape[: len(shape)] != shape:
+            raise ValueError(f"{name} must begin with {list(shape)} ({why}), got {list(tensor.shape)}")
+        check_same_device(hidden=hidden, **{name: tensor})
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @graph_break
@@ -161,8 +210,14 @@ def linear_loss(
     cu_seqlens = checked_cu_seqlens(cu_seqlens, hidden, responses_per_prompt=K)
     bounds = bounds_of_prompts(cu_seqlens, N, K)
     P = len(bounds) - 1
-    given = token_tensors or {}, response_tensors or {}, group_tensors or {}
-    tensors = GroupTensors.checked(hidden, P, K, *given)
+    tokens, responses, groups = (
+        checked_tensors(hidden, tensors or {}, shape, why)
+        for tensors, shape, why in (
+            (token_tensors, (N,), "a row for each token"),
+            (response_tensors, (P, K), "a row for each group and an entry for each response"),
+            (group_tensors, (P,), "a row for each group"),
+        )
+    )
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     divisor = max(P, 1) if divisor is None else divisor
@@ -170,7 +225,7 @@ def linear_loss(
     if isinstance(divisor, Tensor):
         divisor = on_device(divisor.detach(), hidden.device, dtypes.logits)
     offsets = on_device(cu_seqlens, hidden.device, torch.int64)
-    sums = ObjectiveSums(objective, offsets, K, tensors, tuple(outputs), divisor)
+    sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor)
     if impl == "eager":
         found = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.

@@ -20,18 +20,14 @@ def products(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:
     return logits if head.bias is None else logits + head.bias
 
 
-def capped_logits(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:
-    """Logits [N, V] before the temperature, at least fp32, of hidden states and weight rounded to a dtype."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        logits = products(hidden, head, rounded)
-        return logits if head.softcap is None else head.softcap * (logits / head.softcap).tanh()
-
-
 def linear_outputs(
     hidden: Tensor, head: Head, labels: Tensor, ignore_index: int, rounded: torch.dtype, outputs: Collection[str] = ()
 ) -> TokenOutputs:
     """hidden [N, D], labels [N] -> log-probs [N], and the statistics that are asked for."""
-    logits = capped_logits(hidden, head, rounded)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = products(hidden, head, rounded)
+        if head.softcap is not None:
+            logits = head.softcap * (logits / head.softcap).tanh()
     logprobs = oracle.token_logprobs(logits, labels, temperature=head.temperature, ignore_index=ignore_index)
     if not outputs:
         return TokenOutputs(logprobs)

@@ -4,13 +4,13 @@ N tokens, n tokens of a chunk, D hidden size, V vocabulary, F = N V D; P prompts
 paper, where K is 2. Sequence K p + k is response k of prompt p.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import bounds_of_prompts, offsets_tensor
+from fastp3o_kernels.checks import bounds_of_prompts
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.chunked_loss import chunked_loss
 from fastp3o_kernels.head.chunks import Chunk
@@ -30,7 +30,7 @@ if HAS_TRITON:
 class PairLoss:
     """P3O's coefficients, chunk by chunk, and its loss and metrics over all of them (`ChunkLoss`)."""
 
-    statistics = False
+    outputs: Collection[str] = ()
 
     def __init__(self, pairs: Pairs, settings: P3OSettings):
         self.pairs, self.settings = pairs, settings
@@ -121,7 +121,7 @@ def linear_p3o_loss(
         ValueError: as in `linear_logprobs` and `p3o_loss`.
         RuntimeError: for a second backward pass.
     """
-    head, cu_seqlens = Head.from_weight(head), offsets_tensor(cu_seqlens)
+    head, cu_seqlens = Head.from_weight(head), torch.as_tensor(cu_seqlens)
     check_head(hidden, head, labels, ignore_index=None)
     pairs = Pairs(
         cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor

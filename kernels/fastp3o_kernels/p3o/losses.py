@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_floating, check_shape, offsets_tensor
+from fastp3o_kernels.checks import check_floating, check_shape
 from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.p3o import oracle
 from fastp3o_kernels.p3o.pairs import Pairs
@@ -89,7 +89,7 @@ def token_p3o_loss(
     Raises:
         ValueError: as in `p3o_loss` and `sequence_logprobs`.
     """
-    cu_seqlens = offsets_tensor(cu_seqlens)
+    cu_seqlens = torch.as_tensor(cu_seqlens)
     pairs = Pairs(
         cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
     )
@@ -134,7 +134,7 @@ def logits_p3o_loss(
     logprobs = label_logprobs(
         logits, labels, temperature=temperature, ignore_index=NO_LABEL, inplace_backward=inplace_backward, impl=impl
     )
-    cu_seqlens = offsets_tensor(cu_seqlens)
+    cu_seqlens = torch.as_tensor(cu_seqlens)
     pairs = Pairs(
         cu_seqlens, old_logprobs, ref_logprobs, rewards, old_token_logprobs, valid_responses, sampler_logprobs, divisor
     )

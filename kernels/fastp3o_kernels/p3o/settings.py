@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_number
-from fastp3o_kernels.operation import copyable
 
 CLIPPING = ("joint", "separate", "none", "token")
 KL_REWARD = ("current", "rollout")
@@ -79,7 +78,6 @@ class P3OSettings:
 DEFAULTS = P3OSettings()
 
 
-@copyable
 class P3OLossOutput(NamedTuple):
     """A loss, its metrics, and how many things each metric is a mean over.
 
@@ -96,9 +94,6 @@ class P3OLossOutput(NamedTuple):
             importance weights, and the share of them that is at its cap.
     counts: by metric, but ratio_max, how many responses, pairs, prompts, tokens it is a mean over: 0-d, fp32, on the
         device. The metric of several batches is the sum of metric times count over the sum of counts.
-
-    `copy.deepcopy` gives the values without their graph. torch.load(weights_only=True) takes what torch.save wrote,
-    once fastp3o_kernels is imported; so it does with the outputs of the other operations.
     """
 
     loss: Tensor

@@ -4,13 +4,13 @@ N tokens, V vocabulary.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_logits
-from fastp3o_kernels.operation import HAS_TRITON, copyable, first_derivatives_only, graph_break, use_triton
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
 from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 
@@ -20,7 +20,6 @@ if HAS_TRITON:
 STATISTICS = ("entropy", "mean_logit", "is_top")
 
 
-@copyable
 class TokenOutputs(NamedTuple):
     """Values of N tokens, [N] each; None if not asked for. A token whose label is ignored has 0, and False.
 
@@ -84,34 +83,6 @@ class TokenLogprobs(torch.autograd.Function):
         return dlogits, *[None] * 5
 
 
-def with_distinct_rows(logits: Tensor) -> Tensor:
-    """The logits where the kernels can read and write rows apart from each other, else a contiguous copy."""
-    distinct = logits.shape[0] == 1 or logits.stride(0) >= logits.shape[1]
-    return logits if logits.stride(1) == 1 and distinct else logits.contiguous()
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    outputs: None = None,
-    inplace_backward: bool = False,
-    impl: str | None = None,
-) -> Tensor: ...
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    outputs: Collection[str],
-    inplace_backward: bool = False,
-    impl: str | None = None,
-) -> TokenOutputs: ...
 @graph_break
 def token_logprobs(
     logits: Tensor,
@@ -122,7 +93,7 @@ def token_logprobs(
     outputs: Collection[str] | None = None,
     inplace_backward: bool = False,
     impl: str | None = None,
-) -> Tensor | TokenOutputs:
+) -> Any:
     """log softmax(logits / temperature) at each token's label.
 
     Args:
@@ -151,7 +122,10 @@ def token_logprobs(
         raise ValueError("inplace_backward=True would overwrite logits, which is a leaf: its values are yours to keep")
     check_outputs(outputs or ())
     if use_triton(impl, logits) and len(logits) > 0:
-        given = with_distinct_rows(logits), labels.contiguous(), transform, ignore_index, inplace_backward
+        # The kernels read and write rows apart from each other.
+        if logits.stride(1) != 1 or (logits.stride(0) < logits.shape[1] and len(logits) > 1):
+            logits = logits.contiguous()
+        given = logits, labels.contiguous(), transform, ignore_index, inplace_backward
         logprobs, *statistics = TokenLogprobs.apply(*given, bool(outputs))
     else:
         logprobs = oracle.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)

@@ -74,10 +74,9 @@ def recorded(module: ModuleType) -> list[list[Group]]:
 
 
 def batch_groups(batch, rewards: torch.Tensor) -> list[Group]:
-    order = range(len(batch.input_ids)) if batch.order is None else batch.order.tolist()
     is_response = batch.response_mask.bool()
     prompts, responses = (
-        [batch.input_ids[row][mask[row]].tolist() for row in order]
+        [ids[own].tolist() for ids, own in zip(batch.input_ids, mask, strict=True)]
         for mask in (batch.attention_mask.bool() & ~is_response, is_response)
     )
     K = batch.responses_per_prompt

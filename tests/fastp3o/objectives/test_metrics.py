@@ -108,6 +108,7 @@ def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, t
         RLOOConfig: responses,
         GSPOConfig: responses,
         OnlineDPOConfig: pairs,
+        REBELConfig: pairs,
         P3OConfig: pairs,
     }
     settings = [(config_class, {}) for config_class in weighed] + [(P3OConfig, {"clipping": "token"})]
@@ -119,15 +120,6 @@ def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, t
             share = sum(ratio >= cap for ratio in weighed[config_class]) / len(capped)
             assert metrics["sampler_ratio_mean"] == pytest.approx(sum(capped) / len(capped), rel=1e-4)
             assert metrics["sampler_ratio_capped"] == pytest.approx(share, abs=1e-6)
-
-
-@pytest.mark.parametrize("tokens_per_row", [1000, 30])
-def test_a_response_that_rebel_compares_has_the_mean_weight_of_its_pairs(tokens_per_row):
-    """The one without a pair has none."""
-    metrics = row_metrics(REBELConfig(**NAMES, sampler_ratio_cap=9.0), COUNTED, tokens_per_row, apart=0.05)
-    expected = 2 * (exp(0.05 * (3 + 4)) + exp(0.05 * (9 + 10))) / 5
-    assert metrics["sampler_ratio_mean"] == pytest.approx(expected, rel=1e-4)
-    assert metrics["sampler_ratio_capped"] == 0
 
 
 @pytest.mark.parametrize("config_class", [P3OConfig, PPOConfig, GRPOConfig, RLOOConfig, OnlineDPOConfig])

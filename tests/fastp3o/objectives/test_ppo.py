@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.kl_coefficient import StepKLCoefficient
+from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.ppo import PPO, PPOConfig, ppo_loss
 from fastp3o.training.loop import train
 from fastp3o_kernels.losses import step_kl
@@ -115,13 +115,13 @@ def test_a_penalty_takes_the_place_of_clipping_or_joins_it(bound):
 
 
 def test_the_penaltys_weight_follows_schulmans_rule():
-    coefficient = StepKLCoefficient(1.0, target=0.01)
+    coefficient = KLCoefficient(1.0, target=0.01, foresight=0)
     values = []
     for kl in (0.016, 0.014, 0.007, 0.0066, 0.0, 0.02):
         coefficient.adapt(kl)
         values.append(coefficient.value)
     assert values == [2.0, 2.0, 2.0, 1.0, 0.5, 1.0]
-    fixed = StepKLCoefficient(1.0, target=None)
+    fixed = KLCoefficient(1.0, target=None, foresight=0)
     fixed.adapt(9.0)
     assert fixed.value == 1.0
 
