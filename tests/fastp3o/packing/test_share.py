@@ -13,6 +13,11 @@ def test_every_pass_takes_every_example_once(batch_size, total, seed):
     assert sorted(examples[:total]) == sorted(examples[total : 2 * total]) == list(range(total))
 
 
+def test_another_pass_has_another_order():
+    examples = [examples_of_step(step, batch_size=30, total=30, seed=0) for step in range(3)]
+    assert examples[0] != examples[1] != examples[2]
+
+
 def test_seeds_differ_by_every_part():
     assert len({derived_seed(a, b) for a in range(20) for b in range(20)}) == 400
 
