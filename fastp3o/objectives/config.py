@@ -151,12 +151,19 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
             raise UserError(f"--eval_at must be updates of the run, at most {self.updates}, got {self.eval_at!r}")
         if 0 < self.sampler_ratio_cap < 1:
             raise UserError(f"--sampler_ratio_cap must be 0 or at least 1, got {self.sampler_ratio_cap!r}")
-        flag = "--old_logprobs sampler" if self.old_logprobs == "sampler" else "--sampler_ratio_cap"
-        if self.sampler_ratio_cap or self.old_logprobs == "sampler":
+        from_sampler = self.old_logprobs == "sampler"
+        if self.sampler_ratio_cap and from_sampler:
+            raise UserError(
+                "--sampler_ratio_cap and --old_logprobs sampler exclude each other: both correct for the same"
+            )
+        flag = "--old_logprobs sampler" if from_sampler else "--sampler_ratio_cap"
+        if self.sampler_ratio_cap or from_sampler:
             if self.sampler == "transformers":
                 raise UserError(f"{flag} needs log-probs of the sampler, and --sampler transformers gives none")
             if self.from_mixture:
                 raise UserError(f"{flag} needs log-probs of the sampler, and responses of --mixture have none")
+        if from_sampler and not self.compares_with_old:
+            raise UserError("--old_logprobs sampler changes no ratio: the loss of this objective has none")
         if self.from_mixture and self.truncates:
             raise UserError(
                 "--top_k, --top_p and --min_p exclude a mixture with the reference: its responses must be samples of it"

@@ -234,6 +234,11 @@ FLAGS = [
             "online_ipo --mixture 0.1 --sampler_ratio_cap 2",
         )
     ],
+    ("p3o", "--sampler_ratio_cap 2 --old_logprobs sampler", "exclude each other: both correct for the same"),
+    *[
+        ("online", f"--objective {name} --old_logprobs sampler", "--old_logprobs sampler changes no ratio")
+        for name in ("rloo", "online_dpo")
+    ],
     ("online", "--objective ppg --clipping joint", "argument --clipping: invalid choice: 'joint'"),
     ("online", "--target_kl 1 --kl_coef 0", "--target_kl adapts --kl_coef, which must be above 0"),
     (
