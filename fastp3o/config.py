@@ -279,14 +279,6 @@ class SamplerConfig(Flags):
         needs="vllm_url",
         changeable=True,
     )
-    vllm_transfer: str = option(
-        "folder",
-        "How new weights reach the servers: through a folder, or over NCCL from GPU to GPU, by vLLM's own weight "
-        "transfer (needs vllm here, too; never run by us).",
-        choices=("folder", "nccl"),
-        needs="vllm_url",
-        changeable=True,
-    )
     vllm_requests: int = option(
         64,
         "Prompts that each process asks the servers for at once, each with all of its responses.",

@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -21,7 +20,6 @@ from fastp3o.models.save import save_model
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.processes import on_every_process, on_main_process
 from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
-from fastp3o.rollouts.vllm.nccl_transfer import NCCLTransfer
 from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Servers, completion_settings
 
 IN_MEMORY = Path("/dev/shm")
@@ -74,15 +72,9 @@ class Publisher:
         on_main_process(self.accelerator, lambda: self.servers.require_usable(longest_sequence))
         if logprobs_as_drawn:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
-        self.bring = self.transfer(config)
-
-    def transfer(self, config: SamplerConfig) -> Callable[[], None]:
-        """What brings weights to the servers."""
-        if config.vllm_transfer == "nccl":
-            return NCCLTransfer(self.accelerator, self.policy, self.precision.weights, self.servers)
-        folder = shared_folder(config)
-        on_main_process(self.accelerator, lambda: remove_abandoned_weights(folder))
-        return partial(self.bring_by_folder, folder / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}")
+        shared = shared_folder(config)
+        on_main_process(self.accelerator, lambda: remove_abandoned_weights(shared))
+        self.folder = shared / f"fastp3o-weights-{socket.gethostname()}-{os.getpid()}"
 
     def __call__(self) -> None:
         """Raises EndpointError on all processes if a server does not take the weights, or samples from others."""
@@ -99,15 +91,16 @@ class Publisher:
             self.probe(version)
         self.published, self.reloads = version, self.reloads + 1
 
-    def bring_by_folder(self, folder: Path) -> None:
+    def bring(self) -> None:
         """Has the servers read the weights from a folder, which is there only as long as they do."""
-        on_main_process(self.accelerator, folder.mkdir)
+        place = self.folder / "policy"
+        on_main_process(self.accelerator, self.folder.mkdir)
         try:
-            save_model(self.accelerator, self.policy, self.tokenizer, folder / "policy", self.precision.weights)
-            on_main_process(self.accelerator, lambda: self.servers.load(str(folder / "policy")))
+            save_model(self.accelerator, self.policy, self.tokenizer, place, self.precision.weights)
+            on_main_process(self.accelerator, lambda: self.servers.load(str(place)))
         finally:
             if self.accelerator.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def require_logprobs_as_drawn(self) -> None:
         """Raises UserError if a server gives log-probs before temperature and truncation. With top_k 1 a token is
