@@ -25,23 +25,11 @@ ALWAYS = {
     *("learning_rate", "batch_size", "epochs", "updates", "prompts_per_update", "responses_per_prompt"),
     *("inner_epochs", "kl_coef", "beta", "max_response_tokens", "seed"),
 }
-# Beginnings of options that change how a run is done, and not what it learns, or that are told elsewhere.
+# Beginnings of options that change how a run is done, and not what it learns, or that stand elsewhere on the card.
 LEFT_OUT = (
     *("resume", "offload", "gradient_checkpointing", "compile_", "shard_size", "trust_remote_code", "skip_bad"),
-    *(
-        "save_",
-        "eval_",
-        "samples_",
-        "vllm_",
-        "rollout_",
-        "reward_re",
-        "reward_t",
-        "reward_b",
-        "lora_save",
-        "hub_",
-        "log_",
-    ),
-    *("objective", "precision"),
+    *("save_", "eval_", "samples_", "vllm_", "rollout_", "reward_re", "reward_t", "reward_b", "lora_save", "hub_"),
+    *("log_", "objective", "precision"),
 )
 
 
@@ -85,10 +73,10 @@ class Training:
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective
         rewards = reward_names(getattr(config, "reward", None) or "")
         named = {
-            "base model": [told(config.model)],
+            "base model": [public_name(config.model)],
             "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
-            "data": [told(name) for name in data_names(config)],
-            "reward": ["a Python function" if is_function(name) else told(name) for name in rewards],
+            "data": [public_name(name) for name in data_names(config)],
+            "reward": ["a Python function" if is_function(name) else public_name(name) for name in rewards],
             "steps": [f"{self.step} of {self.steps}, in precision {self.precision}"],
             "made by": [f"fastp3o {__version__}"],
         }
@@ -136,8 +124,8 @@ def hub_name(name: str) -> str | None:
     return None if match is None or name.endswith(FILE_SUFFIXES) or Path(name).exists() else match[1]
 
 
-def told(name: str) -> str:
-    """A name without what only its owner should know."""
+def public_name(name: str) -> str:
+    """The name to publish: without what only its owner should know."""
     if is_endpoint(name):
         return "an endpoint"
     return hub_name(name) or f"`{Path(name).name}`, a local one"

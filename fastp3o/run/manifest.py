@@ -114,8 +114,8 @@ def require_same_run(manifest: Manifest, config: RunConfig, fingerprints: dict[s
             f"--resume: the name is the same, and the content another than when the run began: {flags}. Bring back "
             "what was there, or begin a new --output_dir"
         )
-    told = sorted(changed - {"resume", "output_dir"})
-    lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in told]
+    shown = sorted(changed - {"resume", "output_dir"})
+    lines = [f"resuming with another {name}: {before[name]} before, {now[name]} now" for name in shown]
     lines += [f"resuming with another source of the {name}" for name in others]
     if processes != manifest.processes:
         lines.append(f"resuming on another number of processes: {manifest.processes} before, {processes} now")
