@@ -16,5 +16,6 @@ stage() { # stage <title> <script> <folder> <flags...>: runs a training stage th
     mkdir -p "$RUN/logs"
     local log="$RUN/logs/${folder##*/}.txt"
     "$PYTHON" "scripts/$script" --output_dir "$folder" --resume --save_minutes 0.5 "$@" > "$log" || { cat "$log"; exit 1; }
-    echo "$(grep '^after ' "$log" | tail -n 1) ($log)"
+    # The last evaluation, or else the last step.
+    echo "$( (grep '^after ' "$log" || grep -E '^[A-Za-z0-9 ]+ [0-9]+/[0-9]+: ' "$log") | tail -n 1) ($log)"
 }
