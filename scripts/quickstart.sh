@@ -5,6 +5,8 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 source scripts/stage.sh
+# Models this small gain nothing from more threads, which wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 RUN="${FASTP3O_RUN:-runs/quickstart}"
 DATA="$RUN/data"

@@ -55,7 +55,11 @@ def test_several_sources_come_one_behind_the_other(tmp_path: Path, jsonl: Path):
     (tmp_path / "with,comma.jsonl").write_bytes(json_lines([{"prompt": "four"}]))
     assert contents(f"{jsonl}, {tmp_path / 'more'}") == [*RECORDS, {"prompt": "three"}]
     assert contents(tmp_path / "with,comma.jsonl") == [{"prompt": "four"}]
-    for source, said in ((f"{jsonl},", "an empty one"), (f"{jsonl},{jsonl}", "is the same file as")):
+    for source, said in (
+        (f"{jsonl},", "an empty one"),
+        (f"{jsonl},{jsonl}", "comes more than once"),
+        (f"{jsonl},{tmp_path}/./{jsonl.name}", "is the same file as"),
+    ):
         with pytest.raises(DataError, match=said):
             contents(source)
     missing = read_records(f"{jsonl},{tmp_path / 'no.jsonl'}", "train")
