@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,9 @@ def gpu_tests(device: str) -> dict[str, Sequence[str]]:
     }
 
 
-def work_off(name: str, command: Sequence[str], folder: Path, patience: float, deadline: float) -> None:
+def work_off(
+    name: str, command: Sequence[str], folder: Path, patience: float, deadline: float, stopped: threading.Event
+) -> None:
     """Runs a command until its tests have results, in a new process after each one that a test ended."""
     results, log = (folder / "parts" / f"{name}.{suffix}" for suffix in ("json", "log"))
     has_tests = "{results}" in " ".join(command)
@@ -123,7 +126,7 @@ def work_off(name: str, command: Sequence[str], folder: Path, patience: float, d
     results_file.write(results, record | lists)
     while True:
         known = len(results_file.load(results)["finished"])
-        reason, status = ended(command, results, log, patience, deadline)
+        reason, status = ended(command, results, log, patience, deadline, stopped)
         with log.open("a") as file:
             print(reason, file=file)
         if reason == results_file.OUT_OF_TIME:
@@ -143,25 +146,28 @@ def work_off(name: str, command: Sequence[str], folder: Path, patience: float, d
             return
 
 
-def ended(command: Sequence[str], results: Path, log: Path, patience: float, deadline: float) -> tuple[str, int | None]:
+def ended(
+    command: Sequence[str], results: Path, log: Path, patience: float, deadline: float, stopped: threading.Event
+) -> tuple[str, int | None]:
     """Runs a process to its end. Returns what became of it, and its exit status; None if it was killed here, as one is
     that is out of time or hangs.
     """
     started = time.monotonic()
     seconds = max(deadline - started - MARGIN, 0.0)
     environment = {**os.environ, "FASTP3O_BENCHMARK_SECONDS": f"{seconds:.1f}"}
-    process = subprocess.Popen(
-        command,
-        stdout=log.open("a"),
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
     try:
         while (status := process.poll()) is None:
             time.sleep(LOOK)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or stopped.is_set():
                 return results_file.OUT_OF_TIME, None
             if min(time.monotonic() - started, time.time() - results.stat().st_mtime) > patience:
                 return f"failed: no result in {patience:.0f} seconds", None
@@ -185,11 +191,19 @@ def die_with_parent() -> None:
 def run_part(part: Part, folder: Path, device: str, deadline: float) -> None:
     deadline = min(deadline, time.monotonic() + part.seconds)
     waiting = {name: command for name, command in part.commands.items() if not record_of(folder, name)["complete"]}
+    stopped, written = threading.Event(), 0.0
     with ThreadPoolExecutor(len(waiting)) as pool:
-        futures = [pool.submit(work_off, *one, folder, part.patience, deadline) for one in waiting.items()]
-        while not all(future.done() for future in futures):
-            time.sleep(LOOK)
-            merge(folder, device)
+        futures = [pool.submit(work_off, *one, folder, part.patience, deadline, stopped) for one in waiting.items()]
+        try:
+            while not all(future.done() for future in futures):
+                time.sleep(LOOK)
+                # Writing without need would disturb what is measured.
+                newest = max(path.stat().st_mtime for path in (folder / "parts").glob("*.json"))
+                if newest > written:
+                    written = newest
+                    merge(folder, device)
+        finally:
+            stopped.set()
     for future in futures:
         future.result()
 
