@@ -3,18 +3,13 @@
 python scripts/before_after.py --before runs/sft/model --after runs/p3o/model --prompts eval.jsonl --reward my:function
 """
 
-import json
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fastp3o.cli import parse
 from fastp3o.config import Flags, option, options, required
-from fastp3o.named_function import import_function
 from fastp3o.script import run_script
-
-if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @options
@@ -23,34 +18,36 @@ class BeforeAfterConfig(Flags):
 
     before: str = required("A Hugging Face causal LM, as a folder or a hub name.")
     after: str = required("The model that it became.")
-    prompts: str = required("JSON Lines file of records with a `prompt`.")
+    prompts: str = required("Prompts in any layout: a hub name, or JSONL or parquet files.")
+    max_prompt_tokens: int = option(512, "Tokens kept of a prompt; longer ones lose their beginning.", at_least=1)
     reward: str = required("A function of prompts and responses, as module:function.")
     responses_per_prompt: int = option(8, "Sampled responses to each prompt.", at_least=2)
     max_response_tokens: int = option(32, "Most tokens of a response.", at_least=1)
+    batch_size: int = option(64, "Prompts sampled at once.", at_least=1)
     examples: int = option(5, "Prompts of which a sampled response is shown.", at_least=0)
     output: str | None = option(None, "Picture to write: rewards of all samples, before and after.")
     seed: int = option(0, "Seed of the samples.", at_least=0)
 
 
 class Responses(NamedTuple):
-    """examples: the first sampled one to each prompt. rewards: of all that were sampled, and of one greedy response to
-    each prompt.
+    """prompts: as the model reads them. examples: the first sampled response to each. rewards: of all that were
+    sampled, and of one greedy response to each prompt.
     """
 
+    prompts: list[str]
     examples: list[str]
     sampled_rewards: list[float]
     greedy_rewards: list[float]
 
 
 def main(config: BeforeAfterConfig) -> None:
-    prompts = [json.loads(line)["prompt"] for line in Path(config.prompts).read_text(encoding="utf-8").splitlines()]
-    both = {name: responses(config, getattr(config, name), prompts) for name in ("before", "after")}
-    print(f"{len(prompts)} prompts, rewarded by {config.reward}:")
+    both = {name: responses(config, getattr(config, name)) for name in ("before", "after")}
+    before, after = both.values()
+    print(f"{len(before.prompts)} prompts, rewarded by {config.reward}:")
     for name, one in both.items():
         sampled = f"{fmean(one.sampled_rewards):6.2f} ± {stdev(one.sampled_rewards):.2f}"
         print(f"  {name:<7} sampled {sampled}   greedy {fmean(one.greedy_rewards):6.2f}")
-    before, after = both.values()
-    for prompt, *texts in list(zip(prompts, before.examples, after.examples, strict=True))[: config.examples]:
+    for prompt, *texts in list(zip(before.prompts, before.examples, after.examples, strict=True))[: config.examples]:
         print(f"\n{prompt}")
         for name, text in zip(both, texts, strict=True):
             print(f"  {name:<7} {text}")
@@ -59,33 +56,32 @@ def main(config: BeforeAfterConfig) -> None:
         print(f"\npicture: {config.output}")
 
 
-def responses(config: BeforeAfterConfig, name: str, prompts: list[str]) -> Responses:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def responses(config: BeforeAfterConfig, name: str) -> Responses:
     from transformers.utils.logging import disable_progress_bar
 
+    from fastp3o.data.loading import load_prompts
+    from fastp3o.models.loading import load_policy, load_tokenizer
+    from fastp3o.rewards.function import FunctionReward
+    from fastp3o.rollouts.groups import make_prompts
+    from fastp3o.rollouts.sampler import SamplingSettings
+    from fastp3o.rollouts.transformers_sampler import TransformersSampler
+
     disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(name).eval()
-    reward = import_function(config.reward, "--reward")
-    torch.manual_seed(config.seed)
-    greedy = generated(model, tokenizer, prompts, config, do_sample=False)
-    repeated = [prompt for prompt in prompts for _ in range(config.responses_per_prompt)]
-    sampled = generated(model, tokenizer, repeated, config, do_sample=True, top_k=0)
-    examples = sampled[:: config.responses_per_prompt]
-    return Responses(examples, reward(repeated, sampled), reward(prompts, greedy))
-
-
-def generated(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: list[str],
-    config: BeforeAfterConfig,
-    **settings: object,
-) -> list[str]:
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    ids = model.generate(**batch, max_new_tokens=config.max_response_tokens, **settings)
-    return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    reward = FunctionReward(config.reward)
+    tokenizer, policy = load_tokenizer(name), load_policy(name)
+    columns = dict.fromkeys(reward.columns, f"the reward {config.reward}")
+    records, _ = load_prompts(config.prompts, tokenizer, columns=columns, max_prompt_tokens=config.max_prompt_tokens)
+    prompts = make_prompts(records[:])
+    limits = {"max_response_tokens": config.max_response_tokens, "batch_size": config.batch_size}
+    sampled = TransformersSampler(policy, tokenizer, **limits)(prompts, config.responses_per_prompt, config.seed)
+    # Among one token, sampling has no choice.
+    greedy = TransformersSampler(policy, tokenizer, **limits, settings=SamplingSettings(top_k=1))(prompts, 1, 0)
+    return Responses(
+        [prompt.text for prompt in prompts],
+        [group.responses[0].text for group in sampled],
+        reward(sampled).flatten().tolist(),
+        reward(greedy).flatten().tolist(),
+    )
 
 
 def draw(both: dict[str, Responses], path: Path) -> None:

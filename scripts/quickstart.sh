@@ -8,16 +8,17 @@ source scripts/stage.sh
 # Models this small gain nothing from more threads, which wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+SEED="${FASTP3O_SEED:-0}" # of the data and of every stage
 RUN="${FASTP3O_RUN:-runs/quickstart}"
 DATA="$RUN/data"
 
 if [[ ! -f "$DATA/done" ]]; then
     echo "== Data and model: stories in plain words, raters who like cheerful ones, an untrained Llama"
-    "$PYTHON" scripts/make_stories.py --output_dir "$DATA"
+    "$PYTHON" scripts/make_stories.py --output_dir "$DATA" --seed "$SEED"
     touch "$DATA/done"
 fi
 
-shared=(--max_prompt_tokens 12 --max_response_tokens 32 --tokens_per_row 2048)
+shared=(--seed "$SEED" --max_prompt_tokens 12 --max_response_tokens 32 --tokens_per_row 2048)
 stage "Stage 1: supervised fine-tuning, on stories of every mood" sft.py "$RUN/sft" "${shared[@]}" \
     --model "$DATA/init" --train_data "$DATA/stories.jsonl" --epochs 4 --batch_size 64 --learning_rate 4e-3 \
     --lr_schedule cosine --warmup_steps 5
@@ -34,5 +35,6 @@ stage "Stage 3: P3O, from four stories to each prompt and the differences of the
 
 echo "== Result: the raters' true taste, which no stage has seen, on prompts that no stage has seen"
 "$PYTHON" scripts/before_after.py --before "$RUN/sft/model" --after "$RUN/p3o/model" \
-    --prompts "$DATA/prompts.eval.jsonl" --reward make_stories:taste --output "$RUN/before_after.png"
+    --prompts "$DATA/prompts.eval.jsonl" --reward make_stories:taste --seed "$SEED" \
+    --output "$RUN/before_after.png"
 echo "Real text, and a reward model that is soon exploited: bash scripts/quickstart_summaries.sh"

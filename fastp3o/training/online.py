@@ -111,7 +111,7 @@ def print_warnings(context: Context, config: OnlineConfig) -> None:
         remedies = "--sampler_ratio_cap" + (" or --old_logprobs sampler" if config.compares_with_old else "")
         context.accelerator.print(
             "warning: with --top_k, --top_p or --min_p rollouts are no samples of the policy, and the gradient is "
-            f"biased towards what they leave of it: {remedies} corrects for that (fastp3o/objectives/README.md)"
+            f"biased towards what they leave of it: {remedies} corrects for that (fastp3o/objectives/off_policy.md)"
         )
 
 
