@@ -2,7 +2,7 @@
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,9 +14,6 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sharding import FrozenModel, map_rows_in_lockstep
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.processes import local_part
-
-# Elements of weights that move at a time: their fp32 copies take memory.
-TOGETHER = 2**26
 
 
 class Reference(ABC):
@@ -103,50 +100,10 @@ class MovingReference(Reference):
         """The policy's layers are spread over the processes as the reference's are."""
         if self.every and update % self.every:
             return
-        own = dict(policy.named_parameters())
-        for names in batches({name: local_part(weight).numel() for name, weight in self.weights.items()}, TOGETHER):
-            weights, now = ([local_part(part[name]) for name in names] for part in (self.weights, own))
+        now = dict(policy.named_parameters())
+        for name, weight in self.weights.items():
+            place, value = local_part(weight), local_part(now[name])
             if self.decay:
-                means = [local_part(self.means.get(name, self.weights[name])) for name in names]
-                torch._foreach_lerp_(means, converted(now, means), 1 - self.decay)
-                now = means
-            if not self.decay or self.means:
-                copy_all(weights, now)
-
-
-def batches(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Names in their order, in lists whose sizes add up to at most `most`, or with one name."""
-    names: list[str] = []
-    for name, size in sizes.items():
-        if names and sum(sizes[each] for each in names) + size > most:
-            yield names
-            names = []
-        names.append(name)
-    yield names
-
-
-def converted(tensors: list[Tensor], likes: list[Tensor]) -> list[Tensor]:
-    """The tensors with the dtypes and devices of others: copies of all if one is unlike."""
-    if all(
-        tensor.dtype == like.dtype and tensor.device == like.device for tensor, like in zip(tensors, likes, strict=True)
-    ):
-        return tensors
-    pinned = leave_the_device(tensors, likes)
-    copies = [torch.empty_like(like, pin_memory=pinned) for like in likes]
-    copy_all(copies, tensors)
-    return copies
-
-
-def copy_all(copies: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies tensors into others. From a device to pinned memory, the host waits once for all of them."""
-    if not leave_the_device(tensors, copies):
-        torch._foreach_copy_(copies, tensors)
-        return
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensors[0].device).synchronize()
-
-
-def leave_the_device(tensors: list[Tensor], copies: list[Tensor]) -> bool:
-    """Whether they are on a GPU, and their copies on the host, as those of an offloaded model."""
-    return tensors[0].device.type == "cuda" and copies[0].device.type == "cpu"
+                mean = local_part(self.means.get(name, weight))
+                value = mean.lerp_(value.to(mean), 1 - self.decay)
+            place.copy_(value)

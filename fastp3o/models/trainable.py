@@ -146,21 +146,11 @@ def whole_model(
     return plain, weights
 
 
+@torch.no_grad()
 def whole_weights(
     model: PreTrainedModel, dtype: torch.dtype | None, keep: Callable[[Tensor], Tensor] | None
 ) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for names, weight in each_whole_weight(model, dtype):
-        weights |= dict.fromkeys(names, keep(weight) if keep else weight)
-    return weights
-
-
-@torch.no_grad()
-def each_whole_weight(model: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[tuple[list[str], Tensor]]:
-    """Yields each weight with its names, and LoRA adapters merged into it.
-
-    A sharded model's weights are gathered one after the other, on all processes.
-    """
     quantized = {id(layer.weight): layer for layer in quantized_layers(model).values()}
     for names, part, adapted in named_weights(model):
         layer = quantized.get(id(part))
@@ -171,7 +161,8 @@ def each_whole_weight(model: PreTrainedModel, dtype: torch.dtype | None) -> Iter
             delta = lora_delta(model.get_submodule(adapted), model.active_adapters()[0], dtype)
             # Together they would be a second model on the device.
             weight = (weight.float() + delta).cpu()
-        yield names, weight
+        weights |= dict.fromkeys(names, keep(weight) if keep else weight)
+    return weights
 
 
 def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastp3o.models import reference
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters
 from fastp3o.models.sharding import FrozenModel
@@ -69,9 +68,7 @@ def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("together", [1, 5000, reference.TOGETHER])
-def test_a_moving_reference_is_the_fp32_mean_of_policies(monkeypatch, dtype, together):
-    monkeypatch.setattr(reference, "TOGETHER", together)
+def test_a_moving_reference_is_the_fp32_mean_of_policies(dtype):
     policy, start = (PackedModel(random_model("llama").to(dtype)) for _ in range(2))
     moving = MovingReference(SecondModel(start, CPU, offload=False), every=0, decay=0.75)
     means = {name: parameter.detach().float() for name, parameter in start.named_parameters()}
