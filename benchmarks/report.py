@@ -100,13 +100,6 @@ def compiled_layer_table(record: dict) -> list[list[str]]:
     return lines
 
 
-def decode_table(record: dict) -> list[list[str]]:
-    """Launches of the body in a decode step by family, plain and compiled. Header first."""
-    lines = [["family", "a layer", "compiled", "embedding, rotary tables, last norm", "compiled"]]
-    names = "layer_uncompiled", "layer_compiled", "others_uncompiled", "others_compiled"
-    return lines + [[family, *(str(found[name]) for name in names)] for family, found in record["decode"].items()]
-
-
 def compiled_section(table: list[list[str]], record: dict) -> str:
     return f"{markdown(table)}\n\nCounted with torch {record['torch']}, transformers {record['transformers']}."
 
@@ -314,9 +307,7 @@ def summary(records: Iterable[dict]) -> str:
 def committed() -> str:
     """The summary of all committed results, with what no suite measures."""
     paths = [path for pattern in ("*.cpu.json", "*.gpu.json") for path in sorted(RESULTS.glob(pattern))]
-    served, counts = load(RESULTS / "served.json"), load(RESULTS / "compiled_counts.json")
-    tables = [speeds(served), decode_table(counts)]
-    return "\n\n".join([summary(map(load, paths)), *map(plain, tables)])
+    return "\n\n".join([summary(map(load, paths)), plain(speeds(load(RESULTS / "served.json")))])
 
 
 def main() -> None:

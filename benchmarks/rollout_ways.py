@@ -64,17 +64,15 @@ class Kept:
         return self.made[key]
 
 
-def engine_sampler(policy: PackedModel, P: int, case: Rollouts, *, compiles: bool) -> EngineSampler:
-    return EngineSampler(
-        policy, CountingTokenizer(), max_response_tokens=case.response, batch_size=P, compiles=compiles
-    )
+def engine_sampler(policy: PackedModel, P: int, case: Rollouts) -> EngineSampler:
+    return EngineSampler(policy, CountingTokenizer(), max_response_tokens=case.response, batch_size=P)
 
 
-ENGINE, COMPILED_ENGINE = (Kept(partial(engine_sampler, compiles=compiles)) for compiles in (False, True))
+ENGINE = Kept(engine_sampler)
 
 
-def by_engine(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int, *, kept: Kept = ENGINE) -> Sampled:
-    sampler = kept(policy, len(prompts), case)
+def by_engine(policy: PackedModel, prompts: list[Ids], case: Rollouts, seed: int) -> Sampled:
+    sampler = ENGINE(policy, len(prompts), case)
     given = [Prompt("", ids, number) for number, ids in enumerate(prompts)]
     return token_ids(sampler(given, case.K, seed))[1]
 
@@ -179,10 +177,9 @@ def grouped(ids: list[Ids], prompts: list[Ids], case: Rollouts) -> Sampled:
 WAYS: dict[str, Way] = {
     "generate": by_generate,
     "fastp3o engine": by_engine,
-    "fastp3o engine, compiled": partial(by_engine, kept=COMPILED_ENGINE),
     "generate, static cache": partial(by_generate, cache_implementation="static"),
     "generate_batch": by_generate_batch,
     "TRL GRPO": by_trl,
 }
-# They compile for each shape.
-SLOW_TO_START = {"fastp3o engine, compiled"} | ({"generate, static cache"} if LARGE else set())
+# It compiles for each shape.
+SLOW_TO_START = {"generate, static cache"} if LARGE else set()

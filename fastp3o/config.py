@@ -302,13 +302,6 @@ class SamplerConfig(Flags):
         needs="sampler=engine",
         changeable=True,
     )
-    compile_rollouts: bool = option(
-        False,
-        "Compile the engine's steps with torch, which fuses small kernels. Takes a minute or more at first; a CPU "
-        "gains nothing, a GPU has not been measured.",
-        needs="sampler=engine",
-        changeable=True,
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

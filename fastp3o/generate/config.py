@@ -101,4 +101,4 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
     @classmethod
     def changeable(cls) -> set[str]:
         """Without the sampler's: a resumed run samples its last batch again, and these would round it differently."""
-        return super().changeable() - {"rollout_batch_size", "rollout_memory", "compile_rollouts"}
+        return super().changeable() - {"rollout_batch_size", "rollout_memory"}

@@ -259,5 +259,5 @@ class MixtureConfig(OnlineConfig):
             raise UserError("--mixture samples from a reference of its own: with --lora_rank, name one by --reference")
         if self.mixture and self.offload:
             raise UserError("--mixture and --offload exclude each other: the reference is sampled from, too")
-        if self.mixture and (self.sampler != "engine" or self.compile_rollouts):
-            raise UserError("--mixture needs --sampler engine without --compile_rollouts")
+        if self.mixture and self.sampler != "engine":
+            raise UserError("--mixture needs --sampler engine")

@@ -17,7 +17,7 @@ from fastp3o.rollouts.cache import Cache, LayerShape, Room
 from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
 from fastp3o.rollouts.queue import Queue
 from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
-from fastp3o.rollouts.steps import StepGraph, compiled_hidden_states
+from fastp3o.rollouts.steps import StepGraph
 from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import Slots, sample_tokens
 from fastp3o_kernels.head.head import HeadDtypes, multiply
@@ -33,7 +33,7 @@ class Engine:
     """Samples one batch of prompts after the other in the same memory, as long as it has room for them.
 
     static: whether shapes stay for a whole batch, as a CUDA graph needs; by default on all devices except CPUs. graph:
-    whether steps are captured; by default on GPUs. compiles: whether torch compiles the body, for static shapes.
+    whether steps are captured; by default on GPUs.
     """
 
     tokens_per_row = TOKENS_PER_ROW  # of a packed row of prompts
@@ -48,14 +48,12 @@ class Engine:
         *,
         static: bool | None = None,
         graph: bool | None = None,
-        compiles: bool = False,
     ):
         self.policy, self.settings = policy, asdict(settings)
         device = policy.model.device
-        self.static = device.type != "cpu" or compiles if static is None else static
+        self.static = device.type != "cpu" if static is None else static
         self.room, self.cache = room, Cache(shapes, room, device)
         self.queue = Queue(room, end_ids, device)
-        self.hidden_states = compiled_hidden_states(policy) if compiles else policy.hidden_states
         self.head = policy.head()
         self.captures = device.type == "cuda" if graph is None else graph
         self.graph = StepGraph(device)
@@ -93,9 +91,8 @@ class Engine:
     def logits(self, slots: Slots) -> Tensor:
         """Logits of the next token of each slot, [R, V]."""
         self.cache.slots = slots
-        hidden = self.hidden_states(
-            self.queue.tokens[None], (slots.prompt_lengths + slots.steps)[None], cache=self.cache
-        )
+        positions = (slots.prompt_lengths + slots.steps)[None]
+        hidden = self.policy.hidden_states(self.queue.tokens[None], positions, cache=self.cache)
         return head_logits(hidden, self.head)
 
     def tensors(self) -> list[Tensor]:

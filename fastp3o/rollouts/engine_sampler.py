@@ -43,7 +43,7 @@ class EngineSampler:
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
     for keys and values of prompts and responses, by default a part of free memory; with less, fewer prompts are sampled
-    at once. compiles: whether torch compiles the policy's pass of a step.
+    at once.
     """
 
     def __init__(
@@ -54,10 +54,9 @@ class EngineSampler:
         max_response_tokens: int,
         batch_size: int,
         memory: int | None = None,
-        compiles: bool = False,
         settings: SamplingSettings = POLICY_ITSELF,
     ):
-        self.policy, self.tokenizer, self.settings, self.compiles = policy, tokenizer, settings, compiles
+        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty until the policy is tried
         self.engine: Engine | None = None
@@ -139,7 +138,7 @@ class EngineSampler:
         return cast(Engine, self.engine)
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
-        return Engine(self.policy, self.shapes, room, end_ids, self.settings, compiles=self.compiles)
+        return Engine(self.policy, self.shapes, room, end_ids, self.settings)
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
@@ -186,7 +185,6 @@ def named_sampler(
         max_response_tokens=max_response_tokens,
         batch_size=batch_size,
         memory=rollout_bytes(config),
-        compiles=config.compile_rollouts,
         settings=settings,
     )
 

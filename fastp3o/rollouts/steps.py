@@ -1,4 +1,4 @@
-"""Faster steps of the engine: a step as a CUDA graph, and the body's pass compiled by torch."""
+"""A step of the engine as a CUDA graph."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 from transformers.utils.logging import get_logger
-
-from fastp3o.models.packed_model import PackedModel
-from fastp3o.rollouts.cache import Cache
 
 logger = get_logger(__name__)
 
@@ -107,44 +104,3 @@ def end_capture(graph: torch.cuda.CUDAGraph, pool: Any, current: torch.cuda.Stre
     graph.reset()
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
-
-
-class CurrentCache:
-    """A KeyValueCache that stands for the cache of the step in progress, in what is compiled: a custom operation takes
-    only tensors and numbers.
-    """
-
-    cache: Cache  # during a step
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return attend_to_cache(query, key, value, layer, **options)
-
-
-@torch.library.custom_op("fastp3o::attend_to_cache", mutates_args=())
-def attend_to_cache(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
-    return CurrentCache.cache.attend(layer, query, key, value, scale=scale, window=window, softcap=softcap)
-
-
-@attend_to_cache.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return value.new_empty(query.shape)
-
-
-def compiled_hidden_states(policy: PackedModel) -> Callable[..., Tensor]:
-    """`PackedModel.hidden_states` for steps of one shape, compiled: norms, rotary embeddings, gates and residuals are
-    few kernels. torch keeps what it compiled, on disk too.
-
-    Attention stays an operation that the compiler does not look into: it writes to the cache, which all steps share.
-    """
-    logger.warning_once("compiling the step that samples: a minute or so, and seconds once it is on disk")
-    run = torch.compile(policy.hidden_states, fullgraph=True, dynamic=False)
-
-    def hidden_states(input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-        CurrentCache.cache = cache
-        hidden = run(input_ids, position_ids, cache=CurrentCache())
-        del CurrentCache.cache  # which would outlive its engine
-        return hidden
-
-    return hidden_states

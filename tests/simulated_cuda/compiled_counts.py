@@ -1,10 +1,10 @@
-"""Kernels that torch.compile leaves of a layer, in training and in a decode step, counted for an H100. No GPU.
+"""Kernels that torch.compile leaves of a layer in training, counted for an H100. No GPU.
 
     python -m tests.simulated_cuda.compiled_counts          # then benchmarks.roofline and benchmarks.report
 
-Tensors have a CUDA device and no values. Inductor lowers the graphs of `--compile_layers` and `--compile_rollouts` to
-its kernels as on a GPU, and stops before it writes their code: its scheduler says which kernels there are, and what
-each reads and writes. Uncompiled launches are the operations that the same passes call.
+Tensors have a CUDA device and no values. Inductor lowers the graphs of `--compile_layers` to its kernels as on a GPU,
+and stops before it writes their code: its scheduler says which kernels there are, and what each reads and writes.
+Uncompiled launches are the operations that the same passes call.
 """
 
 import json
@@ -30,10 +30,9 @@ from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from benchmarks.roofline import COMPILED, MODELS, ROW, Counting, Counts, Model, body_counts, with_number_of_layers
+from benchmarks.roofline import COMPILED, MODELS, ROW, Counts, Model, body_counts, with_number_of_layers
 from fastp3o.models.packed_model import PackedModel, eager_forward
 from fastp3o.packing.packed_row import Segments
-from fastp3o.rollouts.steps import CurrentCache
 
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -53,30 +52,8 @@ H100 = SimpleNamespace(
 )
 CUDA = torch.device("cuda", 0)
 PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm")
-ATTENTION = ("torch_attn._varlen_attn", "fastp3o.attend_to_cache")
-# Responses of a step, and segments of a row.
-SLOTS, SEGMENTS = 128, 40
-# Sizes of the 1 B model, for families of models.
-SIZES: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 1024,
-    "max_position_embeddings": ROW,
-}
-FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
-    "Llama": lambda **layers: hf.LlamaConfig(**SIZES, **layers),
-    "Qwen2": lambda **layers: hf.Qwen2Config(**SIZES, **layers),
-    "Qwen3": lambda **layers: hf.Qwen3Config(**SIZES, **layers, head_dim=64),
-    "Mistral": lambda **layers: hf.MistralConfig(**SIZES, **layers, sliding_window=4096),
-    "Gemma 2": lambda **layers: hf.Gemma2Config(**SIZES, **layers, head_dim=64),
-    "Gemma 3": lambda **layers: hf.Gemma3TextConfig(**SIZES, **layers, head_dim=64),
-    "GPT-2": lambda **layers: hf.GPT2Config(n_embd=2048, n_head=32, vocab_size=1024, n_positions=ROW, **layers),
-    "GPT-NeoX": lambda **layers: hf.GPTNeoXConfig(
-        hidden_size=2048, intermediate_size=8192, num_attention_heads=32, vocab_size=1024, **layers
-    ),
-}
+ATTENTION = "torch_attn._varlen_attn"
+SEGMENTS = 40  # of a row
 
 
 class Kernels(NamedTuple):
@@ -197,36 +174,6 @@ def plain_layer(model: Model) -> list[dict[str, float]]:
     return [Counts(*(one - none for none, one in zip(*both, strict=True)))._asdict() for both in passes]
 
 
-@torch.no_grad()
-def decode_launches(config: PretrainedConfig, *, compiled: bool) -> int:
-    """Launches of a model's body in a step. Attention, which both leave to one operation, counts as one."""
-    with lowering() as found:
-        model = packed_model(config).eval()
-        with CUDA:
-            ids = torch.empty(1, SLOTS, dtype=torch.int64)
-        if not compiled:
-            with Counting() as counting:
-                model.hidden_states(ids, ids, cache=CurrentCache())
-            return counting.launches
-        run = torch.compile(model.hidden_states, fullgraph=True, dynamic=False)
-        try:
-            run(ids, ids, cache=CurrentCache())
-        except LoweredError:
-            (kernels,) = found
-    return kernels.fused + kernels.products + kernels.attention
-
-
-def decode(family: str) -> dict[str, int]:
-    """Launches of a step outside the layers and for each of them, uncompiled and compiled."""
-    record = {}
-    for way in ("uncompiled", "compiled"):
-        torch.compiler.reset()
-        configs = (FAMILIES[family](num_hidden_layers=layers) for layers in (1, 2))
-        one, two = (decode_launches(config, compiled=way == "compiled") for config in configs)
-        record |= {f"layer_{way}": two - one, f"others_{way}": 2 * one - two}
-    return record
-
-
 def take_cuda_for_given() -> None:
     native.library().install()
     torch._C._set_only_lift_cpu_tensors(True)
@@ -238,9 +185,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": hf.__version__,
         "tokens": ROW,
-        "slots": SLOTS,
         "layers": {model.name: {"plain": plain_layer(model)} | compiled_layer(model.config) for model in MODELS},
-        "decode": {family: decode(family) for family in FAMILIES},
     }
     COMPILED.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -70,7 +70,7 @@ FLAGS = [
     (
         "online",
         "--objective nash_md --sampler vllm --vllm_url http://localhost:8000",
-        "--mixture needs --sampler engine without --compile_rollouts",
+        "--mixture needs --sampler engine",
     ),
     ("p3o", "--sampler_ratio_cap 0.5", "--sampler_ratio_cap must be 0 or at least 1, got 0.5"),
     *[

@@ -100,7 +100,7 @@ def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monke
     "changes",
     [
         *({"seed": 1}, {"temperature": 0.5}, {"responses_per_prompt": 5}, {"limit": 3}),
-        *({"rollout_batch_size": 4}, {"rollout_memory": 0.5}, {"compile_rollouts": True}),
+        *({"rollout_batch_size": 4}, {"rollout_memory": 0.5}),
     ],
 )
 def test_samples_of_something_else_are_not_gone_on_with(workplace, tiny_model, changes):

@@ -71,23 +71,6 @@ def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(
     assert reason_against(policy, layer_shapes(policy, 3)) is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_steps_give_the_same_responses(family, monkeypatch):
-    def by_torch(function, **options):
-        # Traces as for the compiler, which would take most of a minute.
-        return compile(function, backend="aot_eager", **options)
-
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", by_torch)
-    torch.compiler.reset()  # which keeps eight versions of a function, and has seen other families
-    policy = PackedModel(random_model(family))
-    engine = make_engine(policy, compiles=True)
-    ids, logprobs = engine.run(PROMPTS, response_keys(3, torch.arange(len(PROMPTS)), K))
-    assert engine.static
-    assert ids == sample(policy)[0]
-    assert largest_difference(policy, ids, logprobs) < 2e-5
-
-
 def test_lora_adapters_count():
     policy = PackedModel(random_model("llama"))
     plain, _ = sample(policy)

@@ -58,10 +58,9 @@ def test_the_host_does_not_wait_within_a_step(policy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-def test_compiled_and_captured_steps(dtype, device):
+def test_captured_steps(dtype, device):
     policy = PackedModel(random_model("llama").to(dtype)).to(device)
-    engine = make_engine(policy, graph=True, compiles=True)
+    engine = make_engine(policy, graph=True)
     ids, logprobs = engine.run(PROMPTS, KEYS)
-    assert not engine.body.fails
     assert engine.graph.graph is not None
     assert largest_difference(policy, ids, logprobs) < (1e-4 if dtype == torch.float32 else 0.3)

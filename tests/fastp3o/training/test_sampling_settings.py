@@ -53,7 +53,7 @@ def test_the_engines_log_probs_are_the_tempered_policys(tiny_model, tokenizer, t
         assert not torch.allclose(sampled, policys_own(policy, groups), atol=0.1)
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"compile_rollouts": False, "offload": True}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"offload": True}], ids=str)
 def test_a_tempered_run_begins_with_ratios_of_one_and_no_gap(workplace, tiny_model, changes):
     train(config(tiny_model, "run", temperature=0.6, **ONE_STEP, **EVALUATED, **changes))
     (step,) = metrics("run")
