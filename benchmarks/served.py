@@ -23,8 +23,7 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.precision import choose_precision
 from fastp3o.rollouts.engine_sampler import named_sampler
-from fastp3o.rollouts.groups import make_prompts
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 

@@ -29,7 +29,7 @@ from benchmarks.training_shapes import TINY, llama
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import MOST_SLOTS
-from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.engine import layer_shapes
 
 PROMPTS = 64 if LARGE else 2 if TRIAL else 32
 ROUNDS = 1 if TRIAL else 3

@@ -62,8 +62,7 @@ def responses(config: BeforeAfterConfig, name: str) -> Responses:
     from fastp3o.data.loading import load_prompts
     from fastp3o.models.loading import load_policy, load_tokenizer
     from fastp3o.rewards.function import FunctionReward
-    from fastp3o.rollouts.groups import make_prompts
-    from fastp3o.rollouts.sampler import SamplingSettings
+    from fastp3o.rollouts.groups import SamplingSettings, make_prompts
     from fastp3o.rollouts.transformers_sampler import TransformersSampler
 
     disable_progress_bar()

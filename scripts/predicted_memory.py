@@ -50,7 +50,7 @@ from transformers import PretrainedConfig
 from fastp3o.packing.pack import Packing, group_tokens
 from fastp3o.precision import Precision, choose_precision
 from fastp3o.rollouts.cache import Room
-from fastp3o.rollouts.prefill import TOKENS_PER_ROW
+from fastp3o.rollouts.engine import TOKENS_PER_ROW
 from fastp3o_kernels.head.chunks import LEAST_LOGITS_SHARE, MEMORY_BUDGET
 
 

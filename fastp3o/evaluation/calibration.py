@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastp3o.evaluation.bootstrap import percentile_interval
+from fastp3o.evaluation.verdicts import percentile_interval
 from fastp3o.files import whole_file
 
 BINS = 10

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
-from fastp3o.packing.pack import Packing, by_group, pack
-from fastp3o.packing.share import derived_seed, process_share
+from fastp3o.packing.pack import Packing, by_group, derived_seed, pack, process_share
 from fastp3o.rewards.reward import Reward, rewarded
-from fastp3o.rollouts.groups import Group, finished, lengths, make_prompts, token_ids
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, token_ids
 from fastp3o_kernels import sequence_logprobs
 
 # Sets evaluation seeds apart from those of updates, which are counted from 0.

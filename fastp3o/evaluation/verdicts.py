@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from fastp3o.errors import UserError
-from fastp3o.evaluation.bootstrap import percentile_interval
 from fastp3o.run import log
 
 
@@ -126,6 +125,35 @@ def win_rate(verdicts: Sequence[Verdict], *, responses_per_prompt: int = 1, seed
         missing=count[Verdict.NONE],
         prompts=len(judged),
     )
+
+
+def percentile_interval(
+    numerators: np.ndarray,
+    denominators: np.ndarray,
+    *,
+    seed: int,
+    resamples: int = 10_000,
+    confidence: float = 0.95,
+) -> tuple[float, float]:
+    """Interval of sum(numerators) / sum(denominators) over units that are resampled with replacement.
+
+    Args:
+        numerators, denominators: [n], one entry for each unit; dependent values must be in the same unit.
+            Denominators are above 0 (ones give the interval of a mean).
+        seed: equal seeds give equal intervals.
+        confidence: share of the resampled ratios within the interval.
+
+    Returns:
+        Low and high end. Units with equal ratios give an interval of zero width, however few they are.
+    """
+    random = np.random.default_rng(seed)
+    units = len(numerators)
+    ratios = np.empty(resamples)
+    for resample in range(resamples):
+        drawn = random.integers(units, size=units)
+        ratios[resample] = numerators[drawn].sum() / denominators[drawn].sum()
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
 
 
 def reward_verdicts(firsts: Sequence[float], seconds: Sequence[float]) -> list[Verdict]:

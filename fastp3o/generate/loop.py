@@ -22,8 +22,7 @@ from fastp3o.precision import choose_precision
 from fastp3o.processes import on_main_process, require_finite
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_columns, rewarded
-from fastp3o.rollouts.groups import make_prompts
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config

@@ -10,9 +10,8 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.judge import load_judge
 from fastp3o.files import whole_file
 from fastp3o.generate.config import JUDGED, PAIRS, GenerateConfig
-from fastp3o.generate.judged import Judged, judged_records
 from fastp3o.generate.samples import Samples, SamplesFile
-from fastp3o.generate.selection import Record, kept_records
+from fastp3o.generate.selection import Judged, Record, judged_records, kept_records
 from fastp3o.run.names import VERDICTS
 
 

@@ -1,15 +1,25 @@
-"""Saves models in transformers' layout, LoRA adapters merged, complete or absent: the inverse of load."""
+"""Saves models, complete or absent: whole ones in transformers' layout, and LoRA adapters in peft's.
 
+`load_policy` reads both, and `PeftModel.from_pretrained(base, folder)` an adapter.
+"""
+
+import copy
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from fastp3o.models.packed_model import PackedModel
+from fastp3o.models.sharding import whole
 from fastp3o.models.trainable import whole_model
 from fastp3o.processes import on_main_process, whole_folder
 
@@ -84,3 +94,50 @@ class KeptOnDisk:
         """Raises the OSError if a weight could not be written."""
         if self.error is not None:
             raise self.error
+
+
+SCORE = "model.score."  # a reward model's head, in a PackedModel
+
+
+def base_name(model: PreTrainedModel) -> str | None:
+    """The model that its adapters belong to: a hub name or an absolute path. None without adapters, and where no
+    checkpoint holds the base, as when training began with adapters that were merged.
+    """
+    if not getattr(model, "_hf_peft_config_loaded", False) or not model.name_or_path:
+        return None
+    return os.path.abspath(model.name_or_path) if Path(model.name_or_path).is_dir() else model.name_or_path
+
+
+def adapter_config(model: PreTrainedModel) -> Any:
+    """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter."""
+    config: Any = copy.copy(model.peft_config[model.active_adapters()[0]])
+    config.base_model_name_or_path, config.inference_mode = base_name(model), True
+    if isinstance(config.target_modules, set):
+        # A set has another order in every process, and a resumed run writes the same bytes.
+        config.target_modules = sorted(config.target_modules)
+    if hasattr(model, "score"):
+        config.modules_to_save = ["score"]
+    return config
+
+
+def adapter_weights(trained: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
+    """The weights of an adapter, and of a reward model's head, by peft's names.
+
+    trained: what trains, in fp32, by names in a PackedModel. Parts that are spread over processes are gathered, on all
+    of them.
+    """
+    return {
+        f"base_model.{name}".replace(f".{adapter}", ""): whole(weight.detach()).to("cpu", torch.float32).contiguous()
+        for name, weight in trained.items()
+        if ".lora_" in name or name.startswith(SCORE)
+    }
+
+
+def write_adapter(folder: Path, config: Any, weights: dict[str, Tensor]) -> None:
+    """Raises OSError if the folder cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    try:
+        save_file(weights, folder / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder}: {error}") from error

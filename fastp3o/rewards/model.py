@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.data.chat_template import name_pattern, special_tokens
-from fastp3o.data.encoding import ids_added_first, split_bos, tokenise
+from fastp3o.data.encoding import ids_added_first, name_pattern, special_tokens, split_bos, tokenise
 from fastp3o.models.packed_model import PackedModel, scores
 from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.pack import Packing, by_group, pack

@@ -5,24 +5,28 @@ ends the response, and which response the slot takes then. The host looks only e
 on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each slot costs time, idle slots are dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.packing.packed_row import Ids
+from fastp3o.packing.pack import first_fit_decreasing
+from fastp3o.packing.packed_row import Ids, Segments, offsets, to_device
 from fastp3o.rollouts.cache import Cache, LayerShape, Room
-from fastp3o.rollouts.prefill import TOKENS_PER_ROW, prefill
+from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.queue import Queue
-from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.steps import StepGraph
 from fastp3o_kernels import Head
 from fastp3o_kernels.decoding import Slots, sample_tokens
 from fastp3o_kernels.head.head import HeadDtypes, multiply
 from fastp3o_kernels.rows.rows import transformed
 
+# Length of a packed row of prompts: enough for large matrix products.
+TOKENS_PER_ROW = 2048
 # Steps between two looks of the host; all but one of them may be for nothing.
 STEPS_PER_LOOK = 8
 # Share of slots that are idle before they are dropped, which copies the keys of the others.
@@ -119,3 +123,70 @@ def head_logits(hidden: Tensor, head: Head) -> Tensor:
     logits = hidden.new_empty(len(hidden), len(head.weight), dtype=dtypes.logits)
     multiply(dtypes.cast(hidden), dtypes.cast(head.weight).T, out=logits)
     return transformed(logits, head)
+
+
+class PromptRow(NamedTuple):
+    """A packed row of T tokens. The first n belong to prompts, the others are padding."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    segments: Segments
+    prompt_of_token: Tensor  # [n]
+    position_of_token: Tensor  # [n]
+
+
+def prefill(
+    policy: PackedModel, cache: Cache, prompts: Sequence[Ids], *, pad: bool, tokens_per_row: int = TOKENS_PER_ROW
+) -> None:
+    """Puts keys and values of the prompts into the cache.
+
+    pad: makes rows of equal length, since libraries on a GPU round differently at other shapes.
+    """
+    for row in prompt_rows(prompts, tokens_per_row, pad, policy.model.device):
+        cache.prompt_of_token, cache.position_of_token = row.prompt_of_token, row.position_of_token
+        policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=cache)
+
+
+def prompt_rows(prompts: Sequence[Ids], tokens_per_row: int, pad: bool, device: torch.device) -> Iterator[PromptRow]:
+    cached = {p: ids[:-1] for p, ids in enumerate(prompts) if len(ids) > 1}
+    numbers = list(cached)
+    for members in first_fit_decreasing([len(ids) for ids in cached.values()], tokens_per_row):
+        members = [numbers[m] for m in members]
+        lengths = [len(cached[p]) for p in members]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        padding = -sum(lengths) % tokens_per_row if pad else 0
+        # Padding is a segment of its own, all at position 0, which every model has.
+        lengths += [padding] if padding else []
+        input_ids = torch.tensor([token for p in members for token in cached[p]] + [0] * padding)
+        prompt_of_token = torch.tensor(members).repeat_interleave(torch.tensor(lengths[: len(members)]))
+        position_ids = torch.nn.functional.pad(positions, (0, padding))
+        parts = input_ids[None], position_ids[None], offsets(lengths), prompt_of_token
+        input_ids, position_ids, bounds, prompt_of_token = to_device(parts, device)
+        segments = Segments(bounds, bounds, tuple(lengths), tuple(lengths), None)
+        yield PromptRow(input_ids, position_ids, segments, prompt_of_token, position_ids[0, : len(positions)])
+
+
+class LayerShapes:
+    """A KeyValueCache that only notes the shapes of what it is given."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, LayerShape] = {}
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        if key.shape != value.shape:
+            raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
+        self.found[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
+
+    def attend(self, *_: object, **__: object) -> Tensor:
+        raise RuntimeError("there are no responses to continue")
+
+
+def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
+    """Shapes of the policy's keys by layer index. token: any token of the vocabulary.
+
+    Raises UserError if heads of values have another size than those of keys.
+    """
+    shapes = LayerShapes()
+    (row,) = prompt_rows([[token, token]], 1, False, policy.model.device)
+    policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=shapes)
+    return shapes.found

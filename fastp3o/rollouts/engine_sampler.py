@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.logging import get_logger
 
 from fastp3o.config import SamplerConfig
+from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, logprob_tolerance, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_room, return_unused_memory
-from fastp3o.rollouts.engine import Engine
-from fastp3o.rollouts.groups import Group, Prompt
-from fastp3o.rollouts.prefill import layer_shapes
-from fastp3o.rollouts.sampler import (
+from fastp3o.rollouts.engine import Engine, layer_shapes
+from fastp3o.rollouts.groups import (
     POLICY_ITSELF,
+    Group,
+    Prompt,
     Sampler,
     SamplingSettings,
     decoded,
@@ -27,8 +27,6 @@ from fastp3o.rollouts.sampler import (
 )
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o_kernels.decoding import response_keys
-
-logger = get_logger(__name__)
 
 # On a GPU the room for prompts grows in steps of this many tokens: batches with similar longest prompts share it.
 PROMPT_STEP = 256
@@ -39,7 +37,7 @@ TRIAL_ROOM = Room(prompts=2, prompt_tokens=3, responses_per_prompt=2, slots=3, r
 class EngineSampler:
     """A Sampler. Responses do not depend on the batch or the process that a prompt is in.
 
-    A policy that the engine cannot decode is sampled by transformers, after a warning.
+    The first call raises UserError for a policy that the engine cannot decode.
 
     max_response_tokens: longest response. batch_size: prompts sampled at once, with all their responses. memory: bytes
     for keys and values of prompts and responses, by default a part of free memory; with less, fewer prompts are sampled
@@ -60,35 +58,16 @@ class EngineSampler:
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty until the policy is tried
         self.engine: Engine | None = None
-        self.fallback_sampler: TransformersSampler | None = None
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         with evaluation_mode(self.policy):
-            if not self.shapes and self.fallback_sampler is None:
+            if not self.shapes:
                 self.try_policy()
-            if self.fallback_sampler is not None:
-                return self.fallback_sampler(prompts, responses_per_prompt, seed)
             keys = response_keys(seed, torch.tensor([prompt.number for prompt in prompts]), responses_per_prompt)
             return self.sample(prompts, keys)
 
     def try_policy(self) -> None:
-        """Finds the shapes of the policy's keys, and whether the engine can decode it."""
-        reason = None
-        try:
-            self.shapes = layer_shapes(self.policy, *within_vocabulary(self.policy.model, [3]))
-        except Exception as error:  # from anywhere in a model that does not hand the cache on
-            reason = f"a trial failed with: {error}"
-        reason = reason or reason_against(self.policy, self.shapes)
-        if reason is not None:
-            name = type(self.policy.model).__name__
-            logger.warning_once(f"{name} is sampled by transformers' generate, several times slower: {reason}")
-            self.fallback_sampler = TransformersSampler(
-                self.policy,
-                self.tokenizer,
-                max_response_tokens=self.max_response_tokens,
-                batch_size=self.batch_size,
-                settings=self.settings,
-            )
+        self.shapes = decodable_shapes(self.policy)
 
     def sample(self, prompts: list[Prompt], keys: Tensor) -> list[Group]:
         """keys: [P, K] int64, of the random numbers."""
@@ -146,23 +125,28 @@ class EngineSampler:
 
 
 @torch.no_grad()
-def reason_against(policy: PackedModel, shapes: dict[int, LayerShape]) -> str | None:
-    """The reason why the engine must not sample from this policy, None if it may. The log-probabilities of a few short
-    responses must be those of the policy's own distribution.
+def decodable_shapes(policy: PackedModel) -> dict[int, LayerShape]:
+    """Shapes of the policy's keys by layer index.
+
+    Raises UserError if the engine must not sample from it: the log-probabilities of a few short responses must be those
+    of the policy's own distribution.
     """
+    refused = f"the engine cannot decode {type(policy.model).__name__}; --sampler transformers can, more slowly: "
     prompts = [within_vocabulary(policy.model, ids) for ids in PROMPTS]
     try:
+        shapes = layer_shapes(policy, *within_vocabulary(policy.model, [3]))
         engine = Engine(policy, shapes, TRIAL_ROOM, end_ids=set(), graph=False)
         responses, logprobs = engine.run(prompts, response_keys(0, torch.arange(2), 2))
     except Exception as error:  # from anywhere in a model that does not hand the cache on
-        return f"a trial failed with: {error}"
+        raise UserError(f"{refused}a trial failed with: {error}") from error
     (row,) = pack(prompts, responses, Packing(tokens_per_row=100))
     expected = labelled_logprobs(policy, row.to(policy.model.device))
     got = torch.tensor([logprob for g in row.groups for response in logprobs[g] for logprob in response])
     difference = (got.to(expected) - expected).abs().mean().item()
     if not isfinite(difference) or difference > logprob_tolerance(policy, policy.model.dtype):
-        return f"its tokens have other log-probabilities than in a packed row (off by {difference:.2g} on average)"
-    return None
+        off = f"(off by {difference:.2g} on average)"
+        raise UserError(f"{refused}its tokens have other log-probabilities than in a packed row {off}")
+    return shapes
 
 
 def named_sampler(

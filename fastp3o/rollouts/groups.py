@@ -1,12 +1,16 @@
-"""Rollouts: groups of a prompt and the responses sampled to it."""
+"""Rollouts: groups of a prompt and the responses sampled to it, and the type of samplers, with their common parts."""
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fastp3o.config import SamplerConfig
 from fastp3o.data.loading import column_values
 from fastp3o.packing.packed_row import Ids
 
@@ -78,3 +82,46 @@ def lengths(groups: Sequence[Group]) -> Tensor:
 def finished(groups: Sequence[Group]) -> Tensor:
     """[P, K] bool: which responses ended with an end-of-sequence."""
     return torch.tensor([[response.finished for response in group.responses] for group in groups])
+
+
+# sampler(prompts, K, seed) returns a group with K responses for each prompt, in the same order. Equal seeds give equal
+# responses of equal policies. By default a sampler draws from the policy itself, whose ratios and KL P3O is about.
+Sampler = Callable[[list[Prompt], int, int], list[Group]]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """The choice of tokens from the policy's distribution; by default they are samples of it. Its temperature is the
+    policy's own (`PackedModel.temperature`).
+
+    top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens that together have this
+    probability. min_p: only tokens with this share of the most likely one's probability.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+POLICY_ITSELF = SamplingSettings()
+
+
+def sampling_settings(config: SamplerConfig) -> SamplingSettings:
+    return SamplingSettings(config.top_k, config.top_p, config.min_p)
+
+
+def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokenizer's end-of-sequence and those that the checkpoint stops at (a chat model's end of turn)."""
+    own = policy.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [] if own is None else [own])}
+
+
+def decoded(
+    tokenizer: PreTrainedTokenizerBase, end_ids: set[int], ids: list[Ids], logprobs: list[list[float]] | None = None
+) -> Iterator[Response]:
+    """Responses to one prompt. logprobs: one for each token, in nats."""
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    # Arrays take an eighth of a list's memory, and numbers of fp32 lose nothing.
+    compact = [None] * len(ids) if logprobs is None else [array("f", values) for values in logprobs]
+    for response_ids, text, values in zip(ids, texts, compact, strict=True):
+        yield Response(response_ids, text, response_ids[-1] in end_ids, values)

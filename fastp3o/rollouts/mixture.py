@@ -7,16 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.errors import UserError
-from fastp3o.models.packable import within_vocabulary
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.packing.packed_row import Ids
 from fastp3o.rollouts.cache import Cache, LayerShape, Room
-from fastp3o.rollouts.engine import Engine, head_logits
-from fastp3o.rollouts.engine_sampler import EngineSampler, reason_against
-from fastp3o.rollouts.groups import Group, Prompt
-from fastp3o.rollouts.prefill import layer_shapes, prefill
-from fastp3o.rollouts.sampler import Sampler
+from fastp3o.rollouts.engine import Engine, head_logits, prefill
+from fastp3o.rollouts.engine_sampler import EngineSampler, decodable_shapes
+from fastp3o.rollouts.groups import Group, Prompt, Sampler
 from fastp3o_kernels.decoding import Slots
 
 # Sets responses of the mixture apart from those of the policy with the same seed.
@@ -78,14 +74,7 @@ class MixtureSampler(EngineSampler):
         self.other_shapes: dict[int, LayerShape] = {}
 
     def try_policy(self) -> None:
-        """Raises ValueError if the engine cannot decode both policies."""
-        for policy, shapes in ((self.policy, self.shapes), (self.other, self.other_shapes)):
-            shapes |= layer_shapes(policy, *within_vocabulary(policy.model, [3]))
-            if reason := reason_against(policy, shapes):
-                name = type(policy.model).__name__
-                raise UserError(
-                    f"a mixture of two policies needs ones that the engine can decode, not {name}: {reason}"
-                )
+        self.shapes, self.other_shapes = decodable_shapes(self.policy), decodable_shapes(self.other)
 
     def new_engine(self, room: Room, end_ids: set[int]) -> Engine:
         return MixtureEngine(

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastp3o.packing.on_device import to_device
-from fastp3o.packing.packed_row import Ids
+from fastp3o.packing.packed_row import Ids, to_device
 from fastp3o.rollouts.cache import Room
 from fastp3o_kernels.decoding import Slots
 

@@ -2,12 +2,10 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.cuda.memory import _cuda_endAllocateToPool, _cuda_releasePool
 from transformers.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -42,34 +40,28 @@ class StepGraph:
         return step if self.graph is None else self.graph.replay
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Captures the step on the current device. Returns None, after a warning, if that fails."""
-        device, current = torch.cuda.current_device(), torch.cuda.current_stream()
-        side, graph, pool = side_stream(device), torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        """Captures the step on the current device. Returns None, after a warning, if the step waits for the device."""
+        current, side = torch.cuda.current_stream(), side_stream(torch.cuda.current_device())
+        graph = torch.cuda.CUDAGraph()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
                 # Libraries set themselves up in it and kernels are compiled, which a capture forbids.
                 step()
-            try:
-                # A capture that fails costs more than one that is not begun.
-                with torch.cuda.stream(side), waits_forbidden():
-                    step()
                 try:
-                    # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
-                    with torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"):
+                    # A capture that fails cannot be undone with every torch, so it is not begun.
+                    with waits_forbidden():
                         step()
-                except Exception:
-                    end_capture(graph, pool, current)
-                    raise
-            except Exception as error:  # whatever a model does that a graph cannot hold
-                self.fails = True
-                torch.cuda.synchronize()
-                # Ending a capture that has failed raises an error of its own.
-                logger.warning(
-                    "sampling runs without a CUDA graph, several times slower: capturing a step failed with: "
-                    f"{error.__context__ or error}"
-                )
-                return None
+                except Exception as error:  # whatever a model does that a graph cannot hold
+                    self.fails = True
+                    torch.cuda.synchronize()
+                    logger.warning(
+                        f"sampling runs without a CUDA graph, several times slower: a step failed with: {error}"
+                    )
+                    return None
+            # Only this thread is watched: NCCL's own thread may ask for its events meanwhile.
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                step()
         finally:
             current.wait_stream(side)
         return graph
@@ -90,17 +82,3 @@ def waits_forbidden() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-
-
-def end_capture(graph: torch.cuda.CUDAGraph, pool: Any, current: torch.cuda.Stream) -> None:
-    """Ends what torch 2.11 leaves begun where ending a capture raises: the stream, the allocator's pool, without whose
-    end memory can no more be given back, and the generator's capture, in which it refuses to draw.
-    """
-    torch.cuda.set_stream(current)
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # raised if the capture did end, and its pool with it
-        _cuda_endAllocateToPool(device, pool)
-        _cuda_releasePool(device, pool)
-    graph.reset()
-    generator = torch.cuda.default_generators[device]
-    generator.graphsafe_set_state(generator.clone_state())

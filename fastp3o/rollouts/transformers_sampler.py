@@ -10,8 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastp3o.models.packed_model import PackedModel, evaluation_mode
 from fastp3o.packing.packed_row import Ids
-from fastp3o.rollouts.groups import Group, Prompt
-from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings, decoded, end_of_sequence_ids
+from fastp3o.rollouts.groups import POLICY_ITSELF, Group, Prompt, SamplingSettings, decoded, end_of_sequence_ids
 
 
 class TransformersSampler:

@@ -3,7 +3,7 @@
 run.py                      numbers of steps to a finished run; evaluates and saves between them
 folder.py, names.py         what stands in the folder of a run
 log.py                      append-only logs of metrics, evaluations, rollouts, samples and verdicts
-checkpoint.py, manifest.py, state_content.py, fingerprints.py   states, from which a run goes on exactly
+checkpoint.py, manifest.py, fingerprints.py   states, from which a run goes on exactly
 model.py, best.py, card.py, hub.py   the model that trains, as it is saved, described and uploaded
 report.py, plot.py          what a run prints, logs and draws
 signals.py                  stops

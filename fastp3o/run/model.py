@@ -13,8 +13,7 @@ from types import MappingProxyType
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.files import remove
-from fastp3o.models.adapters import adapter_config, adapter_weights, base_name, write_adapter
-from fastp3o.models.save import write_model
+from fastp3o.models.save import adapter_config, adapter_weights, base_name, write_adapter, write_model
 from fastp3o.models.trainable import scores_responses
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import on_main_process, whole_folder

@@ -114,11 +114,6 @@ class Reporter:
                 tracker.log({name: "".join(lines)}, step=step)
             elif tracker.name == "wandb":
                 tracker.log_table(name, columns=columns, data=rows, step=step)
-            elif tracker.name == "trackio":
-                import pandas
-                import trackio
-
-                tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))}, step=step)
 
     def samples(
         self, step: int, prompts: Sequence[str], responses: Sequence[Sequence[str]], rewards: list[list[float]]

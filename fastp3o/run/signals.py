@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import torch
 from accelerate import Accelerator
 
-from fastp3o.packing.on_device import to_device
+from fastp3o.packing.packed_row import to_device
 from fastp3o.run.report import LateNumbers
 
 ONE_REQUEST = 3.0  # seconds

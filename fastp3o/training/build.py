@@ -23,8 +23,7 @@ from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
 from fastp3o.rollouts.cache import available_memory, return_unused_memory
 from fastp3o.rollouts.engine_sampler import named_sampler
-from fastp3o.rollouts.groups import Group, Prompt, make_prompts
-from fastp3o.rollouts.sampler import Sampler, sampling_settings
+from fastp3o.rollouts.groups import Group, Prompt, Sampler, make_prompts, sampling_settings
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 

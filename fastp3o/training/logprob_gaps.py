@@ -11,9 +11,8 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
-from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import Packing, by_group, pack
-from fastp3o.packing.packed_row import PackedRow
+from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.rollouts.groups import Group
 from fastp3o.training.microbatches import policy_logprobs
 from fastp3o_kernels import sequence_logprobs

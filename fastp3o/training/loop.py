@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastp3o.context import Caller
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.packing.share import derived_seed, shuffled
+from fastp3o.packing.pack import derived_seed, shuffled
 from fastp3o.processes import require_finite
 from fastp3o.rollouts.groups import finished
 from fastp3o.training.logprob_gaps import logprob_metrics, sampler_logprobs, with_sampler_logprobs

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastp3o.objectives.base import Microbatch, Objective
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.packing.on_device import to_device
 from fastp3o.packing.pack import efficiency
+from fastp3o.packing.packed_row import to_device
 from fastp3o.rewards.scaling import differences, tied
 from fastp3o.rollouts.groups import Group, finished, lengths
 from fastp3o.run.log import LoggedGroup, LoggedResponse, finite_or_none

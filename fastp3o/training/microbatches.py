@@ -19,10 +19,8 @@ from fastp3o.models.sharding import longest_ranks, map_rows_in_lockstep, padded
 from fastp3o.models.trainable import dropout_on
 from fastp3o.objectives.base import LossAndMetrics, Microbatch, Objective
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.on_device import to_device
-from fastp3o.packing.pack import Packing, balanced, group_sizes, pack
-from fastp3o.packing.packed_row import PackedRow
-from fastp3o.packing.share import deal
+from fastp3o.packing.pack import Packing, balanced, deal, group_sizes, pack
+from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.rollouts.groups import Group, token_ids
 from fastp3o_kernels import sequence_logprobs
 

@@ -22,10 +22,8 @@ from fastp3o.models.reference import LoadedForEachUse, Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
-from fastp3o.packing.on_device import to_device
-from fastp3o.packing.pack import by_group, pack
-from fastp3o.packing.packed_row import PackedRow
-from fastp3o.packing.share import Examples
+from fastp3o.packing.pack import Examples, by_group, pack
+from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.processes import on_main_process
 from fastp3o.rewards.reward import asked_columns
 from fastp3o.rollouts.vllm.publisher import Publisher

@@ -22,8 +22,7 @@ from torch import Tensor
 from fastp3o.errors import UserError
 from fastp3o.files import write_file
 from fastp3o.models.reference import Reference
-from fastp3o.packing.pack import Packing, by_group, pack
-from fastp3o.packing.share import process_share
+from fastp3o.packing.pack import Packing, by_group, pack, process_share
 from fastp3o.processes import on_main_process, require_finite
 from fastp3o_kernels import sequence_logprobs
 

@@ -12,10 +12,9 @@ from fastp3o.context import Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config import OnlineConfig
-from fastp3o.packing.share import derived_seed, examples_of_step, process_share
+from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
 from fastp3o.rewards.scaling import tied
-from fastp3o.rollouts.groups import Group, Prompt, lengths, make_prompts
-from fastp3o.rollouts.sampler import Sampler, decoded, end_of_sequence_ids
+from fastp3o.rollouts.groups import Group, Prompt, Sampler, decoded, end_of_sequence_ids, lengths, make_prompts
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
 from fastp3o.training.microbatches import Rewards, gather_groups

@@ -18,9 +18,8 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sharding import map_rows_in_lockstep, pad_to_longest_rank
 from fastp3o.objectives.base import LossAndMetrics, with_count
 from fastp3o.optimizer import Optimizer
-from fastp3o.packing.pack import efficiency
+from fastp3o.packing.pack import Examples, efficiency, examples_of_step, own_part, process_share
 from fastp3o.packing.packed_row import PackedRow
-from fastp3o.packing.share import Examples, examples_of_step, own_part, process_share
 from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import load_trained

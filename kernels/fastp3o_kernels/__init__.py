@@ -11,8 +11,7 @@ from fastp3o_kernels.p3o.linear_p3o_loss import linear_p3o_loss
 from fastp3o_kernels.p3o.losses import logits_p3o_loss, p3o_loss, token_p3o_loss
 from fastp3o_kernels.p3o.settings import P3OLossOutput, P3OSettings
 from fastp3o_kernels.response_tokens import ResponseTokens, response_tokens
-from fastp3o_kernels.rows.sequence_logprobs import sequence_logprobs
-from fastp3o_kernels.rows.token_logprobs import TokenOutputs, token_logprobs
+from fastp3o_kernels.rows.logprobs import TokenOutputs, sequence_logprobs, token_logprobs
 
 __version__ = "0.1.0"
 

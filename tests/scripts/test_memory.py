@@ -16,8 +16,7 @@ from fastp3o.objectives.p3o import P3O, P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.precision import choose_precision
 from fastp3o.rollouts.cache import Room
-from fastp3o.rollouts.engine import Engine
-from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.engine import Engine, layer_shapes
 from fastp3o_kernels.decoding import response_keys
 from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from tests.fastp3o.together import together

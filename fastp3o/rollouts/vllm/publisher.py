@@ -19,7 +19,7 @@ from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_l
 from fastp3o.models.save import save_model
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.processes import on_every_process, on_main_process
-from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings
 from fastp3o.rollouts.vllm.servers import Completion, OtherWeightsError, Servers, completion_settings
 
 IN_MEMORY = Path("/dev/shm")

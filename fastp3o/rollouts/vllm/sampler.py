@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerBase
 
-from fastp3o.packing.share import derived_seed
+from fastp3o.packing.pack import derived_seed
 from fastp3o.processes import on_every_process
-from fastp3o.rollouts.groups import Group, Prompt
-from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings, decoded, end_of_sequence_ids
+from fastp3o.rollouts.groups import POLICY_ITSELF, Group, Prompt, SamplingSettings, decoded, end_of_sequence_ids
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.servers import completion_settings
 

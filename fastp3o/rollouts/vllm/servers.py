@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from fastp3o.endpoint import AnswerError, Answers, Endpoint, EndpointError
 from fastp3o.errors import UserError
 from fastp3o.packing.packed_row import Ids
-from fastp3o.rollouts.sampler import SamplingSettings
+from fastp3o.rollouts.groups import SamplingSettings
 
 Read = TypeVar("Read")
 

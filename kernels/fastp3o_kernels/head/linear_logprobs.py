@@ -17,7 +17,7 @@ from fastp3o_kernels.head.chunks import plan_chunks
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import first_derivatives_only, graph_break, use_triton
-from fastp3o_kernels.rows.token_logprobs import check_outputs, token_outputs
+from fastp3o_kernels.rows.logprobs import check_outputs, token_outputs
 
 
 class LinearLogprobs(torch.autograd.Function):

@@ -20,9 +20,9 @@ from fastp3o_kernels.head.chunks import Chunk
 from fastp3o_kernels.head.forward import ChunkedHead
 from fastp3o_kernels.head.head import Head, HeadDtypes, check_head
 from fastp3o_kernels.operation import graph_break, on_device, use_triton
+from fastp3o_kernels.rows.logprobs import TokenOutputs, check_outputs, token_outputs
 from fastp3o_kernels.rows.oracle import sequence_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
-from fastp3o_kernels.rows.token_logprobs import TokenOutputs, check_outputs, token_outputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fastp3o_kernels.head.head import Head
 from fastp3o_kernels.rows import oracle
+from fastp3o_kernels.rows.logprobs import TokenOutputs, token_outputs
 from fastp3o_kernels.rows.oracle import at_least_fp32
-from fastp3o_kernels.rows.token_logprobs import TokenOutputs, token_outputs
 
 
 def products(hidden: Tensor, head: Head, rounded: torch.dtype) -> Tensor:

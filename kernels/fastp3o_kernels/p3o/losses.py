@@ -13,8 +13,8 @@ from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_
 from fastp3o_kernels.p3o import oracle
 from fastp3o_kernels.p3o.pairs import Pairs
 from fastp3o_kernels.p3o.settings import DEFAULTS, METRICS, SAMPLER_METRICS, P3OLossOutput, P3OSettings
+from fastp3o_kernels.rows.logprobs import token_logprobs as label_logprobs
 from fastp3o_kernels.rows.rows import NO_LABEL
-from fastp3o_kernels.rows.token_logprobs import token_logprobs as label_logprobs
 
 if HAS_TRITON:
     from fastp3o_kernels.p3o.pair_kernel import RESULTS, launch_pairs

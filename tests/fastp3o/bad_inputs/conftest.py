@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fastp3o.data import chat_template
+from fastp3o.data import encoding
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from fastp3o.run.run import Run
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
 @pytest.fixture
 def place(workplace: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (workplace / "models").symlink_to(models)
-    monkeypatch.setattr(chat_template, "TIME_LIMIT", 0.5)
+    monkeypatch.setattr(encoding, "TIME_LIMIT", 0.5)
     monkeypatch.delitem(sys.modules, "bad_rewards", raising=False)
     return workplace
 

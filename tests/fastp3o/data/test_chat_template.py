@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.data.chat_template import ChatTemplate
-from fastp3o.data.encoding import tokenise
+from fastp3o.data.encoding import ChatTemplate, tokenise
 from fastp3o.data.errors import RecordError
 from fastp3o.data.layouts import Part
 from fastp3o.named_function import TookTooLongError, time_limit

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fastp3o.data import chat_template, loading
+from fastp3o.data import encoding, loading
 from fastp3o.data.errors import DataError
 from fastp3o.data.loading import (
     DataReport,
@@ -482,7 +482,7 @@ def test_a_message_that_the_template_drops_is_named(tmp_path: Path, tokenizer: P
 def test_a_template_that_hangs_stops_the_run_whatever_is_skipped(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(chat_template, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(encoding, "TIME_LIMIT", 0.2)
     tokenizer = copy.deepcopy(tokenizer)
     loops = ["{% for a in range(99999) %}"] * 4 + ["{% endfor %}"] * 4
     tokenizer.chat_template = "".join(loops)

@@ -17,9 +17,8 @@ from fastp3o.cli import parse
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
-from fastp3o.evaluation.bootstrap import percentile_interval
 from fastp3o.evaluation.judge import ChatEndpoint
-from fastp3o.evaluation.verdicts import Verdict, reward_verdicts, win_rate
+from fastp3o.evaluation.verdicts import Verdict, percentile_interval, reward_verdicts, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
 from fastp3o.rollouts.groups import Group, Prompt, Response
 

@@ -10,9 +10,9 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation import judge as judges
 from fastp3o.evaluation.verdicts import Verdict
 from fastp3o.generate.config import GenerateConfig
-from fastp3o.generate.judged import judged_records, plain_text
 from fastp3o.generate.loop import generate
 from fastp3o.generate.samples import Samples
+from fastp3o.generate.selection import judged_records, plain_text
 from fastp3o.objectives.preferences import DPOConfig
 from fastp3o.training.preferences import train as train_preference
 from tests.fastp3o.evaluation.test_judge import prefers_the_longer, question, says

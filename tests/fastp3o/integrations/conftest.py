@@ -12,16 +12,6 @@ your own loop:
 - `output_hidden_states`
     tests/kernels/test_exposed_head.py::test_hidden_states_that_the_model_returns_are_those_that_it_exposes
 
-transformers' Trainer:
-- a column of labels, accumulation
-    test_pairs_trainer.py::test_the_update_is_fastp3os_own
-- `bf16=True` runs in fp32
-    test_pairs_trainer.py::test_bf16_trains_in_bf16
-- LoRA on the head has no gradient
-    test_pairs_trainer.py::test_adapters_train_but_not_on_the_head
-- models of two processes diverge, uneven shares
-    test_pairs_trainer.py::test_two_processes_train_one_model_and_it_is_fastp3os_own
-
 TRL's GRPOTrainer:
 - siblings are shuffled apart
     test_trl_p3o.py::test_siblings_stay_together

@@ -31,7 +31,7 @@ def names(workplace, tiny_model) -> dict:
 def test_the_index_of_tests_names_tests():
     here = Path(__file__).parent
     named = re.findall(r"([\w/]+\.py)::(\w+)", here.joinpath("conftest.py").read_text())
-    assert len(named) == 18
+    assert len(named) == 14
     for path, test in named:
         text = (ROOT / path if "/" in path else here / path).read_text()
         assert f"def {test}(" in text, f"{path} has no {test}"
@@ -50,11 +50,6 @@ def test_the_plain_loop_is_fastp3os_own_update(names, tiny_model):
     batch = PaddedBatch(names["ids"], names["batch"]["attention_mask"], names["response_mask"], 2)
     groups = batch_groups(batch, names["rewards"])
     assert_own_update(names["policy"].state_dict(), tiny_model, [[groups]], 2, kl_coef=0.05)
-
-
-def test_the_trainers_example_runs(names):
-    trainer = run("transformers' Trainer", names)["trainer"]
-    assert trainer.state.global_step == 2
 
 
 @pytest.mark.parametrize("title", [title for title in TITLES if title.startswith("TRL")])

@@ -24,7 +24,7 @@ from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import choose_precision
-from fastp3o.run.state_content import load_tensors, save_tensors, saved_names
+from fastp3o.run.checkpoint import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastp3o.packing.on_device import ALIGNMENT, OnDevice, to_device, upload
+from fastp3o.packing.packed_row import ALIGNMENT, OnDevice, to_device, upload
 from tests.fastp3o.models.model_families import PAIRS
 
 CPU = torch.device("cpu")

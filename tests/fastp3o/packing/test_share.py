@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastp3o.packing.share import deal, derived_seed, examples_of_step
+from fastp3o.packing.pack import deal, derived_seed, examples_of_step
 
 
 @given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))

@@ -6,9 +6,8 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import add_lora
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.cache import Room
-from fastp3o.rollouts.engine import Engine
-from fastp3o.rollouts.engine_sampler import reason_against
-from fastp3o.rollouts.prefill import TOKENS_PER_ROW, layer_shapes
+from fastp3o.rollouts.engine import TOKENS_PER_ROW, Engine, layer_shapes
+from fastp3o.rollouts.engine_sampler import decodable_shapes
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.models.model_families import FAMILIES, VOCABULARY, enlarge, random_model
 from tests.fastp3o.on_meta import META, on_meta_alone
@@ -68,7 +67,7 @@ def test_responses_have_the_log_probabilities_of_packed_rows_whatever_the_slots(
         assert again == ids, options
         assert largest_difference(policy, ids, logprobs) < 2e-5
     assert sample(policy, seed=4)[0] != ids
-    assert reason_against(policy, layer_shapes(policy, 3)) is None
+    assert decodable_shapes(policy) == layer_shapes(policy, 3)
 
 
 def test_lora_adapters_count():

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers as hf
 
+from fastp3o.errors import UserError
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts import engine_sampler
 from fastp3o.rollouts.engine import Engine
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from tests.fastp3o.groups import response_ids, tokenised
 from tests.fastp3o.models.model_families import random_model
 
@@ -195,29 +195,17 @@ def test_training_mode_and_checkpointing_come_back(policy, tokenizer, prompts):
     assert all(module.training for module in checkpointed.modules())
 
 
-def test_what_the_engine_cannot_decode_is_sampled_by_transformers_which_is_said_once(
-    policy, tokenizer, prompts, monkeypatch
-):
-    said = []
-    monkeypatch.setattr(engine_sampler.logger, "warning_once", said.append)
+def test_what_the_engine_cannot_decode_is_refused_with_the_sampler_that_can(tokenizer, prompts):
     broken = PackedModel(random_model("qwen2", vocab_size=len(tokenizer)))
     # Hands its positions on, but not what decoding needs.
     forward = broken.model.base_model.forward
     broken.model.base_model.forward = lambda *args, cache=None, **kwargs: forward(*args, **kwargs)
-    limits = {"max_response_tokens": 3, "batch_size": 2}
-    sampler = EngineSampler(broken, tokenizer, **limits)
-    given = tokenised(tokenizer, prompts[:3])
-    rollouts = [sampler(given, 2, 0) for _ in range(2)]
-    expected = TransformersSampler(broken, tokenizer, **limits)(given, 2, 0)
-    assert rollouts == [expected, expected]
-    assert all(response.logprob is None for group in expected for response in group.responses)
-    (message,) = said
-    assert "Qwen2ForCausalLM is sampled by transformers' generate" in message
+    sampler = EngineSampler(broken, tokenizer, max_response_tokens=3, batch_size=2)
+    with pytest.raises(UserError, match="cannot decode Qwen2ForCausalLM; .*sampler transformers can"):
+        sampler(tokenised(tokenizer, prompts[:3]), 2, 0)
 
 
-def test_neither_is_one_whose_positions_it_cannot_know(tokenizer, prompts, monkeypatch):
-    said = []
-    monkeypatch.setattr(engine_sampler.logger, "warning_once", said.append)
+def test_so_is_one_that_forgets_its_keys(tokenizer, prompts):
     shifted = PackedModel(random_model("llama", vocab_size=len(tokenizer)))
     layer = shifted.model.base_model.layers[0]
     forward = layer.self_attn.forward
@@ -230,8 +218,8 @@ def test_neither_is_one_whose_positions_it_cannot_know(tokenizer, prompts, monke
 
     layer.self_attn.forward = forgets_old_keys
     sampler = EngineSampler(shifted, tokenizer, max_response_tokens=3, batch_size=2)
-    sampler(tokenised(tokenizer, prompts[:1]), 2, 0)
-    assert "other log-probabilities than in a packed row" in said[0]
+    with pytest.raises(UserError, match="other log-probabilities than in a packed row"):
+        sampler(tokenised(tokenizer, prompts[:1]), 2, 0)
 
 
 def test_rotary_positions_that_look_at_values_are_no_obstacle(tokenizer, prompts):

@@ -6,10 +6,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.rollouts.cache import Room
+from fastp3o.rollouts.engine import layer_shapes
 from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group, Prompt
 from fastp3o.rollouts.mixture import MixtureEngine, MixtureSampler, partly_from_mixture
-from fastp3o.rollouts.prefill import layer_shapes
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.groups import response_ids
 

@@ -18,8 +18,8 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from fastp3o.rewards.scaling import DifferenceScaler
+from fastp3o.run import checkpoint as content
 from fastp3o.run import checkpoint as store
-from fastp3o.run import state_content as content
 from fastp3o.run.checkpoint import RunState, States
 from fastp3o.run.manifest import CorruptStateError, Manifest, content_checksum, read_manifest
 from tests.fastp3o.backward import scaled_backward

@@ -1,4 +1,4 @@
-"""Tables of TensorBoard are read as TensorBoard reads them. W&B and trackio are stand-ins that record what they get: no
+"""Tables of TensorBoard are read as TensorBoard reads them. W&B is a stand-in that records what it gets: no
 test has them installed.
 """
 
@@ -64,7 +64,7 @@ def test_tensorboard_shows_a_text_as_it_is(tmp_path: Path):
 
 
 class RecordingRun:
-    """What W&B's and trackio's runs get."""
+    """What W&B's runs get."""
 
     def __init__(self) -> None:
         self.logged: list[tuple[dict[str, Any], int]] = []
@@ -76,18 +76,14 @@ class RecordingRun:
         pass
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_wandb_and_trackio_get_tables(workplace: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch, name: str):
-    run, module = RecordingRun(), ModuleType(name)
+def test_wandb_gets_tables(workplace: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch):
+    run, module = RecordingRun(), ModuleType("wandb")
     module.init = lambda project: run
     module.config = SimpleNamespace(update=lambda values, allow_val_change: None)
-    if name == "wandb":
-        module.Table = lambda columns, data, dataframe: pandas.DataFrame(data, columns=columns)
-    else:  # which ignores columns
-        module.Table = lambda *, dataframe: dataframe
-    monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType(name)])
-    train(config(tiny_model, "run", **REWARDS, report_to=name))
+    module.Table = lambda columns, data, dataframe: pandas.DataFrame(data, columns=columns)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType("wandb")])
+    train(config(tiny_model, "run", **REWARDS, report_to="wandb"))
     tables = [(values["train/rollouts"], step) for values, step in run.logged if "train/rollouts" in values]
     assert [step for _, step in tables] == [1, 2]
     assert [step for _, step in run.logged] == sorted(step for _, step in run.logged)  # W&B drops earlier steps

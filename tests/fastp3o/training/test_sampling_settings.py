@@ -15,8 +15,7 @@ from fastp3o.objectives.policy_gradient import GRPOConfig, REBELConfig, RLOOConf
 from fastp3o.objectives.preferences import DPOConfig, OnlineDPOConfig
 from fastp3o.packing.pack import Packing, by_group, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.groups import token_ids
-from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.groups import POLICY_ITSELF, SamplingSettings, token_ids
 from fastp3o.training.loop import train
 from fastp3o.training.preferences import train as train_preference
 from fastp3o_kernels import sequence_logprobs

@@ -15,7 +15,7 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.rollouts import engine as rollouts
 from fastp3o.rollouts.cache import Room
-from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.engine import layer_shapes
 from fastp3o_kernels.decoding import response_keys
 from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 from tests.fastp3o.backward import scaled_backward

@@ -7,8 +7,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.trainable import add_lora
 from fastp3o.rollouts.cache import Room
-from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine
-from fastp3o.rollouts.prefill import layer_shapes
+from fastp3o.rollouts.engine import STEPS_PER_LOOK, Engine, layer_shapes
 from fastp3o_kernels.decoding import response_keys
 from tests.simulated_cuda.record import recorded
 

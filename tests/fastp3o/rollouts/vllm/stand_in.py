@@ -17,8 +17,7 @@ from fastp3o.models.loading import load_policy, load_tokenizer
 from fastp3o.models.packed_model import labelled_logprobs, untempered
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.groups import Prompt
-from fastp3o.rollouts.sampler import POLICY_ITSELF, SamplingSettings
+from fastp3o.rollouts.groups import POLICY_ITSELF, Prompt, SamplingSettings
 
 # transformers loads one model at a time.
 LOADING = threading.Lock()

@@ -9,7 +9,7 @@ import torch
 
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.packing.share import derived_seed
+from fastp3o.packing.pack import derived_seed
 from fastp3o.rollouts import engine_sampler
 from fastp3o.rollouts.vllm.publisher import IN_MEMORY
 from fastp3o.rollouts.vllm.servers import OtherWeightsError

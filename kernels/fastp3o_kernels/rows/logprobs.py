@@ -1,21 +1,22 @@
-"""Logits -> the log-probability of each label, and the statistics of each token's distribution that trainers log.
+"""Logits -> the log-probability of each label, its sums over sequences, and statistics of each token's distribution.
 
-N tokens, V vocabulary.
+N tokens, V vocabulary, S sequences.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastp3o_kernels.checks import check_logits
-from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, use_triton
+from fastp3o_kernels.checks import check_floating, check_logits, checked_cu_seqlens
+from fastp3o_kernels.operation import HAS_TRITON, first_derivatives_only, graph_break, on_device, use_triton
 from fastp3o_kernels.rows import oracle
 from fastp3o_kernels.rows.rows import LogitsTransform, Rows
 
 if HAS_TRITON:
     from fastp3o_kernels.rows.logits_kernel import launch_dlogits, launch_logprobs, launch_statistics
+    from fastp3o_kernels.rows.sequence_kernel import launch_sequence_sums
 
 STATISTICS = ("entropy", "mean_logit", "is_top")
 
@@ -132,3 +133,43 @@ def token_logprobs(
         scaled = oracle.at_least_fp32(logits) / temperature
         statistics = oracle.statistics(scaled, labels, ignore_index) if outputs else ()
     return logprobs if outputs is None else token_outputs(outputs, logprobs, *statistics)
+
+
+class SequenceSums(torch.autograd.Function):
+    """One launch forward; backward each token gets its sequence's gradient."""
+
+    @staticmethod
+    def forward(ctx, values, cu_seqlens):
+        ctx.save_for_backward(cu_seqlens)
+        ctx.tokens = len(values)
+        return launch_sequence_sums(values, cu_seqlens)
+
+    @staticmethod
+    @first_derivatives_only
+    def backward(ctx, grad_sums):
+        (cu_seqlens,) = ctx.saved_tensors
+        return grad_sums.repeat_interleave(cu_seqlens.long().diff(), output_size=ctx.tokens), None
+
+
+@graph_break
+def sequence_logprobs(token_logprobs: Tensor, cu_seqlens: Tensor | Sequence[int], *, impl: str | None = None) -> Tensor:
+    """Log-probability of each sequence: the sum over its tokens, in fixed order; differentiable.
+
+    Args:
+        token_logprobs: [N] of any floating dtype.
+        cu_seqlens: [S + 1] int32 or int64 on any device, or a list: where each sequence begins; 0 first, N last. The
+            sum of an empty one is 0.
+        impl: None, "triton" or "eager", as in `token_logprobs`.
+
+    Returns:
+        [S] fp32 (fp64 for fp64 log-probs).
+
+    Raises:
+        ValueError: for shapes and dtypes that disagree or offsets that do not go from 0 to N in order (on a GPU only
+            with FASTP3O_DEBUG=1).
+    """
+    check_floating("token_logprobs", token_logprobs)
+    cu_seqlens = on_device(checked_cu_seqlens(cu_seqlens, token_logprobs), token_logprobs.device)
+    if use_triton(impl, token_logprobs) and len(token_logprobs) > 0:
+        return SequenceSums.apply(token_logprobs.float().contiguous(), cu_seqlens.contiguous())
+    return oracle.sequence_logprobs(token_logprobs, cu_seqlens)
