@@ -359,6 +359,11 @@ class DataConfig(Flags):
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
 
     @property
+    def reading(self) -> dict[str, Any]:
+        """Options of loading, whatever the data."""
+        return {name: getattr(self, name) for name in ("max_prompt_tokens", "max_characters", "skip_bad_records")}
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of a prompt and a response at most."""
         return self.max_prompt_tokens + self.max_response_tokens

@@ -70,8 +70,10 @@ def make_story(prompt: str, lot: random.Random) -> str:
 
 
 def compare(prompt: str, lot: random.Random) -> dict[str, str]:
-    """Two stories, in the order of a rater who makes mistakes."""
-    first, second = make_story(prompt, lot), make_story(prompt, lot)
+    """Two different stories, in the order of a rater who makes mistakes."""
+    first = second = make_story(prompt, lot)
+    while second == first:
+        second = make_story(prompt, lot)
     difference = taste_of_story(prompt, first) - taste_of_story(prompt, second)
     if lot.random() > 1 / (1 + math.exp(-difference)):
         first, second = second, first

@@ -1,9 +1,27 @@
 """The options of win rates."""
 
-from fastp3o.config import LARGEST_INT, Flags, option, options
+from typing import Any
+
+from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, Flags, PolicyConfig, option, options, required
 from fastp3o.errors import UserError
+from fastp3o.packing.settings import Packing
 from fastp3o.rewards.config import RemoteConfig
-from fastp3o.rollouts.config import SamplingConfig
+
+
+@options
+class SamplingConfig(PolicyConfig):
+    """The prompts that are responded to."""
+
+    prompts: str = required("Prompts to respond to: a hub name (or name:config), or JSONL or parquet files.")
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        return super().reading | {"split": self.split, "limit": self.limit}
+
+    @property
+    def packing(self) -> Packing:
+        """How a reward model's rows are packed."""
+        return Packing(TOKENS_PER_ROW)
 
 
 @options

@@ -20,8 +20,7 @@ from fastp3o.precision import choose_precision
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import asked_columns, load_reward
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
-from fastp3o.rollouts.vllm.publisher import Publisher
-from fastp3o.training.build import SampledModel, load_frozen_policy, policy_sampler
+from fastp3o.training.build import load_frozen_policy, policy_sampler, sampled_model
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,7 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> list[Prompt]:
     """The prompts, with the columns that the reward asks for."""
     prompts, report = load_prompts(
-        config.prompts,
-        tokenizer,
-        columns=asked_columns(config.scorers, config),
-        **config.prompt_options,
+        config.prompts, tokenizer, columns=asked_columns(config.scorers, config), **config.reading
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return make_prompts(prompts[:])
@@ -88,10 +84,7 @@ def respond(
     if isinstance(reward, RemoteReward):
         reward.check(prompts[0])
     policy = load_frozen_policy(context, config, checkpoint)
-    sampled = SampledModel(policy, None)
-    if config.sampler == "vllm":
-        sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
-    sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
+    sampler = policy_sampler(config, sampled_model(config, policy, context), context, config.rollout_batch_size)
     groups = sampler(prompts, config.responses_per_prompt, config.seed)
     return Responses(groups, None if reward is None else reward(groups))
 

@@ -2,9 +2,8 @@
 
 from fastp3o.config import PRECISIONS, Flags, RunConfig, option, options, required
 from fastp3o.errors import UserError
-from fastp3o.evaluation.config import JudgeConfig
+from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
 from fastp3o.rewards.config import RemoteConfig
-from fastp3o.rollouts.config import SamplingConfig
 
 JUDGED = "judged"  # by verdicts; all others by rewards
 PAIRS = ("rso", "rs_dpo", JUDGED)

@@ -23,7 +23,6 @@ from fastp3o.processes import on_main_process, require_finite
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.reward import Reward, asked_columns, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
-from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
 from fastp3o.run.manifest import CorruptStateError, Manifest, read_manifest, require_same_run
@@ -55,11 +54,7 @@ def generate(config: GenerateConfig) -> Generated:
     tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
     context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
     prompts, report = load_prompts(
-        config.prompts,
-        tokenizer,
-        columns=asked_columns(config.scorers, config),
-        as_given=True,
-        **config.prompt_options,
+        config.prompts, tokenizer, columns=asked_columns(config.scorers, config), as_given=True, **config.reading
     )
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
@@ -92,8 +87,6 @@ def load_models(context: Context, config: GenerateConfig, prompts: Dataset) -> t
     # Its own weights are spread, and those of a reward model of its size.
     sampled = sampled_model(config, policy, context, 2 * precision.weights.itemsize)
     FrozenModel(policy, context.device, mesh, offload=False)
-    if config.sampler == "vllm":
-        sampled = sampled._replace(publisher=Publisher(context, config, config.longest_sequence, policy))
     return policy_sampler(config, sampled, context, config.rollout_batch_size), reward
 
 

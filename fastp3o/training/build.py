@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasets import Dataset
 
@@ -94,14 +94,20 @@ class SampledModel(NamedTuple):
 
 
 def sampled_model(
-    config: SamplerConfig, policy: PackedModel, context: Context, bytes_per_parameter: int = WHILE_TRAINING
+    config: PolicyConfig,
+    policy: PackedModel,
+    context: Context,
+    bytes_per_parameter: int = WHILE_TRAINING,
+    **publishing: Any,
 ) -> SampledModel:
-    """The policy, which is not on its device yet, and the copy that is sampled in its place, if there must be one. On
-    servers it needs a publisher, too.
+    """The policy, which is not on its device yet, and the copy or the servers that are sampled in its place, if there
+    must be any.
 
-    bytes_per_parameter: of everything that is spread over the processes.
+    bytes_per_parameter: of everything that is spread over the processes. publishing: further arguments of a Publisher.
     """
-    if config.sampler == "vllm" or has_quantized_layers(policy):
+    if config.sampler == "vllm":
+        return SampledModel(policy, None, Publisher(context, config, config.longest_sequence, policy, **publishing))
+    if has_quantized_layers(policy):
         return SampledModel(policy, None)
     accelerator, precision, _, mesh, _ = context
     on_gpu = context.device.type == "cuda"

@@ -20,7 +20,6 @@ from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
-from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import (
@@ -53,25 +52,21 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     prompts, eval_prompts, texts = data = load_data(context, config)
     objective = config.build()
     policy = load_trained(config, partial(load_policy, trains=True))
-    sampled = sampled_model(config, policy, context)
+    sampled = sampled_model(
+        config,
+        policy,
+        context,
+        version=lambda: optimizer.steps,
+        # Where `RolloutBuffer.require_same_policy` cannot tell.
+        probes_always=bool(config.rounds_ahead) or config.truncates,
+        tolerant=bool(config.sampler_ratio_cap),
+        logprobs_as_drawn=config.temperature != 1 or config.truncates,
+    )
     objective.add_to(policy)
     rewards = load_rewards(context, config, prompts, eval_prompts)
     accelerator, precision, _, mesh, _ = context
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
-    optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
-    if config.sampler == "vllm":
-        publisher = Publisher(
-            context,
-            config,
-            config.longest_sequence,
-            policy,
-            lambda: optimizer.steps,
-            # Where `RolloutBuffer.require_same_policy` cannot tell.
-            probes_always=bool(config.rounds_ahead) or config.truncates,
-            tolerant=bool(config.sampler_ratio_cap),
-            logprobs_as_drawn=config.temperature != 1 or config.truncates,
-        )
-        sampled = sampled._replace(publisher=publisher)
+    optimizer: Optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
     reference, sampled_reference = load_reference(context, config, policy)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     if isinstance(config, MixtureConfig) and sampled_reference is not None:

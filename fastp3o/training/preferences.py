@@ -26,7 +26,6 @@ from fastp3o.packing.pack import Examples, by_group, pack
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.processes import on_main_process
 from fastp3o.rewards.reward import asked_columns
-from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.run.fingerprints import model_fingerprint
 from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
@@ -224,10 +223,7 @@ def sampled_evaluation(
         context, config, load_with_columns, config.eval_prompts or "", config.eval_split, config.eval_limit
     )
     rewards = load_rewards(context, config, examples, examples)
-    sampled = sampled_model(config, model, context)
-    if config.sampler == "vllm":
-        # Every evaluation comes after other steps.
-        publisher = Publisher(context, config, config.longest_sequence, model, count().__next__)
-        sampled = sampled._replace(publisher=publisher)
+    # Every evaluation comes after other steps.
+    sampled = sampled_model(config, model, context, version=count().__next__)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
     return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)

@@ -108,15 +108,7 @@ def load_examples(
 
     Raises ValueError if it has fewer examples than processes.
     """
-    examples, report = loader(
-        source,
-        context.tokenizer,
-        split=split,
-        limit=limit,
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_characters=config.max_characters,
-        skip_bad_records=config.skip_bad_records,
-    )
+    examples, report = loader(source, context.tokenizer, split=split, limit=limit, **config.reading)
     context.accelerator.print(f"{source}: {report}")
     if len(examples) < context.accelerator.num_processes:
         raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")

@@ -1,6 +1,7 @@
 """The quickstart's world: comparisons follow the taste, and the prompts of the evaluation are nowhere else."""
 
 import json
+import random
 import runpy
 import sys
 from pathlib import Path
@@ -30,6 +31,15 @@ def test_raters_follow_their_taste_with_mistakes(world):
     prompts, chosen, rejected = ([one[key] for one in world["comparisons"]] for key in ("prompt", "chosen", "rejected"))
     better = [a > b for a, b in zip(taste(prompts, chosen), taste(prompts, rejected), strict=True) if a != b]
     assert 0.7 < sum(better) / len(better) < 0.9
+
+
+def test_stories_that_are_compared_differ(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import make_stories
+
+    drawn = iter(["one", "one", "another"])
+    monkeypatch.setattr(make_stories, "make_story", lambda *_: next(drawn))
+    assert set(make_stories.compare("tell of the old king :", random.Random(0)).values()) > {"one", "another"}
 
 
 def test_the_prompts_of_the_evaluation_are_held_out(world):
