@@ -15,11 +15,9 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.frontier import Evaluations, read_run
 from fastp3o.evaluation.matched_kl import (
     Estimate,
-    Line,
     Seed,
     gain_at_kl,
     interval,
-    line,
     paired_difference,
     passed_at_once,
 )
@@ -60,7 +58,7 @@ def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
 
 
 def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations], kls: list[float], metric: str) -> None:
-    """Prints the gains over update 0 at each KL, their paired difference, and the slope of reward over KL."""
+    """Prints the gains over update 0 at each KL, and their paired difference."""
     sides = (first, second)
     table = Table(title=f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)")
     for column in ("KL, nats", "first", "second", "first − second, paired"):
@@ -75,8 +73,6 @@ def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations],
         difference = paired_difference(*gains, comparisons=len(kls))
         table.add_row(f"{kl:g}", *cells, format_estimate(difference, "–"))
         passed += sum(early)
-    slopes = [line(list(side.values())) for side in sides]
-    table.add_row("gain per nat", *(f"{fit.slope:.3f}{format_interval(fit)}" if fit else "–" for fit in slopes), "")
     Console(width=110).print(table)
     if passed:
         print(
@@ -99,12 +95,9 @@ def format_estimate(estimate: Estimate | None, absent: str) -> str:
     """absent: stands for no estimate."""
     if estimate is None:
         return absent
-    return f"{estimate.mean:.3f}{format_interval(estimate)} ({estimate.count})"
-
-
-def format_interval(found: Estimate | Line) -> str:
-    """Nothing for infinite ends: four seeds or fewer have no 95% interval."""
-    return f" [{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.low) else ""
+    # Four seeds or fewer have no 95% interval.
+    limits = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
+    return f"{estimate.mean:.3f}{limits} ({estimate.count})"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastp3o.errors import UserError
-from fastp3o.evaluation.frontier import Evaluations, linear_fit
+from fastp3o.evaluation.frontier import Evaluations
 
 Seed = tuple[str, int]  # task and seed, which are the same for paired runs
 LEVEL = 0.95
@@ -27,15 +27,6 @@ class Estimate(NamedTuple):
     low: float
     high: float
     count: int  # type: ignore[assignment]  # of values; it hides the count of equal fields that every tuple has
-
-
-class Line(NamedTuple):
-    """reward = slope · KL + intercept, with the interval of the slope."""
-
-    slope: float
-    intercept: float
-    low: float
-    high: float
 
 
 def gain_at_kl(evaluations: Evaluations, kl: float, metric: str = "reward") -> float | None:
@@ -85,25 +76,6 @@ def paired_difference(
         if value is not None and other is not None:
             strata.setdefault(task, []).append(value - other)
     return interval(list(strata.values()), comparisons) if strata else None
-
-
-def line(runs: Sequence[Evaluations]) -> Line | None:
-    """Least-squares line of reward over KL through all evaluations of all runs; the interval resamples runs.
-
-    None if all KLs are equal.
-    """
-    fit = linear_fit([evaluation for run in runs for evaluation in run])
-    if fit is None:
-        return None
-    # Five sums of each run are sufficient for the slope of every resample.
-    points = [(np.array([e["kl"] for e in run]), np.array([e["reward"] for e in run])) for run in runs]
-    sums = np.array([[len(x), x.sum(), y.sum(), x @ x, x @ y] for x, y in points])
-    n, x, y, xx, xy = (_resampling(len(runs), 0) @ sums).T
-    # A resample of a single run with a single point has no slope.
-    with np.errstate(invalid="ignore", divide="ignore"):
-        slopes = (n * xy - x * y) / (n * xx - x * x)
-    slopes = slopes[np.isfinite(slopes)]
-    return Line(*fit, *_limits(fit[0], slopes, [len(runs)]))
 
 
 @lru_cache

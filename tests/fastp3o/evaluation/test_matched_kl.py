@@ -7,7 +7,6 @@ from fastp3o.evaluation import matched_kl
 from fastp3o.evaluation.matched_kl import (
     gain_at_kl,
     interval,
-    line,
     paired_difference,
     t_quantile,
 )
@@ -115,16 +114,3 @@ def test_pairs_are_of_the_same_task_and_seed_and_both_measured():
     second = {(task, seed): float(seed) for task in "ba" for seed in range(5)} | {("a", 0): None, ("c", 9): 100.0}
     assert paired_difference(first, second) == (0.5, 0.5, 0.5, 9)
     assert paired_difference({("a", 0): 1.0}, {("b", 0): 1.0}) is None
-
-
-def test_the_line_through_many_runs():
-    generator = np.random.default_rng(3)
-    slopes = 0.5 + 0.05 * generator.standard_normal(8)
-    runs = [run(*[(kl, slope * kl) for kl in (0, 1, 2, 4)], start=0.2) for slope in slopes]
-    found = line(runs)
-    assert found.slope == pytest.approx(slopes.mean())
-    assert found.intercept == pytest.approx(0.2)
-    by_hand = interval([slopes])
-    assert (found.low, found.high) == pytest.approx((by_hand.low, by_hand.high))
-    assert line([run((0.0, 0.0))]) is None
-    assert line(runs[:2])[2:] == (-math.inf, math.inf)
