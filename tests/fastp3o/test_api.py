@@ -26,7 +26,7 @@ from fastp3o.cli import parse
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.training import loop as online
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
-from tests.fastp3o.torchrun import environment, torchrun
+from tests.fastp3o.together import together
 
 CALLS = 0
 
@@ -379,25 +379,22 @@ Path(f"seen-{os.environ.get('RANK', 'alone')}").write_text(f"{seen}, {len(result
 """
 
 
-def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workplace):
+def test_processes_share_one_run_and_the_main_one_calls_back(tiny_model, workplace, monkeypatch):
     program = workplace / "program.py"
     program.write_text(PROGRAM)
-    ended = torchrun(program, tiny_model)
-    assert ended.returncode == 0, ended.stderr
+    ended = together(program, tiny_model)
+    assert ended.returncode == 0, ended.stdout
     assert Path("seen-0").read_text() == "[1, 2], 2 rows"
     assert Path("seen-1").read_text() == "[], 2 rows"
-    subprocess.run([sys.executable, program, tiny_model], cwd=make_copy(workplace), env=environment(), check=True)
-    for part in ("sft", "p3o"):
-        for name, weight in weights(part).items():
-            torch.testing.assert_close(weight, weights(f"alone/{part}")[name])
-
-
-def make_copy(workplace: Path) -> Path:
     alone = workplace / "alone"
     alone.mkdir()
     for name in ("sft.jsonl", "prompts.jsonl"):
         (alone / name).write_text((workplace / name).read_text())
-    return alone
+    monkeypatch.chdir(alone)
+    assert together(program, tiny_model, processes=1).returncode == 0
+    for part in ("sft", "p3o"):
+        for name, weight in weights(alone / part).items():
+            torch.testing.assert_close(weight, weights(workplace / part)[name])
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

@@ -130,8 +130,16 @@ def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(traced):
     fits_rows_of_any_length(as_exact_as_eager("llama"))
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "checkpointed"),
+    [
+        ("gemma3", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("gemma3", False), ("llama", False), ("llama", True))
+        ),
+    ],
+)
 def test_where_attention_is_one_operation_so_is_a_layer(family, checkpointed, traced, one_operation):
     """Rows in which prompts are shared once, three times, and have one token: a graph for each."""
     model = PackedModel(random_model(family)).train()

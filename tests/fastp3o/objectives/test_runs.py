@@ -28,7 +28,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", NEW)
+# One of each kind of state, and of loss; all at night.
+KINDS = {"bpo", "grpo", "nash_md", "online_simpo", "ppg", "rebel", "reinforce"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.nightly) for n in NEW])
 def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, tiny_model, name):
     settings = {"updates": 2, "reward": "rewards_for_tests:varied", **SETTINGS.get(name, {})}
     train(config(tiny_model, "whole", OBJECTIVES[name], **settings, save_every=1))

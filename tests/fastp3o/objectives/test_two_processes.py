@@ -1,5 +1,7 @@
 """Two processes against one, for every objective and for what some add to the loop. Runs share processes, for time."""
 
+import pytest
+
 from tests.fastp3o.objectives.test_runs import NEW, SETTINGS
 from tests.fastp3o.runs import copy_at_save_before
 from tests.fastp3o.training.test_distributed import FP32, ONLINE, assert_same_metrics, furthest, train
@@ -23,9 +25,16 @@ BESIDE = {
 }
 
 
-def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model):
-    more = {own[0] for own in BESIDE.values()}
-    runs = {name: [name, *flags(SETTINGS.get(name, {}))] for name in NEW if name not in more} | BESIDE
+# A mean over all of an update, one over tokens, pairs, another divisor than prompts.
+SAMPLE = ["reinforce", "dapo", "rebel", "nash_md"]
+
+
+@pytest.mark.parametrize(
+    ("names", "beside"), [(SAMPLE, [*BESIDE][::2]), pytest.param(NEW, [*BESIDE], marks=pytest.mark.nightly)]
+)
+def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model, names, beside):
+    runs = {name: [name, *flags(SETTINGS.get(name, {}))] for name in names}
+    runs |= {name: BESIDE[name] for name in beside}
     common = [*ONLINE, *FP32, "--model", tiny_model, "--updates", "2", "--save_every", "1"]
     for folder, processes in (("one", 1), ("two", 2)):
         train({name: ["online.py", *common, "--objective", *own] for name, own in runs.items()}, folder, processes)
@@ -33,10 +42,10 @@ def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model):
         assert furthest(f"one/{name}", f"two/{name}") <= 3e-6, name
         assert_same_metrics(name)
     # Those with something beside the objective go on in two.
-    for name in BESIDE:
+    for name in beside:
         copy_at_save_before(f"two/{name}", f"resumed/{name}")
-    train({name: ["online.py", *common, "--objective", *own, "--resume"] for name, own in BESIDE.items()}, "resumed", 2)
-    for name in BESIDE:
+    train({n: ["online.py", *common, "--objective", *BESIDE[n], "--resume"] for n in beside}, "resumed", 2)
+    for name in beside:
         assert furthest(f"resumed/{name}", f"two/{name}") == 0, name
 
 

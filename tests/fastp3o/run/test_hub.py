@@ -1,9 +1,6 @@
 """Uploads to a local stand-in of the hub, by huggingface_hub's own requests."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,23 +109,6 @@ def test_a_failed_upload_loses_nothing(workplace, tiny_model, server, monkeypatc
     assert saved("run/model") == before == server.repositories["me/tiny"]
 
 
-def test_a_script_uploads(workplace, tiny_model):
-    flags = [part for name, value in (SETTINGS | {"model": tiny_model}).items() for part in (f"--{name}", str(value))]
-    with hub() as server:
-        environment = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": WRITES, "HF_HUB_DISABLE_XET": "1"}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        command = [sys.executable, str(ROOT / "scripts" / "sft.py"), *flags]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert f"the model is at {server.url}/me/tiny" in done.stdout
-        assert WRITES not in done.stdout + done.stderr
-        assert server.repositories["me/tiny"] == saved("run/model")
-        server.refused["/commit/main"] = (413, "too large")
-        done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: the run is finished, and its model is in run/model")
-
-
 def test_two_processes_upload_once(workplace, tiny_model):
     with hub() as server:
         program = Path("program.py")
@@ -145,6 +125,7 @@ runpy.run_path({str(ROOT / "scripts" / "sft.py")!r}, run_name="__main__")
         assert done.returncode == 0, done.stdout
         assert server.commits == 1
         assert done.stdout.count(f"the model is at {server.url}/me/tiny") == 1
+        assert WRITES not in done.stdout
         assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()
         server.refused["/commit/main"] = (413, "too large")
         done = together(program.resolve(), *flags, "--resume")

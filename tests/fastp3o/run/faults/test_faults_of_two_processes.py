@@ -25,7 +25,7 @@ MAIN, OTHER = 0, 1
 # The process, and which of its calls: some in the suite; or a part of all.
 SAMPLE = [
     pytest.param(MAIN, (99, 200), id="main-sample"),
-    pytest.param(OTHER, (2, 9), id="other-sample"),
+    pytest.param(OTHER, (2, 40), id="other-sample"),
     pytest.param(OTHER, (0, 1), id="other", marks=pytest.mark.faults),
     *(pytest.param(MAIN, (part, 8), id=f"main-part{part}", marks=pytest.mark.faults) for part in range(8)),
 ]
