@@ -23,7 +23,7 @@ class Reply(NamedTuple):
 
 def time_limit(reply: Reply) -> float:
     """Seconds for an attempt: few only if the reply is late, since a busy machine is slow to send any other."""
-    return 0.2 if reply.delay or reply.drop or reply.head_drop else 5.0
+    return 0.4 if reply.delay or reply.drop or reply.head_drop else 5.0
 
 
 class Server(ThreadingHTTPServer):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -60,3 +61,16 @@ def test_a_model_beside_itself(world, monkeypatch, capsys):
     )
     assert before == after
     assert Path("both.png").stat().st_size > 1000
+
+
+def test_the_pages_table_is_what_the_first_runs_printed():
+    page = (SCRIPTS / "README.md").read_text()
+    records = sorted((SCRIPTS.parent / "benchmarks" / "results" / "quickstart").glob("seed_*.txt"))
+    assert len(records) == 10
+    for seed, record in enumerate(path.read_text() for path in records):
+        (accuracy,) = re.findall(r"after step 375: accuracy ([\d.]+)", record)
+        (before, greedy_before), (after, greedy_after) = re.findall(r"sampled +(\S+ ± \S+) +greedy +(\S+)", record)
+        row = [str(seed), f"{float(accuracy):.4g}", before, after, greedy_before, greedy_after]
+        assert f"| {' | '.join(row)} |" in page
+        gain = float(after.split()[0]) - float(before.split()[0])
+        assert gain > 1.5 * float(before.split()[-1])

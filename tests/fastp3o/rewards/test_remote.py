@@ -117,7 +117,7 @@ def test_a_running_event_loop_is_no_obstacle(server):
 
 
 @pytest.mark.parametrize(
-    "trouble", [Reply(500, b"oops"), Reply(429), Reply(body=b"<html>"), Reply(body=rewards([1] * 6), delay=0.5)]
+    "trouble", [Reply(500, b"oops"), Reply(429), Reply(body=b"<html>"), Reply(body=rewards([1] * 6), delay=0.8)]
 )
 def test_trouble_that_passes_is_sat_out(server, trouble):
     server.reply = lambda question: trouble if question.number < 3 else lengths(question)
@@ -131,8 +131,8 @@ def test_trouble_that_passes_is_sat_out(server, trouble):
         (Reply(500, b"out of memory"), r"answered with status 500: out of memory \(attempts: 3\)"),
         (Reply(body=b"<html>Welcome</html>"), r"Welcome</html> — which is not JSON \(attempts: 3\)"),
         (Reply(body=b"[" * 100_000), r"which is not JSON \(attempts: 3\)"),
-        (Reply(body=rewards([1] * 6), delay=0.6), r"does not answer: TimeoutError: .* \(attempts: 3\)"),
-        (Reply(body=rewards([1] * 6), drop=0.05), r"no end of the answer within 0.2 s \(attempts: 3\)"),
+        (Reply(body=rewards([1] * 6), delay=0.8), r"does not answer: TimeoutError: .* \(attempts: 3\)"),
+        (Reply(body=rewards([1] * 6), drop=0.05), r"no end of the answer within 0.4 s \(attempts: 3\)"),
     ],
     ids=["broken", "another page", "nested", "late", "in drops"],
 )
@@ -197,7 +197,7 @@ def test_a_connection_that_opens_after_the_time_limit_is_not_used(server, monkey
         return find_address(*arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", find_late)
-    with pytest.raises(EndpointError, match=r"no end of the answer within 0.2 s \(attempts: 1\)"):
+    with pytest.raises(EndpointError, match=r"no end of the answer within 0.4 s \(attempts: 1\)"):
         reward_at(server.url.replace("127.0.0.1", "localhost"), reward_retries=0, reward_timeout=0.2)(GROUPS)
     assert not server.requests
 
