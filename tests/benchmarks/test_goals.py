@@ -17,12 +17,6 @@ def test_the_worst_head_counts():
     assert verdict(results[:1], "hidden-level loss") == ("1.08 ×", "met")
 
 
-def test_bandwidth_is_the_inverse_of_the_ratio():
-    results = [result("logits", passes="forward", ratio=1.05)]
-    assert verdict(results, "logits →") == ("95%", "met")
-    assert verdict(results, "backward in place") == (NOT_MEASURED, NOT_MEASURED)
-
-
 def test_peers_are_compared_at_the_same_shape():
     results = [result(ratio=1.1), result(implementation="TRL", ratio=1.43), result(implementation="TRL", N=32768)]
     assert verdict(results, "the same", "twice") == ("1.30 ×", "met")
@@ -31,28 +25,10 @@ def test_peers_are_compared_at_the_same_shape():
     assert verdict(results, "the same", "never slower") == ("0.90 ×", "not met")
 
 
-def test_other_operations_of_fastp3o_are_no_peers():
-    results = [result(ratio=1.1), result(implementation="fastp3o linear_logprobs", ratio=0.5)]
-    assert verdict(results, "the same", "never slower") == (NOT_MEASURED, NOT_MEASURED)
-
-
-def test_memory():
-    results = [result(extra_gb=0.9), result(extra_gb=2.0, N=32768)]
-    assert verdict(results, "its peak memory") == ("2.00 GB", "not met")
-    logits = [result("logits", extra_gb=0.01, bytes=3e9)]
-    assert verdict(logits, "its extra memory") == ("1.00%", "met")
-
-
 def test_growth_is_of_the_time_for_each_token():
     results = [result(ms=10.0), result(ms=44.0, N=32768)]
     assert verdict(results, "cost growth") == ("1.10 of linear", "not met")
     assert verdict(results, "the same", "flat") == (NOT_MEASURED, NOT_MEASURED)
-
-
-def test_memory_is_flat_where_more_tokens_take_no_more():
-    results = [result(extra_gb=0.9, N=2048), result(extra_gb=0.9), result(extra_gb=1.8, N=32768)]
-    assert verdict(results, "the same", "flat") == ("2.00 ×", "not met")
-    assert verdict(results[:2], "the same", "flat") == ("1.00 ×", "met")
 
 
 def rollouts(ratio, K=2, cuda=False, **more):
@@ -67,9 +43,3 @@ def test_rollouts_are_judged_by_the_device_that_the_goal_names():
     assert verdict(results, "rollouts on an H200") == ("75%", "met")
     assert verdict(results, "the same", "≥ 10 ×") == ("12.0 ×", "met")
     assert verdict(results, "rollouts on a CPU") == (NOT_MEASURED, NOT_MEASURED)
-
-
-def test_iterations_count_trainers_that_were_there():
-    trainers = {"fastp3o P3O": {"ratio": 1.0}, "TRL GRPO": {"ratio": 3.5}, "TRL online DPO": {"absent": "K 2 only"}}
-    results = [{"level": "iteration", "implementation": "fastp3o", "cuda": False, "trainers": trainers}]
-    assert verdict(results, "a whole iteration") == ("3.50 ×", "not met")

@@ -193,28 +193,6 @@ def test_files_of_results_are_replaced_whole(tmp_path):
     assert results_file.load(path) == results_file.empty()
 
 
-def test_samplers_that_were_measured_apart_stand_in_one_result():
-    shape = {"level": "rollouts", "D": 8}
-    results = [
-        shape | {"ways": {"a": 1}},
-        {"level": "hidden"},
-        shape | {"ways": {"b": 2}},
-        shape | {"D": 9, "ways": {}},
-    ]
-    assert results_file.joined(results) == [
-        {"level": "hidden"},
-        shape | {"ways": {"a": 1, "b": 2}},
-        shape | {"D": 9, "ways": {}},
-    ]
-
-
-def test_a_slow_machine_gets_longer_limits(monkeypatch):
-    before = gpu_parts.parts("gpu")
-    monkeypatch.setenv("FASTP3O_PATIENCE", "5")
-    for part, usual in zip(gpu_parts.parts("gpu"), before, strict=True):
-        assert (part.seconds, part.patience) == (5 * usual.seconds, 5 * usual.patience)
-
-
 @pytest.mark.parametrize("trial", ["0", "1"])
 def test_parts_name_files_that_exist(monkeypatch, trial):
     monkeypatch.setenv("FASTP3O_TRIAL", trial)
@@ -224,10 +202,3 @@ def test_parts_name_files_that_exist(monkeypatch, trial):
                 for word in filter(lambda word: word.startswith(("benchmarks/", "tests/")), command):
                     path, _, name = word.partition("::")
                     assert f"def {name}(" in (ROOT / path).read_text() if name else (ROOT / path).exists(), word
-
-
-def test_a_part_that_is_not_there_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu_parts", "--only", "smoke,haed"])
-    with pytest.raises(SystemExit):
-        gpu_parts.main()
-    assert "no part haed; there are smoke, head" in capsys.readouterr().err

@@ -1,15 +1,12 @@
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import padded, report, test_packing, training_shapes
-from benchmarks.conftest import order
-from benchmarks.goals import GOALS, NOT_MEASURED
-from benchmarks.shapes import TOKENS
-from benchmarks.training_shapes import LENGTHS, RESPONSES, llama, random_groups
+from benchmarks.goals import GOALS
+from benchmarks.training_shapes import RESPONSES, llama
 
 TINY = llama(32, 48, 2, 4, 2, 61)
 
@@ -71,16 +68,6 @@ def test_passes_hold_as_many_pairs_as_fit_with_their_padding():
     assert padded.split(prompts, pairs, 80) == [range(0, 4)]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_lengths_vary_around_their_means(lengths):
-    prompts, responses = random_groups(lengths, 2)
-    assert all(lengths.prompt // 2 <= len(prompt) <= 3 * lengths.prompt // 2 for prompt in prompts)
-    drawn = [len(response) for group in responses for response in group]
-    assert all(lengths.response // 2 <= length <= 3 * lengths.response // 2 for length in drawn)
-    assert len(set(drawn)) > 1
-    assert random_groups(lengths, 2) == (prompts, responses)
-
-
 def test_memory_is_beyond_weights_and_gradients(policy):
     weight = policy.model.lm_head.weight
     weight.grad = torch.zeros_like(weight)
@@ -110,43 +97,9 @@ def verdicts(results):
     return [goal.verdict(results) for goal in found]
 
 
-def test_goals_of_packing_are_about_the_lengths_of_tldr_and_pairs():
-    assert verdicts(UPDATES) == [("2.00 ×", "met"), ("3.50 ×", "met")]
-    assert verdicts(UPDATES[3:]) == [(NOT_MEASURED, NOT_MEASURED)] * 2
-    assert verdicts(UPDATES[1:3]) == [("2.00 ×", "met"), (NOT_MEASURED, NOT_MEASURED)]
-    slow = [update("padded", 1.4), update("shared prompts", 0.7)]
-    assert verdicts(slow) == [("1.43 ×", "not met"), ("2.00 ×", "not met")]
-
-
-def test_other_goals_are_not_about_updates():
-    verdicts = [goal.verdict(UPDATES) for goal in GOALS]
-    assert sum(verdict.met != NOT_MEASURED for verdict in verdicts) == 2
-
-
 def test_no_goal_of_a_gpu_is_met_by_times_on_a_cpu():
     sampled = {"level": "rollouts", "implementation": "fastp3o"}
     results = [*UPDATES, sampled]
     assert report.judged({"benchmarks": results, "environment": {"cuda": None}}) == [sampled | {"cuda": False}]
     everything = [result | {"cuda": True} for result in results]
     assert report.judged({"benchmarks": results, "environment": {"cuda": "13.0"}}) == everything
-
-
-def test_tables():
-    lines = report.packing(UPDATES)
-    assert lines[1][:3] == ["128, 128", "2", "shared prompts"]
-    assert lines[2] == ["350, 40", "2", "shared prompts", "9459", "500", "2.00", "1.23"]
-    assert [line[2] for line in lines[2:]] == ["shared prompts", "plain packing", "padded", "shared prompts"]
-
-
-def test_updates_come_after_the_kernels_at_the_first_number_of_tokens():
-    def item(name, **params):
-        return SimpleNamespace(name=name, callspec=SimpleNamespace(params=params))
-
-    wanted = [
-        item("test_forward_and_backward", tokens=TOKENS[0]),
-        item("test_forward_and_backward_of_peers", tokens=TOKENS[0]),
-        item("test_training", layout="padded"),
-        item("test_forward_and_backward", tokens=TOKENS[1]),
-        item("test_passes_apart"),
-    ]
-    assert sorted(wanted[2:] + wanted[:2], key=order) == wanted

@@ -37,26 +37,6 @@ def test_the_comparison_is_sorted_and_has_every_figure(record):
     assert report.comparison(record["benchmarks"], "hidden")[1][-1] == "not measured"
 
 
-def test_other_passes_have_a_table(record):
-    assert report.other_passes(record["benchmarks"])[1][1:] == [
-        "forward and backward, a third clipped",
-        "4096, 128256",
-        "8192",
-        "10.00",
-        "1.00",
-        "",
-        "500",
-    ]
-
-
-def test_absent_packages_are_not_among_the_versions(record):
-    assert report.described(record["environment"]) == "a GPU; torch 2.13.0; 2026-01-01"
-
-
-def test_reasons_are_given_once(record):
-    assert report.absent(record) == "- absent: no module (test_a)"
-
-
 def test_what_stands_around_the_markers_stays():
     text = "before\n<!-- x -->\nold\n<!-- /x -->\nafter"
     assert report.between_markers(text, "x", "new") == "before\n<!-- x -->\nnew\n<!-- /x -->\nafter"

@@ -206,16 +206,6 @@ def test_a_callback_sees_every_step_and_ends_the_run(tiny_model, workplace):
     assert_equal(weights("run"), weights("whole"))
 
 
-def test_supervised_callbacks_see_every_step_too(tiny_model, workplace):
-    seen = []
-    settings = SFTConfig(model=tiny_model, output_dir="run", batch_size=2, epochs=2, report_to="none")
-    train(settings, train_data=records("sft"), on_update=lambda metrics: seen.append(metrics["step"]))
-    assert seen == list(range(1, 9))
-    train(replace(settings, output_dir="ended"), train_data=records("sft"), on_update=lambda m: m["step"] >= 3)
-    # The line of a step is read when the next one is on its way.
-    assert [line["step"] for line in metrics("ended")] == [1, 2, 3, 4]
-
-
 def test_the_state_is_saved_if_a_callback_raises(tiny_model, workplace):
     def fails(metrics: dict) -> None:
         if metrics["step"] == 2:

@@ -94,15 +94,6 @@ def test_wrong_offsets_are_named(name, offsets, message):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", LOSSES)
-def test_inference_mode_gives_the_loss(name, impl):
-    expected, *_ = value_and_gradients(name, impl=impl)
-    for without in (torch.inference_mode, torch.no_grad):
-        with without():
-            torch.testing.assert_close(LOSSES[name](STATES.hidden, STATES.weight, impl=impl), expected)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_what_is_known_of_responses_is_constant(impl):
     known = [tensor.clone().requires_grad_() for tensor in KNOWN]
     logprobs = token_logprobs(STATES.logits().requires_grad_(), LABELS, impl=impl)
@@ -160,29 +151,6 @@ def test_a_tied_weight_gets_both_gradients(name):
         loss = LOSSES[name](torch.nn.functional.embedding(ids, weight), head)
         gradients.append(torch.autograd.grad(loss, {weight, head}))
     torch.testing.assert_close(gradients[0][0], sum(gradients[1]))
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", LOSSES)
-def test_tensors_need_not_be_contiguous(name, impl):
-    expected = value_and_gradients(name, impl=impl)
-    states = STATES.leaves()
-    states.hidden = torch.stack([STATES.hidden, STATES.hidden], 2)[:, :, 0].detach().requires_grad_()
-    states.weight = STATES.weight.T.contiguous().T.detach().requires_grad_()
-    for got, target in zip(value_and_gradients(name, states, impl=impl), expected, strict=True):
-        torch.testing.assert_close(got, target)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_a_second_backward_pass_is_right_or_refused(name):
-    states = STATES.leaves()
-    loss = LOSSES[name](states.hidden, states.weight)
-    first = torch.autograd.grad(loss, states.hidden, retain_graph=True)
-    if name != "linear_logprobs":
-        with pytest.raises(RuntimeError, match="call the loss again"):
-            torch.autograd.grad(loss, states.hidden)
-    else:
-        torch.testing.assert_close(torch.autograd.grad(loss, states.hidden), first)
 
 
 def test_two_processes_with_three_prompts_and_one_have_the_gradient_of_all():

@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import json
-import random
 import subprocess
 import sys
 from functools import cache
@@ -70,18 +69,6 @@ def test_the_same_seed_writes_the_same_bytes(
     assert modules(tmp_path, "eval") != modules(folder, "eval")
 
 
-def test_splits_share_no_module_summary_or_body(folder: Path):
-    assert not modules(folder, "train") & modules(folder, "eval")
-    pairs = [record for split in ("train", "eval") for record in records(folder, "sft", split)]
-    assert len(pairs) == 150
-    assert (
-        len({record["label"] for record in pairs})
-        == len({record["prompt"].partition("POST: ")[2] for record in pairs})
-        == 150
-    )
-    assert len(records(folder, "sft", "eval")) >= 0.05 * len(pairs)
-
-
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_rejected_lines_are_wrong_in_three_ways(folder: Path, split: str):
     truth = {record["prompt"]: record["label"] for record in records(folder, "sft", split)}
@@ -112,25 +99,6 @@ def test_the_files_load(folder: Path):
         _, preferences = load_preferences(str(folder / f"preferences.{split}.jsonl"), tokenizer, **lengths)
         assert prompts.examples == demonstrations.examples == len(records(folder, "sft", split))
         assert preferences.examples == len(records(folder, "preferences", split))
-
-
-def test_an_interruption_leaves_the_old_file(script: ModuleType, tmp_path: Path):
-    def interrupted():
-        yield {"prompt": "new"}
-        raise KeyboardInterrupt
-
-    script.write_jsonl(tmp_path / "records.jsonl", [{"prompt": "old"}])
-    with pytest.raises(KeyboardInterrupt):
-        script.write_jsonl(tmp_path / "records.jsonl", interrupted())
-    assert [path.read_text() for path in tmp_path.iterdir()] == ['{"prompt": "old"}\n']
-
-
-@pytest.mark.parametrize("arguments", [["--eval_fraction", "1"], ["--max_pairs", "1"], ["--min_body_words", "500"]])
-def test_options_that_cannot_work_stop_the_script(script: ModuleType, tmp_path: Path, arguments: list[str]):
-    with pytest.raises(SystemExit) as stopped:
-        script.main(["--output_dir", str(tmp_path), "--stdlib_only", "--workers", "1", *arguments])
-    assert stopped.value.code not in (None, 0)
-    assert not list(tmp_path.iterdir())
 
 
 # --- from a docstring to a pair -------------------------------------------------------------------------------------
@@ -184,26 +152,3 @@ def test_prose_and_arguments_are_kept_and_code_is_not(script: ModuleType):
 )
 def test_docstrings_that_make_no_pair(script: ModuleType, docstring: str):
     assert only_pair(script, docstring) is None
-
-
-def test_a_first_paragraph_of_several_sentences_gives_its_first(script: ModuleType):
-    pair = only_pair(
-        script, "Send data to the socket. " + "It is sent at once, e.g. Before anything else happens. " * 4
-    )
-    assert pair.summary == "Send data to the socket."
-    assert pair.body.startswith("It is sent at once")
-
-
-def test_unreadable_files_are_counted(script: ModuleType, tmp_path: Path):
-    bounds = script.Bounds(20, 130, 3, 24)
-    (tmp_path / "broken.py").write_text('def f(:\n    """Send data.\n\n    More.\n    """\n')
-    (tmp_path / "bytes.py").write_bytes(b'"""Send \xff\n\nmore"""\n')
-    assert [script.pairs_of_file(path, "m", bounds) for path in sorted(tmp_path.iterdir())] == [None, None]
-    assert script.pairs_of_file(tmp_path / "missing.py", "m", bounds) is None
-
-
-def test_damaged_lines_differ_from_the_true_one(script: ModuleType):
-    pair = script.Pair("m", "f", "body", "Return the value.")
-    for seed in range(50):
-        truncated = script.truncated_line(pair, random.Random(seed))
-        assert pair.response.startswith(truncated + " ")

@@ -1,6 +1,5 @@
 """Contents can hold the text of special tokens, and what they become is text, in templates of several kinds."""
 
-import signal
 import time
 
 import pytest
@@ -119,16 +118,3 @@ def test_what_ends_in_time_is_left_alone_afterwards():
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         pass
-
-
-def test_an_alarm_of_the_caller_still_rings():
-    rung: list[int] = []
-    before = signal.signal(signal.SIGALRM, lambda number, _: rung.append(number))
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with time_limit(5.0):
-        pass
-    end = time.monotonic() + 2.0
-    while not rung and time.monotonic() < end:
-        time.sleep(0.01)
-    signal.signal(signal.SIGALRM, before)
-    assert rung == [signal.SIGALRM]

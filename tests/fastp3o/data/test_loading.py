@@ -213,11 +213,6 @@ def test_the_fingerprint_is_that_of_the_examples(tmp_path: Path, tokenizer: PreT
     assert same != fingerprint([PAIR] * 3, "two", max_response_tokens=3)
 
 
-def test_data_can_be_mapped_and_shuffled(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
-    data, _ = load_prompts(jsonl(tmp_path, [PAIR] * 10), tokenizer, max_prompt_tokens=100)
-    assert data.shuffle(seed=0).map(lambda example: {"length": len(example["prompt_ids"])})["length"][:] == [2] * 10
-
-
 def test_more_records_than_a_batch_stay_in_order(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):
     records = [{"prompt": f"record {i}"} for i in range(2345)]
     data, report = load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
@@ -313,12 +308,6 @@ def test_files_may_differ_in_layout_but_records_of_one_file_not(tmp_path: Path, 
     assert load_demonstrations(str(tmp_path / "*.jsonl"), tokenizer, **LENGTHS)[1].examples == 2
     with pytest.raises(DataError, match=r"mixed\.jsonl record 2 field 'label'"):
         load_demonstrations(jsonl(tmp_path, [labelled, completed], "mixed.jsonl"), tokenizer, **LENGTHS)
-
-
-@pytest.mark.parametrize("records", [[], [Line(), Line("  ")]])
-def test_an_empty_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, records: list[Any]):
-    with pytest.raises(DataError, match=r"records\.jsonl: expected at least one usable record, got none"):
-        load_prompts(jsonl(tmp_path, records), tokenizer, max_prompt_tokens=100)
 
 
 def test_a_file_of_which_no_record_can_be_used_says_why(tmp_path: Path, tokenizer: PreTrainedTokenizerFast):

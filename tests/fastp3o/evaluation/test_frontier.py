@@ -44,26 +44,3 @@ def test_an_evaluation_without_its_metrics_says_which(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match=r"eval\.jsonl has no evaluations"):
         read_run(tmp_path / "run")
-
-
-def test_a_run_with_one_evaluation_is_a_table_line_and_a_point(tmp_path, capsys):
-    runs = {"short": write_run(tmp_path / "short", [1.0], [0.0])}
-    print_table(runs)
-    assert capsys.readouterr().out.count("short") == 1
-    plot(runs, tmp_path / "new" / "frontier.png")
-    assert (tmp_path / "new" / "frontier.png").stat().st_size > 0
-
-
-def test_the_table_shows_the_first_and_the_last_evaluation(tmp_path, capsys):
-    print_table({"run": write_run(tmp_path / "run", [0.0, 7.0, 1.0], [0.0, 1.0, 2.0])})
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "│ run" in line]
-    assert [(line[3], line[5]) for line in lines] == [("0", "16"), ("10", "16")]
-
-
-def test_the_legend_names_each_run_once(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    runs = {"line": write_run(tmp_path / "line", [0.0, 1.0], [0.0, 2.0])}
-    plot(runs | {"point": write_run(tmp_path / "point", [1.0], [0.0])}, tmp_path / "frontier.png")
-    legend = drawn[0].axes[0].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["line: 0.500 · KL + 0.00", "point"]

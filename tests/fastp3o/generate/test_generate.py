@@ -228,11 +228,3 @@ def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workp
     assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
     assert done.returncode != 0
     assert done.stdout.count("/score answered with status 400: enough") == 2
-
-
-def test_transformers_samples_too(workplace, tiny_model):
-    generate(config(tiny_model, "run", sampler="transformers"))
-    samples, kept = contents("run")
-    Path("run/samples.jsonl").write_bytes(samples[: samples.index(b'"number": 6')])
-    generate(config(tiny_model, "run", sampler="transformers", resume=True))
-    assert contents("run") == [samples, kept]

@@ -142,11 +142,3 @@ def test_the_first_step_is_not_excused(cuda, said):
         StepGraph(DEVICE).ready(step, [])
     assert cuda.current is cuda.default_stream
     assert not said
-
-
-def test_torch_has_what_ends_a_failed_capture():
-    """They are torch's own, not its interface."""
-    memory = torch.cuda.memory
-    assert callable(memory._cuda_endAllocateToPool)
-    assert callable(memory._cuda_releasePool)
-    assert {"clone_state", "graphsafe_set_state"} <= set(dir(torch.Generator))

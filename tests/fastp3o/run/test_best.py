@@ -12,8 +12,6 @@ from fastp3o.errors import UserError
 from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.run.best import Best
 from fastp3o.training import loop as online
-from fastp3o.training import sft
-from fastp3o.training.config import SFTConfig
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics
 
 SCORES = [0.0, 2.0, 5.0, 5.0, 3.0, 4.0, 9.0]
@@ -90,18 +88,6 @@ def test_a_resumed_run_keeps_the_best_of_an_unbroken_one(tiny_model, place):
     run(tiny_model, updates=6, early_stopping=3, resume=True)
     assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5]
     assert_best_is(2)
-
-
-def test_the_lowest_loss_of_fine_tuning_is_kept(tiny_model, workplace):
-    # Its loss falls and rises again, as the words of the training data become likely.
-    Path("other.jsonl").write_text('{"prompt": "Say it:", "label": " zzz"}\n')
-    settings = {"train_data": "sft.jsonl", "eval_data": "other.jsonl", "batch_size": 2, "eval_every": 1}
-    settings |= {"keep_best": "loss", "save_every": 1, "learning_rate": 0.02, "epochs": 2, "report_to": "none"}
-    sft.train(SFTConfig(model=tiny_model, output_dir="run", **settings))
-    losses = {line["step"]: line["loss"] for line in metrics("run", "eval.jsonl")}
-    lowest = min(losses, key=losses.__getitem__)
-    assert 0 < lowest < 8
-    assert_best_is(lowest, "loss")
 
 
 def test_a_metric_that_no_evaluation_has_is_refused(tiny_model, workplace):

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from fastp3o.models.loading import load_reward_model
 from fastp3o.run import report as reporting
-from fastp3o.run.report import Reporter, prompt_end, with_deviations
+from fastp3o.run.report import Reporter, prompt_end
 from fastp3o.training import reward_model, sft
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
@@ -58,14 +58,6 @@ def test_a_run_without_evaluations_ends_with_its_loss_and_its_model(workplace: P
     assert out[-3:] == [printed[-1], "progress: run/progress.png", "model: run/model"]
 
 
-def test_a_run_that_saves_its_adapter_alone_ends_with_it(workplace: Path, tiny_model: str, capfd):
-    settings = {"report_to": "none", "batch_size": 8, "max_prompt_tokens": 32, "max_response_tokens": 16}
-    lora = {"lora_rank": 2, "lora_save": "adapter"}
-    sft.train(SFTConfig(model=tiny_model, train_data="sft.jsonl", output_dir="run", **settings, **lora))
-    assert capfd.readouterr().out.endswith("\nmodel: run/adapter\n")
-    assert Path("run/adapter/adapter_config.json").exists()
-
-
 def test_a_run_of_many_steps_prints_a_line_a_minute_and_its_last(workplace: Path, monkeypatch, capfd):
     clock = iter(range(0, 10**6, 25))
     monkeypatch.setattr(reporting.time, "monotonic", lambda: next(clock))
@@ -95,11 +87,6 @@ def test_a_terminal_has_a_bar_and_the_last_step(workplace: Path, monkeypatch, ca
 def test_the_missing_head_of_a_new_reward_model_goes_without_saying(tiny_model: str, transformers_log: list[str]):
     load_reward_model(tiny_model, new_head=True)
     assert transformers_log == []
-
-
-def test_deviations_stand_beside_their_means():
-    metrics = {"reward": 1.29612, "reward_std": 0.6681, "kl": 2.5, "kl_std": 1.0, "missing_eos": 0.05, "lone_std": 3.0}
-    assert with_deviations(metrics) == "reward 1.296 ± 0.6681, kl 2.5 ± 1, missing_eos 0.05, lone_std 3"
 
 
 def test_the_end_of_a_prompt_is_one_line():

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from fastp3o.processes import NotFiniteError
 from fastp3o.training import reward_model, sft
@@ -33,14 +33,6 @@ def sft_config(tiny_model, output_dir, **changes):
 def reward_config(tiny_model, output_dir, **changes):
     data = {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl"}
     return RewardModelConfig(**(COMMON | data | {"model": tiny_model, "output_dir": output_dir} | changes))
-
-
-def test_fine_tuning_learns_the_demonstrations(workplace, tiny_model):
-    sft.train(sft_config(tiny_model, "run"))
-    before, after = lines("run", "eval.jsonl")
-    assert before["loss"] > 5
-    assert after["loss"] < 1
-    AutoModelForCausalLM.from_pretrained("run/model")
 
 
 def test_learning_prompts_too_scores_their_tokens(workplace, tiny_model):

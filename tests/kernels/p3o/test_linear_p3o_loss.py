@@ -138,18 +138,6 @@ def test_as_exact_as_eager_at_every_budget(
     assert chunked.counts == eager.counts
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-@pytest.mark.parametrize("impl", CHUNKED)
-def test_the_budget_changes_nothing_but_rounding(clipping, impl):
-    states, pairs = problem(bias=True)
-    expected, expected_gradients = run(states, pairs, clipping, impl)
-    for held in (1, 7, 40):
-        output, gradients = run(states, pairs, clipping, impl, memory_budget=budget_for(held, V))
-        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-4, atol=1e-6)
-        for got, target in zip(gradients, expected_gradients, strict=True):
-            assert relative_error(got, target.double()) < 1e-4
-
-
 @pytest.mark.parametrize(("clipping", "impl", "held"), pairwise(CLIPPINGS, [*CHUNKED, "eager"], [1000, 5]))
 def test_old_log_probs_of_its_own_are_those_that_it_computes(clipping, impl, held):
     """The loss, its gradients and metrics are those with the policy's log-probs given as the old ones."""
@@ -200,29 +188,6 @@ def test_only_the_products_that_are_needed(impl, own, needed, held):
             output.loss.backward()
     # The gradients come with the forward pass.
     assert forward == counter.get_total_flops() == products * N * V * D
-
-
-@pytest.mark.parametrize("impl", CHUNKED)
-def test_shapes_of_the_products(impl):
-    states, pairs = problem()
-    shapes = []
-
-    class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-                shapes.append([func._overloadpacket.__name__, *[tuple(arg.shape) for arg in args[-2:]]])
-            return func(*args, **(kwargs or {}))
-
-    with Shapes():
-        run(states, pairs, "none", impl, memory_budget=budget_for(28, V))
-    # Pairs of 7, 11, 2 and 32 tokens: 20 go at once, and the last in pieces of 4 and 28, of which 4 come twice. Their
-    # gradients' products wait until 28 rows are full, 8 of these from the last piece.
-    logits = [["mm", (n, D), (D, V)] for n in (20, 4, 28, 4)]
-    assert [shape for shape in shapes if shape[2] == (D, V)] == logits
-    dhidden = [shape[1] for shape in shapes if shape[2] == (V, D)]
-    dweight = [(shape[0], shape[1]) for shape in shapes if shape[1][0] == V]
-    assert dhidden == [(28, V), (24, V)]
-    assert dweight == [("mm", (V, 28)), ("addmm", (V, 24))]
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
