@@ -106,6 +106,7 @@ def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(record, tmp_
     assert ("12.00" in text) == ("rollouts" in levels)
 
 
+@pytest.mark.nightly
 def test_the_suite_stops_in_time_and_says_what_it_left_out(tmp_path):
     command = [sys.executable, "-m", "pytest", "benchmarks/test_objectives.py", "-q", "-p", "no:cacheprovider"]
     command += [f"--results={tmp_path / 'results.json'}"]

@@ -255,6 +255,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_workers_end_with_a_command_that_is_killed(tmp_path):
     (tmp_path / "command.py").write_text(COMMAND)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}

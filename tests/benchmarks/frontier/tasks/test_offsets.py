@@ -37,6 +37,7 @@ def test_any_text_has_an_offset():
     assert all(abs(unlearnable(prompt)) < 10 for prompt in REAL_PROMPTS)
 
 
+@pytest.mark.nightly
 def test_offsets_are_the_same_in_every_process():
     prompts = [PROMPT, *REAL_PROMPTS]
     code = "from benchmarks.frontier.tasks.offset_reward import unlearnable; "

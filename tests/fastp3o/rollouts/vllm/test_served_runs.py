@@ -114,7 +114,7 @@ def test_a_server_that_fails_within_a_round_ends_the_run_with_its_state(workplac
     assert no_weights_left()
 
 
-@pytest.mark.parametrize("rounds_ahead", [0, 1])
+@pytest.mark.parametrize("rounds_ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_run_whose_server_died_goes_on_with_another(workplace, tiny_model, rounds_ahead):
     ahead = {"rounds_ahead": rounds_ahead, "updates": 3, "inner_epochs": 1}
     with standing_in(tiny_model, fault="dead", from_completion=24) as server, pytest.raises(EndpointError):
