@@ -124,9 +124,9 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
     path, flags = split_off_yaml(arguments)
     values = {} if path is None else yaml_values(parser, path)
     named = [f"--objective={values['objective']}"] if "objective" in values else []
-    known, others = parser.parse_known_args(named + flags)
-    if known.objective is not None:
-        return parse(classes[known.objective], arguments)
+    flags_of_choice, others = parser.parse_known_args(named + flags)
+    if flags_of_choice.objective is not None:
+        return parse(classes[flags_of_choice.objective], arguments)
     if {"-h", "--help"} & set(others):
         parser.print_help()
         parser.exit()

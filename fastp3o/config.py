@@ -162,8 +162,8 @@ class Flags:
     def check_needs(self, to_come: Sequence[str] = ()) -> None:
         """Raises UserError for a flag that does nothing without another one. to_come: flags that may still be set."""
         flags = {flag.name: flag for flag in fields(self)}
-        every = [(name, flag.metadata.get("needs", ())) for name, flag in flags.items()]
-        for name, needs in [*every, *self.further_needs.items()]:
+        needs_by_flag = [(name, flag.metadata.get("needs", ())) for name, flag in flags.items()]
+        for name, needs in [*needs_by_flag, *self.further_needs.items()]:
             if getattr(self, name) == flags[name].default:
                 continue
             needed = [need for need in conditions(needs) if need.flag in flags]

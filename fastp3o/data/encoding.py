@@ -74,8 +74,8 @@ class ChatTemplate:
         completed = len(self.special.findall(text)) > len(self.special.findall(outline))
         for message, mark in zip(conversation[first:], marks[first:], strict=True):
             if message["content"].strip() and mark not in outline:
-                found = Found(f"one of '{message['role'][:40]}' that it drops")
-                raise RecordError(field, "a message that the chat template writes", found)
+                dropped = Found(f"one of '{message['role'][:40]}' that it drops")
+                raise RecordError(field, "a message that the chat template writes", dropped)
             written = message["content"] + json.dumps(message, ensure_ascii=False, default=str)
             if completed or self.special.search(written):
                 raise RecordError(field, "a message without the text of a special token", Found("one with it"))

@@ -73,17 +73,17 @@ def padded_p3o_loss(
     if settings.clipping == "token":
         raise ValueError('clipping="token" is a mean over tokens, not pairs; choose joint, separate or none')
     ref = old_logprobs if ref_logprobs is None else ref_logprobs
-    own_reference = ref is None
+    is_reference = ref is None
     if ref is None:
         # The KL to the policy itself is 0, and without a KL every reference has the same gradient.
         ref, settings = torch.zeros_like(rewards), replace(settings, kl_coef=0.0)
 
     def head_loss(hidden: Tensor, head: Head, tokens: ResponseTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        known = old_logprobs, ref, rewards
+        constants = old_logprobs, ref, rewards
         loss, metrics, _ = linear_p3o_loss(
-            hidden, head, tokens.labels, tokens.cu_seqlens, *known, settings, divisor=divisor
+            hidden, head, tokens.labels, tokens.cu_seqlens, *constants, settings, divisor=divisor
         )
-        if own_reference:
+        if is_reference:
             # Against itself the policy prefers no response.
             loss, metrics = loss - loss.detach(), metrics | {"kl": torch.zeros_like(metrics["kl"])}
         K = batch.responses_per_prompt

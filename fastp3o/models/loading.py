@@ -108,8 +108,8 @@ def require_same_vocabulary(
             others = AutoTokenizer.from_pretrained(reference, trust_remote_code=trust_remote_code).get_vocab()
     if there != here:
         raise UserError(f"{expected}{there} tokens instead of {here}")
-    if others is not None and others != (own := tokenizer.get_vocab()):
-        differing = sorted(token for token in own.keys() | others.keys() if own.get(token) != others.get(token))
+    if others is not None and others != (ids := tokenizer.get_vocab()):
+        differing = sorted(token for token in ids.keys() | others.keys() if ids.get(token) != others.get(token))
         raise UserError(f"{expected}{len(differing)} tokens have other ids or none, {listed(differing)}")
 
 
@@ -332,11 +332,11 @@ def with_adapters(model: Any, name: str) -> Any:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(model, name, config=config)
-        own = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
+        lora = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
         with safe_open(file, framework="pt") as weights:
             keys = set(weights.keys())
-        others = {key for key in keys - own if ".lora_" in key}
-        if lacking := sorted(own - keys):
+        others = {key for key in keys - lora if ".lora_" in key}
+        if lacking := sorted(lora - keys):
             raise UserError(f"{file} lacks {listed(lacking)}")
         if others:
             raise UserError(
@@ -363,9 +363,9 @@ def weight_files(name: str) -> list[Path]:
     for file in (
         (ADAPTER_SAFE_WEIGHTS_NAME,) if base_model_name(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     ):
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
-            shards = get_checkpoint_shard_files(name, found)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [found]
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            shards = get_checkpoint_shard_files(name, path)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
             return [Path(shard) for shard in shards]
     raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 

@@ -210,14 +210,14 @@ def copied_to(device: torch.device, model: nn.Module) -> Iterator[None]:
     owners: list[dict[str, Any]] = [
         tensors for module in model.modules() for tensors in (module._parameters, module._buffers)
     ]
-    own = [(tensors, name, tensor) for tensors in owners for name, tensor in tensors.items() if tensor is not None]
+    places = [(tensors, name, tensor) for tensors in owners for name, tensor in tensors.items() if tensor is not None]
     copies: dict[Tensor, Any] = {}
     try:
-        for tensors, name, tensor in own:
+        for tensors, name, tensor in places:
             if tensor not in copies:
                 copies[tensor] = tensor.detach().to(device, non_blocking=True)
             tensors[name] = copies[tensor]
         yield
     finally:
-        for tensors, name, tensor in own:
+        for tensors, name, tensor in places:
             tensors[name] = tensor

@@ -169,18 +169,18 @@ def named_weights(model: PreTrainedModel) -> list[tuple[list[str], Tensor, str]]
     """Each weight of a model, or this process's part of it, without adapters: its names, of which tied weights have
     several; itself; and the module whose adapter is to be merged into it, "" for none.
     """
-    found: dict[tuple[int, str], tuple[list[str], Tensor, str]] = {}
-    own = {f"{name}.{each}" for name in quantized_layers(model) for each in ("weight", "bias")}
+    weights: dict[tuple[int, str], tuple[list[str], Tensor, str]] = {}
+    quantized = {f"{name}.{kind}" for name in quantized_layers(model) for kind in ("weight", "bias")}
     scales = tuple(f"{name}." for name in quantized_layers(model))
     for name, part in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name or (name.startswith(scales) and name not in own):
+        if ".lora_" in name or (name.startswith(scales) and name not in quantized):
             continue
         owner, adapted, base_name = name.partition(".base_layer.")
         # Tied weights stay tied, unless one of them is adapted.
         key = id(part), owner if adapted else ""
-        found.setdefault(key, ([], part, owner if base_name == "weight" else ""))
-        found[key][0].append(name.replace(".base_layer.", "."))
-    return list(found.values())
+        weights.setdefault(key, ([], part, owner if base_name == "weight" else ""))
+        weights[key][0].append(name.replace(".base_layer.", "."))
+    return list(weights.values())
 
 
 def lora_delta(adapted: nn.Module, adapter: str, dtype: torch.dtype | None) -> Tensor:

@@ -24,7 +24,7 @@ class KLCoefficient:
     """
 
     def __init__(self, value: float, target: float | None, foresight: int = FORESIGHT):
-        self.given = self.value = self.used = value
+        self.start = self.value = self.used = value
         self.target, self.foresight = target, foresight
         self.kl: float | None = None
         self.updates, self.pace = 0, 0.0
@@ -41,15 +41,15 @@ class KLCoefficient:
         # A first distance of 0 says nothing: nothing has been trained.
         says_something = self.updates > 0 or self.foresight == 0
         if kl < self.target / TOLERANCE and expected < self.target and says_something:
-            self.value = max(self.value / CHANGE, self.given / FARTHEST)
+            self.value = max(self.value / CHANGE, self.start / FARTHEST)
         elif kl > self.target * TOLERANCE and expected > self.target:
-            self.value = min(self.value * CHANGE, self.given * FARTHEST)
+            self.value = min(self.value * CHANGE, self.start * FARTHEST)
 
     def state_dict(self) -> dict[str, float | None]:
-        return {"given": self.given, "value": self.value, "kl": self.kl, "updates": self.updates, "pace": self.pace}
+        return {"given": self.start, "value": self.value, "kl": self.kl, "updates": self.updates, "pace": self.pace}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A resumed run that gives another weight, or no target, starts anew."""
-        if self.target is not None and state_dict["given"] == self.given:
+        if self.target is not None and state_dict["given"] == self.start:
             self.value, self.kl = state_dict["value"], state_dict["kl"]
             self.updates, self.pace = state_dict["updates"], state_dict["pace"]

@@ -53,19 +53,19 @@ class P3O(Objective):
         return masked_tokens(row, loss_mask) if self.settings.clipping == "token" else len(row.groups)
 
     def loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
-        return self.pair_loss(policy, microbatch, divisor, own=False)
+        return self.pair_loss(policy, microbatch, divisor, on_policy=False)
 
     def first_loss(self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor) -> LossAndMetrics:
         """Old log-probs are the policy's own, so that every ratio is exactly 1; with `--old_logprobs sampler` they are
         not.
         """
-        return self.pair_loss(policy, microbatch, divisor, own=self.old_is_policy)
+        return self.pair_loss(policy, microbatch, divisor, on_policy=self.old_is_policy)
 
     def pair_loss(
-        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, own: bool
+        self, policy: nn.Module, microbatch: Microbatch, divisor: float | Tensor, *, on_policy: bool
     ) -> LossAndMetrics:
-        """own: old log-probs are the policy's."""
-        clips_tokens = self.settings.clipping == "token" and not own
+        """on_policy: old log-probs are the policy's."""
+        clips_tokens = self.settings.clipping == "token" and not on_policy
         row, sampler_logprobs = microbatch.row, None
         if self.weighs_pairs:
             log_ratios = sequence_logprobs(microbatch.sampler_log_ratios(), row.cu_seqlens)
@@ -77,7 +77,7 @@ class P3O(Objective):
                 head,
                 row.labels,
                 row.cu_seqlens_on_host,
-                None if own else microbatch.old_logprobs,
+                None if on_policy else microbatch.old_logprobs,
                 microbatch.ref_logprobs,
                 microbatch.rewards,
                 replace(self.settings, kl_coef=self.kl.value),

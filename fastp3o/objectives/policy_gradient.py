@@ -217,10 +217,10 @@ class REINFORCE(RLOO):
         self, policy: nn.Module, minibatches: list[list[Microbatch]], sum_over_processes: SumOverProcesses
     ) -> list[list[Microbatch]]:
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
-        rewards = torch.cat([each.prepared["advantages"] for each in chain.from_iterable(minibatches)]).double()
+        rewards = torch.cat([batch.prepared["advantages"] for batch in chain.from_iterable(minibatches)]).double()
         total, count = sum_over_processes(torch.stack([rewards.sum(), rewards.new_full((), rewards.numel())])).tolist()
         return [
-            [replace(each, prepared={"advantages": each.prepared["advantages"] - total / count}) for each in minibatch]
+            [replace(part, prepared={"advantages": part.prepared["advantages"] - total / count}) for part in minibatch]
             for minibatch in minibatches
         ]
 

@@ -127,8 +127,8 @@ class PPO(Objective):
 
     @property
     def adaptive_metrics(self) -> dict[str, float]:
-        own = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
-        return super().adaptive_metrics | own
+        metrics = {} if self.step_kl.kl is None else {"step_kl": self.step_kl.kl, "step_kl_coef": self.step_kl.used}
+        return super().adaptive_metrics | metrics
 
     @property
     def learning_rates(self) -> Mapping[str, float]:
@@ -146,12 +146,12 @@ class PPO(Objective):
 
         minibatches = super().prepare(policy, minibatches, sum_over_processes)
         microbatches = list(chain.from_iterable(minibatches))
-        values = map_rows_in_lockstep([each.row for each in microbatches], policy.get_submodule("critic"))
+        values = map_rows_in_lockstep([batch.row for batch in microbatches], policy.get_submodule("critic"))
         advantages = [self.advantages(*pair) for pair in zip(microbatches, values, strict=True)]
         whitened = whiten(advantages, sum_over_processes)
         prepared = iter(
-            replace(each, prepared={"old_values": old, "advantages": white, "returns": old + advantage})
-            for each, old, white, advantage in zip(microbatches, values, whitened, advantages, strict=True)
+            replace(batch, prepared={"old_values": old, "advantages": white, "returns": old + advantage})
+            for batch, old, white, advantage in zip(microbatches, values, whitened, advantages, strict=True)
         )
         return [[next(prepared) for _ in minibatch] for minibatch in minibatches]
 
@@ -166,9 +166,9 @@ class PPO(Objective):
         if self.step_kl.target is None:
             return
         microbatches = list(chain.from_iterable(minibatches))
-        logprobs = map_rows_in_lockstep([each.row for each in microbatches], partial(labelled_logprobs, policy))
+        logprobs = map_rows_in_lockstep([batch.row for batch in microbatches], partial(labelled_logprobs, policy))
         kls = torch.cat(
-            [step_kl(now, each.old_token_logprobs) for now, each in zip(logprobs, microbatches, strict=True)]
+            [step_kl(now, batch.old_token_logprobs) for now, batch in zip(logprobs, microbatches, strict=True)]
         ).double()
         total, count = sum_over_processes(torch.stack([kls.sum(), kls.new_full((), len(kls))])).tolist()
         self.step_kl.adapt(total / count)

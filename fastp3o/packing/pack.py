@@ -170,5 +170,5 @@ def own_part(accelerator: Accelerator, examples: Examples) -> Examples:
         for example in zip(*texts, strict=True)
     ]
     (parts,) = deal([sizes], accelerator.num_processes)
-    own = parts[accelerator.process_index]
-    return {name: [column[example] for example in own] for name, column in examples.items()}
+    part = parts[accelerator.process_index]
+    return {name: [column[example] for example in part] for name, column in examples.items()}

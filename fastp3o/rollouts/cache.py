@@ -118,7 +118,7 @@ class Cache:
 
     def tensors(self) -> list[Tensor]:
         layers = self.layers.values()
-        return [part for own in layers for part in (own.prompt_keys, own.prompt_values, own.own_keys, own.own_values)]
+        return [part for kv in layers for part in (kv.prompt_keys, kv.prompt_values, kv.own_keys, kv.own_values)]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         cache = self.layers[layer]
@@ -147,8 +147,8 @@ class Cache:
         them all would take as much again.
         """
         for layer in self.layers.values():
-            for own in (layer.own_keys, layer.own_values):
-                own[: len(kept)] = own[kept]
+            for tensor in (layer.own_keys, layer.own_values):
+                tensor[: len(kept)] = tensor[kept]
             layer.own_keys, layer.own_values = layer.own_keys[: len(kept)], layer.own_values[: len(kept)]
 
 

@@ -170,12 +170,12 @@ class LayerShapes:
     """A KeyValueCache that only notes the shapes of what it is given."""
 
     def __init__(self) -> None:
-        self.found: dict[int, LayerShape] = {}
+        self.shapes: dict[int, LayerShape] = {}
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         if key.shape != value.shape:
             raise UserError(f"keys {list(key.shape)} and values {list(value.shape)} of layer {layer} differ in shape")
-        self.found[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
+        self.shapes[layer] = LayerShape(value.shape[1], value.shape[2], value.dtype)
 
     def attend(self, *_: object, **__: object) -> Tensor:
         raise RuntimeError("there are no responses to continue")
@@ -189,4 +189,4 @@ def layer_shapes(policy: PackedModel, token: int) -> dict[int, LayerShape]:
     shapes = LayerShapes()
     (row,) = prompt_rows([[token, token]], 1, False, policy.model.device)
     policy.hidden_states(row.input_ids, row.position_ids, segments=row.segments, cache=shapes)
-    return shapes.found
+    return shapes.shapes

@@ -112,8 +112,8 @@ def sampling_settings(config: SamplerConfig) -> SamplingSettings:
 
 def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The tokenizer's end-of-sequence and those that the checkpoint stops at (a chat model's end of turn)."""
-    own = policy.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [] if own is None else [own])}
+    ends = policy.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
 
 
 def decoded(

@@ -26,9 +26,9 @@ class MixtureEngine(Engine):
     """
 
     def __init__(
-        self, other: PackedModel, other_shapes: dict[int, LayerShape], weight: float, *given: Any, **options: Any
+        self, other: PackedModel, other_shapes: dict[int, LayerShape], weight: float, *arguments: Any, **options: Any
     ):
-        super().__init__(*given, **options)
+        super().__init__(*arguments, **options)
         self.other, self.other_head, self.weight = other, other.head(), weight
         self.other_cache = Cache(other_shapes, self.room, self.policy.model.device)
 
@@ -90,8 +90,8 @@ def partly_from_mixture(policy_sampler: Sampler, mixture_sampler: Sampler, count
 
     def sample(prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         mixed = mixture_sampler(prompts, count, seed ^ MIXTURE)
-        own = responses_per_prompt - count
-        plain = policy_sampler(prompts, own, seed) if own else [Group(prompt, []) for prompt in prompts]
+        from_policy = responses_per_prompt - count
+        plain = policy_sampler(prompts, from_policy, seed) if from_policy else [Group(prompt, []) for prompt in prompts]
         return [
             # The mixture's log-probs are not the policy's.
             Group(prompt, responses + [response._replace(logprobs=None) for response in from_mixture])

@@ -51,8 +51,8 @@ class TransformersSampler:
                     temperature=self.policy.temperature,
                 )
                 for p, prompt in enumerate(batch):
-                    own = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
-                    groups.append(Group(prompt, list(decoded(self.tokenizer, end_ids, own))))
+                    responses = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
+                    groups.append(Group(prompt, list(decoded(self.tokenizer, end_ids, responses))))
         return groups
 
 
@@ -101,10 +101,10 @@ def sampling_mode(policy: PackedModel) -> Iterator[PreTrainedModel]:
     came with the checkpoint: transformers merges them into those it is given.
     """
     model = policy.model
-    own_config = model.generation_config
+    config = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         with evaluation_mode(policy), policy.with_own_attention():
             yield model
     finally:
-        model.generation_config = own_config
+        model.generation_config = config

@@ -20,12 +20,12 @@ BEST_EVALUATION = "evaluation.json"
 class Best:
     """The best evaluation by one metric.
 
-    found: its metrics, with `step`; None before the first. since: evaluations after it, none of which was better.
+    best: its metrics, with `step`; None before the first. since: evaluations after it, none of which was better.
     """
 
-    def __init__(self, metric: str, *, lowest: bool, found: dict[str, Any] | None, since: int):
+    def __init__(self, metric: str, *, lowest: bool, best: dict[str, Any] | None, since: int):
         """lowest: whether lower values are better."""
-        self.metric, self.lowest, self.found, self.since = metric, lowest, found, since
+        self.metric, self.lowest, self.best, self.since = metric, lowest, best, since
 
     def improves(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Notes an evaluation, and returns whether it is the best so far. Any number is better than NaN.
@@ -34,10 +34,10 @@ class Best:
         """
         if self.metric not in metrics:
             raise UserError(f"--keep_best {self.metric}: evaluations have {', '.join(metrics)}")
-        if self.found is not None and not self.is_better(metrics[self.metric], self.found[self.metric]):
-            self.since += step > self.found["step"]
+        if self.best is not None and not self.is_better(metrics[self.metric], self.best[self.metric]):
+            self.since += step > self.best["step"]
             return False
-        self.found, self.since = {"step": step, **metrics}, 0
+        self.best, self.since = {"step": step, **metrics}, 0
         return True
 
     def is_better(self, value: float, best: float) -> bool:
@@ -48,13 +48,13 @@ class Best:
     @property
     def file(self) -> dict[str, str]:
         """The file that goes with the model, by name."""
-        return {BEST_EVALUATION: json.dumps(self.found, indent=1) + "\n"}
+        return {BEST_EVALUATION: json.dumps(self.best, indent=1) + "\n"}
 
     def __str__(self) -> str:
         """Its value and step, in words."""
-        if self.found is None:
+        if self.best is None:
             return f"{self.metric}: no evaluation"
-        return f"{self.metric} {self.found[self.metric]:.4g} after step {self.found['step']}"
+        return f"{self.metric} {self.best[self.metric]:.4g} after step {self.best['step']}"
 
 
 def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
@@ -65,5 +65,5 @@ def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
     path = folder / BEST_MODEL / BEST_EVALUATION
     if not path.exists():
         return None, 0
-    found = json.loads(path.read_text())
-    return found, sum(line["step"] > found["step"] for line in read(folder / EVALUATIONS))
+    best = json.loads(path.read_text())
+    return best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))

@@ -57,7 +57,7 @@ class Training:
             base_model_relation=base and ("adapter" if adapter else "finetune"),
             library_name="peft" if adapter else "transformers",
             pipeline_tag="text-classification" if classifies else "text-generation",
-            datasets=sorted({name for each in data_names(config) if (name := hub_name(each))}) or None,
+            datasets=sorted({name for source in data_names(config) if (name := hub_name(source))}) or None,
             tags=["fastp3o", re.sub(r"\W|_", "-", objective.lower()), *more_tags],
         )
         title = f"{base or Path(start).name}, trained with {objective}"
@@ -114,8 +114,8 @@ def table(first: str, second: str, rows: dict[str, Any]) -> str:
 
 
 def data_names(config: StageConfig) -> list[str]:
-    given = [value for option in DATA if (value := getattr(config, option, None))]
-    return [name.strip() for value in given for name in ([value] if Path(value).exists() else value.split(","))]
+    values = [value for option in DATA if (value := getattr(config, option, None))]
+    return [name.strip() for value in values for name in ([value] if Path(value).exists() else value.split(","))]
 
 
 def hub_name(name: str) -> str | None:

@@ -202,8 +202,8 @@ class States:
         """The checksums of all files in a folder; each process reads its share of them."""
         files = on_main_process(self.accelerator, lambda: listed_files(folder))
         share = files[self.accelerator.process_index :: self.accelerator.num_processes]
-        own = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
-        return dict(gather_object(own))
+        sums = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
+        return dict(gather_object(sums))
 
     def prune(self) -> None:
         """Removes corrupt states, and all but the last two."""
@@ -236,7 +236,7 @@ class States:
 
     def candidates(self) -> list[tuple[Path, Manifest | None, str | None]]:
         """States, newest first, with their manifests or the problem; also whole ones that were not renamed yet."""
-        found: list[tuple[int, Path, Manifest | None, str | None]] = []
+        states: list[tuple[int, Path, Manifest | None, str | None]] = []
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             leftover = LEFTOVER.fullmatch(path.name)
             named = NAME.fullmatch(leftover["name"] if leftover else path.name)
@@ -247,12 +247,12 @@ class States:
                 require_files(path, manifest)
             except CorruptStateError as error:
                 if leftover is None:
-                    found.append((int(named[1]), path, None, str(error)))
+                    states.append((int(named[1]), path, None, str(error)))
             else:
-                found.append((manifest.step, path, manifest, None))
+                states.append((manifest.step, path, manifest, None))
         # Of two with the same step the one in its place comes first.
-        found.sort(key=lambda candidate: (-candidate[0], len(candidate[1].name)))
-        return [candidate[1:] for candidate in found]
+        states.sort(key=lambda candidate: (-candidate[0], len(candidate[1].name)))
+        return [candidate[1:] for candidate in states]
 
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""

@@ -80,7 +80,7 @@ def plain_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reasons = [" ".join(str(each).split()) for each in (error, error.__cause__) if each is not None]
-        said = ": ".join(reason for reason in reasons if reason) or type(error).__name__
+        reasons = [" ".join(str(cause).split()) for cause in (error, error.__cause__) if cause is not None]
+        reason = ": ".join(reason for reason in reasons if reason) or type(error).__name__
         token = get_token()
-        raise HubError(f"{what}: {said.replace(token, '...') if token else said}") from None
+        raise HubError(f"{what}: {reason.replace(token, '...') if token else reason}") from None

@@ -334,7 +334,7 @@ class Run:
         if config.keep_best is None:
             return None
         best, since = on_main_process(self.accelerator, lambda: read_best(self.folder))
-        return Best(config.keep_best, lowest=config.lowest_is_best, found=best, since=since)
+        return Best(config.keep_best, lowest=config.lowest_is_best, best=best, since=since)
 
     def call_back(self, step: int) -> None:
         """Shows `on_update` the metrics that it has not seen. The run ends after `step` if it asks for that."""
@@ -408,8 +408,8 @@ class Run:
 
     def checkpoint_after(self, step: int) -> Path | None:
         """The folder of the checkpoint that is due after a step; None without one."""
-        every = self.config.save_every
-        return self.folder / f"checkpoint-{step:06}" if step and every and step % every == 0 else None
+        period = self.config.save_every
+        return self.folder / f"checkpoint-{step:06}" if step and period and step % period == 0 else None
 
     def save_model(self, folder: Path, files: Mapping[str, str] = MappingProxyType({})) -> None:
         """files: texts that go with it, by name."""

@@ -76,10 +76,10 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
         stage = next((stage for kind, stage in stages.items() if isinstance(config, kind)), None)
         if stage is None:
             raise UserError(f"train takes the configuration of a stage that trains, got a {type(config).__name__}")
-        given = checked(config, dict(objects))
-        config = with_objects(config, given)
+        arguments = checked(config, dict(objects))
+        config = with_objects(config, arguments)
         try:
-            stage.train(config, Caller(given.get("on_update"), given.get("on_evaluation")))
+            stage.train(config, Caller(arguments.get("on_update"), arguments.get("on_evaluation")))
         except StoppedError as stopped:
             # A notebook keeps the last traceback, and with it the models of the frames.
             traceback.clear_frames(stopped.__traceback__)

@@ -58,9 +58,9 @@ def logprob_metrics(
     microbatches = list(chain.from_iterable(minibatches))
     if not old_are_policys:
         first = microbatches[0]
-        (own,) = policy_logprobs(policy, [first.row])
-        sums = sequence_logprobs(own, first.row.cu_seqlens).view(first.rewards.shape)
-        microbatches = [replace(first, old_token_logprobs=own, old_logprobs=sums)]
+        (logprobs,) = policy_logprobs(policy, [first.row])
+        sums = sequence_logprobs(logprobs, first.row.cu_seqlens).view(first.rewards.shape)
+        microbatches = [replace(first, old_token_logprobs=logprobs, old_logprobs=sums)]
     metrics = {"ratio/noise": ratio_noise(policy, groups, microbatches[0])}
     if any(response.logprobs is None for group in groups for response in group.responses):
         return metrics
@@ -81,8 +81,8 @@ def ratio_noise(policy: PackedModel, groups: Sequence[Group], microbatch: Microb
     positions begin at 1, which turns queries and keys alike and rounds all of them anew. Without rotary positions only
     the shapes differ; libraries that round a row the same in every shape, as on CPUs, then show no noise.
     """
-    own = [groups[number] for number in microbatch.row.groups]
-    unshared = [(group.prompt.ids, response.ids) for group in own for response in group.responses]
+    members = [groups[number] for number in microbatch.row.groups]
+    unshared = [(group.prompt.ids, response.ids) for group in members for response in group.responses]
     ends = list(accumulate(len(prompt) + len(ids) for prompt, ids in unshared))
     fitting = max(1, bisect_right(ends, microbatch.row.tokens))
     prompt_ids, responses = zip(*[(prompt, [ids]) for prompt, ids in unshared[:fitting][::-1]], strict=True)

@@ -40,8 +40,8 @@ class Update(NamedTuple):
 
 
 def report_update(run: Run, config: OnlineConfig, objective: Objective, update: Update) -> None:
-    own = config.responses_per_prompt - config.from_mixture
-    metrics, log_ratios = update_metrics(run.accelerator, update, own)
+    from_policy = config.responses_per_prompt - config.from_mixture
+    metrics, log_ratios = update_metrics(run.accelerator, update, from_policy)
     metrics |= objective.adaptive_metrics | update.round_metrics
     if not (config.rounds_ahead or config.truncates):
         metrics.pop("sampler_kl", None)  # rounding alone
@@ -57,9 +57,9 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.log_rollouts and update.number % config.log_rollouts == 0:
         places = chosen_prompts([group.prompt.text for group in update.groups], config.log_rollouts_prompts)
-        own_places = [place for microbatch in update.microbatches for place in microbatch.row.groups]
-        table = gather_table(run.accelerator, len(update.groups), own_places, log_ratios)
-        groups = logged_groups(update.number, places, update.groups, update.rewards, table, own)
+        row_places = [place for microbatch in update.microbatches for place in microbatch.row.groups]
+        table = gather_table(run.accelerator, len(update.groups), row_places, log_ratios)
+        groups = logged_groups(update.number, places, update.groups, update.rewards, table, from_policy)
         run.reporter.rollouts(update.number, groups)
     if config.samples_every and (update.number == config.updates or update.number % config.samples_every == 0):
         shown = update.groups[:SAMPLED_PROMPTS]
@@ -68,12 +68,12 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
         run.reporter.samples(update.number, prompts, responses, update.rewards["reward"][: len(shown)].tolist())
 
 
-def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[dict[str, float], Tensor]:
+def update_metrics(accelerator: Accelerator, update: Update, from_policy: int) -> tuple[dict[str, float], Tensor]:
     """Metrics, and log π_old(y|x) − log π_ref(y|x) of this process's responses, [p, K] fp32 on the CPU.
 
     Metrics are means over all processes: of their rollouts as they were sampled, and of the optimizer steps on them.
 
-    own: number of a prompt's responses that are the policy's; the others are the mixture's.
+    from_policy: number of a prompt's responses that are the policy's; the others are the mixture's.
 
     reward: unscaled, less penalties. reward_difference: mean |ri − rj| of pairs. tied_prompts: share of prompts whose
     rewards are all equal. kl: mean log π_old(y|x) − log π_ref(y|x), in nats per response. entropy: −mean log π_old of
@@ -96,7 +96,7 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[
     }
     on_device = {
         # Over the policy's responses, or over all if none is the policy's.
-        "kl": log_ratios[:, : own or None].sum() * processes / rewards[:, : own or None].numel(),
+        "kl": log_ratios[:, : from_policy or None].sum() * processes / rewards[:, : from_policy or None].numel(),
         "entropy": -old_token_logprobs.sum() * processes / tokens.sum(),
         **update.logprob_metrics,
     }
@@ -118,8 +118,8 @@ def update_metrics(accelerator: Accelerator, update: Update, own: int) -> tuple[
 
 def balance(accelerator: Accelerator, minibatches: list[list[Microbatch]]) -> float:
     """Mean tokens of a process, divided by those of the process with most in each minibatch, for which others wait."""
-    own = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
-    tokens = accelerator.gather(to_device(torch.tensor([own], dtype=torch.float32), accelerator.device))
+    tokens_of_process = [sum(microbatch.row.tokens for microbatch in minibatch) for minibatch in minibatches]
+    tokens = accelerator.gather(to_device(torch.tensor([tokens_of_process], dtype=torch.float32), accelerator.device))
     return (tokens.mean(0).sum() / tokens.amax(0).sum()).item()
 
 
@@ -151,13 +151,13 @@ def gather_table(accelerator: Accelerator, prompts: int, places: Sequence[int], 
 
 
 def logged_groups(
-    step: int, places: Sequence[int], groups: Sequence[Group], rewards: Rewards, log_ratios: Tensor, own: int
+    step: int, places: Sequence[int], groups: Sequence[Group], rewards: Rewards, log_ratios: Tensor, from_policy: int
 ) -> list[LoggedGroup]:
-    """Groups at these places. log_ratios: [P, K]. own: number of a prompt's responses that are the policy's; 0: none,
+    """Groups at these places. log_ratios: [P, K]. from_policy: how many responses to a prompt are; 0: none,
     and the KL is over all.
     """
     tables = {name: table.tolist() for name, table in rewards.items()}
-    ratios, kls = log_ratios.tolist(), log_ratios[:, : own or None].mean(dim=1).tolist()
+    ratios, kls = log_ratios.tolist(), log_ratios[:, : from_policy or None].mean(dim=1).tolist()
     return [
         LoggedGroup(
             step,

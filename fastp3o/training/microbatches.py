@@ -54,11 +54,11 @@ def pack_minibatches(
     sizes = group_sizes(prompts, responses, packing)
     members = balanced(sizes, minibatches)
     shares = deal([[sizes[p] for p in minibatch] for minibatch in members], accelerator.num_processes)
-    own = [
+    parts = [
         [minibatch[m] for m in share[accelerator.process_index]]
         for minibatch, share in zip(members, shares, strict=True)
     ]
-    return [pack([prompts[p] for p in part], [responses[p] for p in part], packing, groups=part) for part in own]
+    return [pack([prompts[p] for p in part], [responses[p] for p in part], packing, groups=part) for part in parts]
 
 
 @torch.no_grad()

@@ -107,8 +107,8 @@ class Preferences(SupervisedTask[PreferenceRow]):
     ) -> list[PreferenceRow]:
         """Packed rows. response_tensors: [P, K] each, of the whole batch."""
         rows = pack(examples["prompt_ids"], responses, self.config.packing)
-        own = ({name: values[list(row.groups)] for name, values in response_tensors.items()} for row in rows)
-        return [PreferenceRow(**vars(row), response_tensors=tensors) for row, tensors in zip(rows, own, strict=True)]
+        parts = ({name: values[list(row.groups)] for name, values in response_tensors.items()} for row in rows)
+        return [PreferenceRow(**vars(row), response_tensors=tensors) for row, tensors in zip(rows, parts, strict=True)]
 
     def loss(self, model: nn.Module, row: PreferenceRow, divisor: float | Tensor) -> LossAndMetrics:
         def head_loss(hidden: Tensor, head: Head) -> LinearLossOutput:

@@ -51,17 +51,17 @@ class ReferenceLogprobs:
         for name, examples in data.items():
             contents = json.dumps([examples._fingerprint, columns, depends_on])
             self.paths[name] = folder / f"reference-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.safetensors"
-        self.known: dict[Path, Tensor] = {}
+        self.logprobs_by_path: dict[Path, Tensor] = {}
         for name, path in self.paths.items():
             logprobs = on_main_process(accelerator, partial(read_logprobs, path))
             if logprobs is not None:
                 accelerator.print(f"{name}: log-probabilities of the reference: found in {path}")
-                self.known[path] = logprobs
+                self.logprobs_by_path[path] = logprobs
 
     @property
     def complete(self) -> bool:
         """Whether the log-probs of all data sets are known."""
-        return self.known.keys() >= set(self.paths.values())
+        return self.logprobs_by_path.keys() >= set(self.paths.values())
 
     def compute(self, reference: Reference, after_chunk: Callable[[], None]) -> None:
         """Computes the log-probs that are not known, and writes them to files.
@@ -70,10 +70,10 @@ class ReferenceLogprobs:
         the data set. Raises NotFiniteError if a log-prob is NaN or infinite.
         """
         for name, path in self.paths.items():
-            if path not in self.known:
+            if path not in self.logprobs_by_path:
                 logprobs = self.compute_one(reference, self.data[name], after_chunk)
                 on_main_process(self.accelerator, partial(write_logprobs, path, logprobs))
-                self.known[path] = logprobs
+                self.logprobs_by_path[path] = logprobs
 
     def compute_one(self, reference: Reference, examples: Dataset, after_chunk: Callable[[], None]) -> Tensor:
         """log π_ref of the responses in R columns, [n, R] fp32 on the CPU of every process."""
@@ -89,8 +89,8 @@ class ReferenceLogprobs:
     def chunk_logprobs(self, reference: Reference, examples: dict[str, list], columns: Sequence[str]) -> Tensor:
         prompts, groups = examples["prompt_ids"], list(zip(*(examples[column] for column in columns), strict=True))
         # Each process must make equally many passes, at least one, even if it has no example of this chunk.
-        own = process_share(list(range(len(prompts))), self.accelerator) or [0]
-        rows = pack([prompts[number] for number in own], [groups[number] for number in own], self.packing)
+        share = process_share(list(range(len(prompts))), self.accelerator) or [0]
+        rows = pack([prompts[number] for number in share], [groups[number] for number in share], self.packing)
         rows = [row.to(self.accelerator.device) for row in rows]
         with self.accelerator.autocast():
             token_logprobs = reference(rows)
@@ -102,7 +102,7 @@ class ReferenceLogprobs:
         """The data sets with a further column `reference`, a list of R numbers."""
         return {
             name: examples.add_column(
-                "reference", self.known[self.paths[name]].tolist(), new_fingerprint=examples._fingerprint
+                "reference", self.logprobs_by_path[self.paths[name]].tolist(), new_fingerprint=examples._fingerprint
             )
             for name, examples in self.data.items()
         }

@@ -101,8 +101,8 @@ class RolloutBuffer:
             # Processes wait for one another in passes, so one that has no prompt left samples another's.
             prompts = self.prompts(update, process_share(again, accelerator) or again[:1])
             seed = derived_seed(config.seed, update, AGAIN, attempt)
-            own = self.sampler(prompts, config.responses_per_prompt, seed)
-            fresh, fresh_rewards = gather_groups(accelerator, own, score(own))
+            again_groups = self.sampler(prompts, config.responses_per_prompt, seed)
+            fresh, fresh_rewards = gather_groups(accelerator, again_groups, score(again_groups))
             for place, group in enumerate(fresh):
                 groups[group.prompt.number] = group
                 for name, table in rewards.items():

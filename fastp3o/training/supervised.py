@@ -147,6 +147,6 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
         metrics = mean_over_steps(context.accelerator, [optimizer_step(optimizer, passes, task.loss_on_device)])
         shown = tuple(name for name in metrics if name not in ("grad_norm", "loss_scale"))
         packed = efficiency(rows, config.tokens_per_row)
-        known = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
+        host_metrics = {"epoch": step * config.batch_size / total, "packing_efficiency": packed}
         tokens = sum(row.tokens for row in rows) * context.accelerator.num_processes
-        run.report_later(step, begun, metrics, known, tokens=tokens, shown=shown)
+        run.report_later(step, begun, metrics, host_metrics, tokens=tokens, shown=shown)

@@ -186,12 +186,12 @@ def check_trial(model: Any, transform: LogitsTransform, device: torch.device) ->
         handle.remove()
         for module in training:
             module.training = True
-    if [given.shape for given in seen] != [hidden.shape]:
+    if [inputs.shape for inputs in seen] != [hidden.shape]:
         raise ValueError(f"{refused}its forward pass does not call its head once on the hidden states of all tokens")
     # Some models scale what goes into the head.
-    given = seen[0].to(hidden.device)
-    share = (given * hidden).sum() / hidden.square().sum()
-    if (given - share * hidden).norm() > TOLERANCE * given.norm():
+    inputs = seen[0].to(hidden.device)
+    share = (inputs * hidden).sum() / hidden.square().sum()
+    if (inputs - share * hidden).norm() > TOLERANCE * inputs.norm():
         raise ValueError(f"{refused}its head takes something else than the last hidden states of its body")
     products = torch.linspace(-LARGEST_PRODUCT, LARGEST_PRODUCT, layer.weight.shape[0], device=logits.device)
     expected = transformed((products / share.to(logits.device)).expand(1, TOKENS, -1), transform)

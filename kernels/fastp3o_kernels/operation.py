@@ -31,9 +31,9 @@ def use_triton(impl: str | None, *tensors: Tensor | None) -> bool:
     """
     if impl not in (None, "triton", "eager"):
         raise ValueError(f'impl must be None, "triton" or "eager", got {impl!r}')
-    given = [tensor for tensor in tensors if tensor is not None]
-    on_gpu = all(tensor.is_cuda for tensor in given)
-    fp64 = any(tensor.dtype == torch.float64 for tensor in given)
+    present = [tensor for tensor in tensors if tensor is not None]
+    on_gpu = all(tensor.is_cuda for tensor in present)
+    fp64 = any(tensor.dtype == torch.float64 for tensor in present)
     if impl == "triton" and not HAS_TRITON:
         raise ValueError(
             'impl="triton" needs the package triton, which is not installed; use impl=None or impl="eager"'

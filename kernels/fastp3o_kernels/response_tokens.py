@@ -81,10 +81,10 @@ def check_values(input_ids: Tensor, response_mask: Tensor, mask: Tensor, K: int)
 def check_same_prompts(input_ids: Tensor, mask: Tensor, rows: range) -> None:
     """Checks that the same tokens come before all responses to a prompt; rows without a response do not count."""
     prompts = {row: input_ids[row, : first_index(mask[row])[0]] for row in rows if mask[row].any()}
-    known = list(prompts)
-    for row in known[1:]:
-        if not torch.equal(prompts[row], prompts[known[0]]):
+    filled = list(prompts)
+    for row in filled[1:]:
+        if not torch.equal(prompts[row], prompts[filled[0]]):
             raise ValueError(
-                f"rows {known[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "
+                f"rows {filled[0]} and {row} of the batch are taken for responses to one prompt, but other tokens come "
                 "before their responses: put the responses to a prompt next to each other"
             )

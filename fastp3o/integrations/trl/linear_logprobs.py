@@ -48,12 +48,12 @@ class LinearLogprobsOfTRL:
             temperature=temperature / logit_scale,
         )
         wanted = [OURS[name] for name in OUTPUTS if name in OURS and name in outputs]
-        found = linear_logprobs(hidden, head, targets, outputs=wanted)
+        values = linear_logprobs(hidden, head, targets, outputs=wanted)
         squares = None
         if "log_sum_sq_probs" in outputs:
-            given = hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale
-            squares = TRLS_OWN.apply(*given, ("log_sum_sq_probs",))[2]
-        return found.logprobs, found.entropy, squares, found.mean_logit, found.is_top
+            arguments = hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale
+            squares = TRLS_OWN.apply(*arguments, ("log_sum_sq_probs",))[2]
+        return values.logprobs, values.entropy, squares, values.mean_logit, values.is_top
 
 
 @contextmanager

@@ -117,8 +117,8 @@ class P3OTrainer(GRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        every = self.args.steps_per_generation * self.num_iterations
-        if self._step % every == 0 or self._buffered_inputs is None:
+        period = self.args.steps_per_generation * self.num_iterations
+        if self._step % period == 0 or self._buffered_inputs is None:
             rollouts = shuffled_groups(self._generate_and_score_completions(generation_batch), self.num_generations)
             self._buffered_inputs = split_tensor_dict(rollouts, self.args.steps_per_generation)
         return self._buffered_inputs[self._step % self.args.steps_per_generation]

@@ -112,8 +112,8 @@ class HeadGradients:
         first = spans[0].start
         # The last span's logits are still in their buffer.
         for span in reversed(spans):
-            own = slice(span.start - first, span.stop - first)
-            self.add(span, coefficients[own], None if entropy_coefficients is None else entropy_coefficients[own])
+            part = slice(span.start - first, span.stop - first)
+            self.add(span, coefficients[part], None if entropy_coefficients is None else entropy_coefficients[part])
 
     def scaled_coefficients(
         self, coefficients: Tensor, entropy_coefficients: Tensor | None
@@ -121,16 +121,16 @@ class HeadGradients:
         """Further coefficients times the scale, which their size may lower: all gradients so far are brought to it."""
         if self.scale is None:
             return coefficients, entropy_coefficients
-        given = [values for values in (coefficients, entropy_coefficients) if values is not None]
+        scaled = [values for values in (coefficients, entropy_coefficients) if values is not None]
         if self.triton:
-            self.scale, ratio, given = launch_lowered_scale(self.scale, given, LARGEST_SCALED, HIGHEST_SCALE)
+            self.scale, ratio, scaled = launch_lowered_scale(self.scale, scaled, LARGEST_SCALED, HIGHEST_SCALE)
         else:
-            largest = torch.stack([values.abs().max() for values in given]).max()
+            largest = torch.stack([values.abs().max() for values in scaled]).max()
             lowered = torch.minimum(torch.exp2(torch.floor(torch.log2(LARGEST_SCALED / largest))), self.scale)
-            self.scale, ratio, given = lowered, lowered / self.scale, [values * lowered for values in given]
+            self.scale, ratio, scaled = lowered, lowered / self.scale, [values * lowered for values in scaled]
         waiting = self.dlogits_buffer[: self.waiting.number]
         scale_in_place([waiting, self.dhidden, self.dweight, self.dbias], ratio, triton=self.triton)
-        return given[0], None if entropy_coefficients is None else given[1]
+        return scaled[0], None if entropy_coefficients is None else scaled[1]
 
     def add(self, span: slice, coefficients: Tensor, entropy_coefficients: Tensor | None) -> None:
         """A span's gradients of logits come to the buffer, and its products are computed whenever it is full."""
@@ -139,12 +139,12 @@ class HeadGradients:
             if self.waiting.number == len(self.dlogits_buffer):
                 self.multiply_waiting(last=False)
             end = min(span.stop, begin + len(self.dlogits_buffer) - self.waiting.number)
-            own = slice(begin - span.start, end - span.start)
+            part = slice(begin - span.start, end - span.start)
             self.write_dlogits(
-                rows.part(own),
+                rows.part(part),
                 slice(begin, end),
-                coefficients[own],
-                None if entropy_coefficients is None else entropy_coefficients[own],
+                coefficients[part],
+                None if entropy_coefficients is None else entropy_coefficients[part],
             )
             begin = end
 
@@ -163,11 +163,11 @@ class HeadGradients:
         if not self.triton:
             oracle.dlogits(rows, coefficients, entropy_coefficients, out)
             return
-        given = rows, chunked.row_max[tokens], chunked.log_sum[tokens], coefficients, out
+        arguments = rows, chunked.row_max[tokens], chunked.log_sum[tokens], coefficients, out
         if entropy_coefficients is None:
-            launch_dlogits(*given)
+            launch_dlogits(*arguments)
         else:
-            launch_dlogits(*given, entropy=chunked.statistics[0][tokens], entropy_coefficients=entropy_coefficients)
+            launch_dlogits(*arguments, entropy=chunked.statistics[0][tokens], entropy_coefficients=entropy_coefficients)
 
     def multiply_waiting(self, *, last: bool) -> None:
         """The gradients' products over all tokens that wait and take part."""
@@ -226,18 +226,18 @@ class HeadGradients:
             factor = (1.0 if incoming is None else incoming) / self.scale
         gradients = list(zip((self.dhidden, self.dweight, self.dbias), self.dtypes, strict=True))
         if factor is not None:
-            own = [gradient for gradient, dtype in gradients if gradient is not None and gradient.dtype == dtype]
-            scale_in_place(own, factor, triton=self.triton)
+            kept = [gradient for gradient, dtype in gradients if gradient is not None and gradient.dtype == dtype]
+            scale_in_place(kept, factor, triton=self.triton)
         return [converted(gradient, factor, dtype) for gradient, dtype in gradients]
 
 
 def scale_in_place(tensors: Sequence[Tensor | None], factor: Tensor, *, triton: bool) -> None:
     """Multiplies tensors by a 0-d tensor. The host does not wait, and no byte moves where that is 1 and Triton runs."""
-    given = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
-    if triton and given:
-        launch_scale(given, factor)
+    filled = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+    if triton and filled:
+        launch_scale(filled, factor)
         return
-    for values in given:
+    for values in filled:
         # In place a half would round the number itself to half precision first.
         values.mul_(factor) if values.dtype == factor.dtype else values.copy_(values.to(factor.dtype) * factor)
 

@@ -114,8 +114,8 @@ def linear_logprobs(
     dtypes = HeadDtypes.for_hidden(hidden)
     triton = use_triton(impl, hidden, head.weight, head.bias)
     if impl == "eager" or len(hidden) == 0:
-        found = oracle.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
-        return found.logprobs if outputs is None else found
+        values = oracle.linear_outputs(hidden, head, labels, ignore_index, dtypes.rounded, outputs or ())
+        return values.logprobs if outputs is None else values
     if not torch.is_grad_enabled():
         hidden, head = hidden.detach(), head.detach()
     N = len(hidden)

@@ -93,13 +93,13 @@ class ObjectiveSums:
     sum: Tensor | None = None
     metrics: Metrics = field(default_factory=dict)
 
-    def add(self, found: TokenOutputs, groups: slice, tokens: slice) -> Tensor:
+    def add(self, values: TokenOutputs, groups: slice, tokens: slice) -> Tensor:
         """The objective of neighbouring groups, differentiable where their tokens' [n] log-probs and entropies are."""
         K = self.responses_per_group
         cu_seqlens = self.cu_seqlens[K * groups.start : K * groups.stop + 1] - tokens.start
         tensors = {name: tensor[tokens] for name, tensor in self.token_tensors.items()}
         tensors |= {name: tensor[groups] for name, tensor in self.group_tensors.items()}
-        value = self.objective(Groups(found[0], cu_seqlens, K, tensors, *found[1:]))
+        value = self.objective(Groups(values[0], cu_seqlens, K, tensors, *values[1:]))
         loss, metrics = value if isinstance(value, tuple) else (value, {})
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -109,20 +109,20 @@ class ObjectiveSums:
             self.metrics[name] = self.metrics.get(name, 0.0) + metric.detach()
         return loss
 
-    def found(self, chunked: ChunkedHead, chunk: Chunk) -> TokenOutputs:
+    def token_values(self, chunked: ChunkedHead, chunk: Chunk) -> TokenOutputs:
         statistics = [values[chunk.tokens] for values in chunked.statistics]
         return token_outputs(self.outputs, chunked.logprobs[chunk.tokens], *statistics)
 
     def evaluate(self, chunked: ChunkedHead, chunk: Chunk) -> None:
-        self.add(self.found(chunked, chunk), chunk.groups, chunk.tokens)
+        self.add(self.token_values(chunked, chunk), chunk.groups, chunk.tokens)
 
     def coefficients(self, chunked: ChunkedHead, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         """Adds the objective of a chunk; its derivatives by the tokens' log-probs and entropies, [n]."""
-        found = self.found(chunked, chunk)
+        values = self.token_values(chunked, chunk)
         with torch.enable_grad():
-            logprobs = found.logprobs.detach().requires_grad_()
-            entropy = None if found.entropy is None else found.entropy.detach().requires_grad_()
-            loss = self.add(found._replace(logprobs=logprobs, entropy=entropy), chunk.groups, chunk.tokens)
+            logprobs = values.logprobs.detach().requires_grad_()
+            entropy = None if values.entropy is None else values.entropy.detach().requires_grad_()
+            loss = self.add(values._replace(logprobs=logprobs, entropy=entropy), chunk.groups, chunk.tokens)
             wanted = [logprobs] if entropy is None else [logprobs, entropy]
             if not loss.requires_grad:  # a constant
                 gradients = tuple(torch.zeros_like(tensor) for tensor in wanted)
@@ -227,10 +227,10 @@ def linear_loss(
     offsets = on_device(cu_seqlens, hidden.device, torch.int64)
     sums = ObjectiveSums(objective, offsets, K, tokens, responses | groups, tuple(outputs), divisor)
     if impl == "eager":
-        found = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
+        values = oracle.linear_outputs(hidden, head, labels, NO_LABEL, dtypes.rounded, outputs)
         # Through the sum gradients, if only zeros, reach all that the log-probs come from.
-        nothing = 0 * found.logprobs.sum()
-        loss = (sums.add(found, slice(0, P), slice(0, N)) + nothing if P else nothing) / divisor
+        nothing = 0 * values.logprobs.sum()
+        loss = (sums.add(values, slice(0, P), slice(0, N)) + nothing if P else nothing) / divisor
     else:
         loss = chunked_loss(hidden, head, labels, bounds, sums, memory_budget, triton=triton)
     return LinearLossOutput(loss, sums.metrics)

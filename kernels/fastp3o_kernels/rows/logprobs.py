@@ -126,8 +126,8 @@ def token_logprobs(
         # The kernels read and write rows apart from each other.
         if logits.stride(1) != 1 or (logits.stride(0) < logits.shape[1] and len(logits) > 1):
             logits = logits.contiguous()
-        given = logits, labels.contiguous(), transform, ignore_index, inplace_backward
-        logprobs, *statistics = TokenLogprobs.apply(*given, bool(outputs))
+        arguments = logits, labels.contiguous(), transform, ignore_index, inplace_backward
+        logprobs, *statistics = TokenLogprobs.apply(*arguments, bool(outputs))
     else:
         logprobs = oracle.token_logprobs(logits, labels, temperature=temperature, ignore_index=ignore_index)
         scaled = oracle.at_least_fp32(logits) / temperature

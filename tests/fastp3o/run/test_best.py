@@ -97,15 +97,15 @@ def test_a_metric_that_no_evaluation_has_is_refused(tiny_model, workplace):
 
 @pytest.mark.parametrize("lowest", [True, False])
 def test_a_number_that_is_not_one_is_never_better(lowest):
-    best = Best("reward/a", lowest=lowest, found={"step": 1, "reward/a": 1.0}, since=0)
+    best = Best("reward/a", lowest=lowest, best={"step": 1, "reward/a": 1.0}, since=0)
     assert not best.improves(2, {"reward/a": float("nan")})
     assert best.since == 1
 
 
 @pytest.mark.parametrize("lowest", [True, False])
 def test_any_number_is_better_than_a_first_one_that_is_none(lowest):
-    best = Best("reward/a", lowest=lowest, found=None, since=0)
+    best = Best("reward/a", lowest=lowest, best=None, since=0)
     assert best.improves(1, {"reward/a": float("nan")})
     assert not best.improves(2, {"reward/a": float("nan")})
     assert best.improves(3, {"reward/a": 0.0})
-    assert (best.found["step"], best.since) == (3, 0)
+    assert (best.best["step"], best.since) == (3, 0)
