@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -218,56 +217,33 @@ def compiler_source(config: Configuration) -> ASTSource:
     return ASTSource(kernel, signature, positions, attributes)
 
 
-class Code(NamedTuple):
-    """A compiled kernel: registers a thread, bytes of stack (spills show there) and of shared memory, the layouts of
-    tensors in that, and the disassembly.
-    """
-
-    registers: int
-    stack: int
-    shared: int
-    layouts: list[str]
-    sass: str
-
-
 def compile_for(config: Configuration, architecture: int) -> CompiledKernel:
     options = {"num_warps": config.warps, "maxnreg": getattr(KERNELS[config.kernel], "REGISTERS", None)}
     return triton.compile(compiler_source(config), target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-def disassembled(config: Configuration, architecture: int) -> Code:
+def compiled(config: Configuration, architecture: int) -> dict[str, object]:
+    """What a kernel takes (registers a thread, bytes of stack, where spills show, and of shared memory), and
+    instructions of interest.
+    """
     result = compile_for(config, architecture)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(result.asm["cubin"])
         file.flush()
         usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", file.name)
         sass = run(TOOLS / "nvdisasm", "-c", file.name)
-    layouts = re.findall(r"#ttg\.\w*shared<\{.*?\}>", result.asm["ttgir"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    return Code(registers, stack, result.metadata.shared, layouts, sass)
-
-
-def identity(config: Configuration, architecture: int, code: Code) -> dict[str, object]:
-    """What every table says of a kernel."""
     return {
         "kernel": config.kernel,
         "configuration": config.name,
         "architecture": f"sm_{architecture}",
         "warps": config.warps,
-        "registers": code.registers,
-    }
-
-
-def compiled(config: Configuration, architecture: int) -> dict[str, object]:
-    """What a kernel takes, and instructions of interest."""
-    code = disassembled(config, architecture)
-    return {
-        **identity(config, architecture, code),
-        "stack": code.stack,
-        "spills": len(re.findall(r"\b(?:STL|LDL)\b", code.sass)),
-        "shared": code.shared,
-        "wide_loads": len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128\b", code.sass)),
-        "tensor_core": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|QGMMA)\b", code.sass)),
+        "registers": registers,
+        "stack": stack,
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        "shared": result.metadata.shared,
+        "wide_loads": len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128\b", sass)),
+        "tensor_core": len(re.findall(r"\b(?:HGMMA|HMMA|UTCHMMA|QGMMA)\b", sass)),
     }
 
 

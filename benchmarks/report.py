@@ -2,7 +2,7 @@
 
 python -m benchmarks.report                        # every table and the goals, of the committed results
 python -m benchmarks.report RESULTS.json           # the tables of one run
-python -m benchmarks.report --write                # what pages say: of GPUs, of precisions, of compiled layers
+python -m benchmarks.report --write                # what pages say: of GPUs and of precisions
 """
 
 import argparse
@@ -18,9 +18,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 FRONT_PAGE = FOLDER.parent / "README.md"
-PRECISION_PAGE, COMPILED_PAGE = (
-    FOLDER.parent / "fastp3o" / "training" / name for name in ("precision.md", "compiled_layers.md")
-)
+PRECISION_PAGE = FOLDER.parent / "fastp3o" / "training" / "precision.md"
 BOTH = "forward and backward"
 # The operation that a case is timed in turns with; no implementation can be faster.
 BARE_OPERATIONS = {"hidden": "bare products", "logits": "bare copy"}
@@ -86,22 +84,6 @@ def precision_table(record: dict) -> list[list[str]]:
         cells = [f"{result['errors'][rate]:.2g}" for rate in rates]
         lines.append([result["precision"], *cells, "" if noise is None else f"{noise:.2g}"])
     return lines
-
-
-def compiled_layer_table(record: dict) -> list[list[str]]:
-    """What layers launch and move in training, plain and compiled. Header first."""
-    lines = [["a layer, forward and backward", "launches besides attention", "GB moved besides products"]]
-    for model, ways in record["layers"].items():
-        plain, compiled = ways["plain"], [ways["forward"], ways["backward"]]
-        launches = sum(part["launches"] for part in plain), sum(p["fused"] + p["products"] for p in compiled)
-        moved = sum(part["other_bytes"] for part in plain), sum(part["fused_bytes"] for part in compiled)
-        for way, count, size in zip(("as transformers has it", "compiled"), launches, moved, strict=True):
-            lines.append([f"{model}, {way}", str(count), f"{size / 1e9:.1f}"])
-    return lines
-
-
-def compiled_section(table: list[list[str]], record: dict) -> str:
-    return f"{markdown(table)}\n\nCounted with torch {record['torch']}, transformers {record['transformers']}."
 
 
 def markdown(lines: list[list[str]]) -> str:
@@ -246,13 +228,11 @@ def judged(*records: dict) -> Results:
 
 
 def write() -> None:
-    """Writes what pages say of GPUs, and the tables of the trainer's page."""
+    """Writes what pages say of GPUs, and the table of precisions."""
     record = gpu_record()
     write_between(README, "gpu", gpu_sentence(record))
     FRONT_PAGE.write_text(with_gpu_limit(FRONT_PAGE.read_text(), record))
     write_between(PRECISION_PAGE, "precision", precision_section(load(RESULTS / "policy_precision.json")))
-    counts = load(RESULTS / "compiled_counts.json")
-    write_between(COMPILED_PAGE, "compiled layers", compiled_section(compiled_layer_table(counts), counts))
 
 
 def gpu_record() -> dict | None:

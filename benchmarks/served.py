@@ -10,8 +10,8 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from timeit import timeit
 
 import torch
 from accelerate import Accelerator
@@ -68,7 +68,7 @@ def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, roun
         max_prompt_tokens=PROMPT,
     )
     publisher = Publisher(context, config, config.longest_sequence, policy, lambda: next(versions))
-    publish_seconds = list(timed(publisher, times=4))[1:]
+    publish_seconds = [timeit(publisher, number=1) for _ in range(4)][1:]
     publisher.version = lambda: publisher.published or 0
     samplers["vLLM"] = VLLMSampler(publisher, tokenizer, max_response_tokens=RESPONSE)
     totals = {name: [0, 0.0, 0.0] for name in samplers}
@@ -89,13 +89,6 @@ def speed(given: argparse.Namespace, prompts: int = 64, responses: int = 8, roun
         "tokens_per_second": {name: tokens / clock for name, (tokens, clock, _) in totals.items()},
         "tokens_per_processor_second": {name: tokens / processor for name, (tokens, _, processor) in totals.items()},
     }
-
-
-def timed(publish: Callable[[], None], times: int) -> Iterator[float]:
-    for _ in range(times):
-        begin = time.perf_counter()
-        publish()
-        yield time.perf_counter() - begin
 
 
 def processor_seconds(server: int) -> float:

@@ -48,10 +48,6 @@ def test_what_is_committed_is_what_the_results_give():
     written = report.PRECISION_PAGE.read_text()
     precision = report.precision_section(report.load(report.RESULTS / "policy_precision.json"))
     assert report.between_markers(written, "precision", precision) == written
-    written = report.COMPILED_PAGE.read_text()
-    counts = report.load(report.RESULTS / "compiled_counts.json")
-    layers = report.compiled_section(report.compiled_layer_table(counts), counts)
-    assert report.between_markers(written, "compiled layers", layers) == written
     written = report.README.read_text()
     assert report.between_markers(written, "gpu", report.gpu_sentence(report.gpu_record())) == written
 
@@ -91,7 +87,7 @@ def gpu_record(record, *levels):
 def test_a_gpu_run_that_ended_early_fills_what_it_can_of_every_page(record, tmp_path, monkeypatch, levels):
     results = tmp_path / "results"
     shutil.copytree(report.RESULTS, results, ignore=shutil.ignore_patterns("frontier", "quickstart"))
-    for name in ("README", "PRECISION_PAGE", "COMPILED_PAGE", "FRONT_PAGE"):
+    for name in ("README", "PRECISION_PAGE", "FRONT_PAGE"):
         shutil.copy(getattr(report, name), tmp_path / f"{name}.md")
         monkeypatch.setattr(report, name, tmp_path / f"{name}.md")
     monkeypatch.setattr(report, "RESULTS", results)

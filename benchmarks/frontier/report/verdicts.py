@@ -7,6 +7,7 @@ from pandas import DataFrame, Series
 
 from benchmarks.frontier.report import equal_kl, measures, rewards, stale
 from benchmarks.frontier.report.measures import Study
+from benchmarks.frontier.report.stale import OLDEST
 from benchmarks.frontier.runs.equal_kl import KLS
 from benchmarks.frontier.runs.plan import BETA, Run
 from benchmarks.frontier.runs.rewards import PPO_RATES, scales
@@ -41,22 +42,18 @@ def write(study: Study) -> None:
 
 def verdicts(study: Study) -> list[Verdict]:
     """At most eight."""
-    fresh = [
-        Verdict(f"fresh rollouts, {K} responses per prompt", END, *against_best_rival(study, 0, K), TEN)
-        for K in (4, 16)
-    ]
-    old = [
-        Verdict(
-            f"rollouts {stale.OLDEST} updates old, {K} responses", END, *against_best_rival(study, stale.OLDEST, K), TEN
-        )
+    # The best P3O of the selection languages against the rival with the highest mean on those of the results, which is
+    # a choice in the rival's favour.
+    by_lag = [
+        Verdict(f"{name}, {K} responses{more}", END, *against_highest(study, stale.rivals(study, lag, K)), TEN)
+        for lag, name, more in ((0, "fresh rollouts", " per prompt"), (OLDEST, f"rollouts {OLDEST} updates old", ""))
         for K in (4, 16)
     ]
     return [
         Verdict("an offset of one deviation per prompt", END, *under_an_offset(study, 1.0), TEN),
         Verdict("a factor per prompt (log-normal, σ 1)", END, *under_scales(study), TEN),
         Verdict("fresh rollouts, 2 responses per prompt", END, *against_ppo(study), "two languages"),
-        *fresh,
-        *old,
+        *by_lag,
         Verdict(
             "fresh rollouts, 4 responses, every rate and coefficient",
             f"gain at KL {HIGHER_KL:g}",
@@ -84,13 +81,6 @@ def reading(estimate: Estimate | None) -> str:
         return "no evidence of a difference"
     by = "" if abs(estimate.mean) >= 0.05 else ", by little"
     return f"P3O is {'ahead' if estimate.mean > 0 else 'behind'}{by}"
-
-
-def against_best_rival(study: Study, lag: int, responses: int) -> tuple[str, Estimate | None]:
-    """The best P3O of the selection languages against the rival with the highest mean on those of the results, which
-    is a choice in the rival's favour.
-    """
-    return against_highest(study, stale.rivals(study, lag, responses))
 
 
 def against_highest(study: Study, pairs: list[tuple[Run, Run]]) -> tuple[str, Estimate | None]:
