@@ -126,11 +126,6 @@ def test_a_part_ends_with_its_time_and_goes_on_in_the_next_run(tmp_path, capsys)
     assert run([shell("slow", f"test -f {tmp_path}/started")], tmp_path) == 0
 
 
-def test_no_part_begins_after_the_time_of_the_whole_run(tmp_path, capsys):
-    assert run([shell("a", "true"), shell("b", "true")], tmp_path, seconds=-1) == 1
-    assert capsys.readouterr().out.count("unfinished") == 2
-
-
 def test_a_command_that_cannot_start_its_tests_is_tried_twice_and_fails(tmp_path):
     broken = Part("broken", 20, {"broken": ["sh", "-c", f"echo x >> {tmp_path}/tries; : {{results}}; exit 4"]})
     assert run([broken], tmp_path) == 1

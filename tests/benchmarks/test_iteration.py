@@ -1,7 +1,6 @@
 import pytest
-from transformers import AutoTokenizer
 
-from benchmarks import iteration_trainers, test_iteration
+from benchmarks import test_iteration
 from benchmarks.iteration_trainers import PHASES, TRAINERS, Stopwatch, Task, save_model
 from benchmarks.test_iteration import Iteration, figures, random_prompts
 from benchmarks.training_shapes import llama
@@ -34,19 +33,6 @@ def test_every_trainer_trains(name, passes, tmp_path):
     for iteration in measured:
         assert list(iteration) == ["seconds"] if "TRL" in name else ["seconds", *PHASES, "other"]
         assert min(iteration.values()) > 0
-
-
-def test_the_tokenizer_gives_back_the_tokens_and_its_end_is_never_sampled(tmp_path):
-    save_model(llama(32, 48, 2, 4, 2, 61), tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer("w3 w60 w1")["input_ids"] == [3, 60, 1]
-    assert tokenizer.eos_token_id == 61
-
-
-def test_online_dpo_is_absent_with_four_responses(tmp_path):
-    task = Task(tmp_path, [], 5, 4)
-    with pytest.raises(iteration_trainers.AbsentError):
-        TRAINERS["TRL online DPO"](task, 1, tmp_path, Stopwatch())
 
 
 def test_the_median_iteration_and_the_median_ratio(record):

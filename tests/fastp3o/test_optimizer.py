@@ -175,16 +175,6 @@ def test_a_resumed_run_takes_its_own_settings_of_adamw():
     assert resumed.learning_rate == 0.5 * 0.99
 
 
-def test_the_learning_rate_is_that_of_the_step():
-    optimizer = optimizer_for(Weights([1.0]), torch.float32, lr_schedule="linear", warmup_steps=2)
-    for rate in (0.0, 0.5e-3, 1e-3):
-        before = optimizer.parameters["weight"].item()
-        optimizer.step(backward(optimizer, [1.0]))
-        assert optimizer.learning_rate == rate
-        # AdamW's steps along one gradient are the learning rate.
-        assert before - optimizer.parameters["weight"].item() == pytest.approx(rate, abs=1e-6)
-
-
 def test_a_state_of_another_model_is_refused_by_name():
     optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float32)
     for name in ("exp_avg.other", "reference_mean.weight"):
@@ -269,17 +259,6 @@ def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.tensors().items())
 
 
-def test_a_state_with_the_keys_of_torchs_scaler_goes_on():
-    optimizer = optimizer_for(Weights([1.0, 2.0]), torch.float16)
-    torchs = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    torchs.scale(torch.zeros(()))  # which makes its tensors
-    assert optimizer.state_dict()["loss_scale"] == torchs.state_dict()
-    optimizer.load_state_dict({"steps": 0, "loss_scale": torchs.state_dict() | {"scale": 8.0, "_growth_tracker": 1999}})
-    metrics = optimizer.step(backward(optimizer, [1.0, 1.0]))
-    assert metrics["loss_scale"] == 16
-    assert optimizer.state_dict()["loss_scale"] == torchs.state_dict() | {"scale": 16.0}
-
-
 @pytest.mark.parametrize("dtype", NAMES)
 def test_clipping_within_adamw_is_as_exact_as_before_it(dtype):
     """Gradients divided as AdamW reads them, against torch's clipping, which multiplies them beforehand."""
@@ -296,22 +275,6 @@ def test_clipping_within_adamw_is_as_exact_as_before_it(dtype):
         nn.utils.clip_grad_norm_([plain], 0.3)
         torchs.step()
     torch.testing.assert_close(own.detach(), plain.detach(), atol=0.0, rtol=1e-6)
-
-
-def test_gradients_are_scaled_down_to_a_norm():
-    model = Weights([1.0, 1.0])
-    optimizer = optimizer_for(model, torch.float32, max_grad_norm=1.0, adam_eps=1.0, learning_rate=1.0)
-    metrics = optimizer.step(backward(optimizer, [3.0, 4.0]))
-    assert metrics["grad_norm"] == 5
-    # AdamW's first step is g / (|g| + eps).
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([1 - 0.6 / 1.6, 1 - 0.8 / 1.8]))
-
-
-def test_fp32_weights_are_their_own_masters():
-    model = Weights([1.0, 2.0])
-    optimizer = optimizer_for(model, torch.float32)
-    assert [id(p) for p in optimizer.parameters.values()] == [id(model.weight)]
-    assert optimizer.guard.scale is None
 
 
 @HALVES

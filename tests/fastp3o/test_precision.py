@@ -38,7 +38,3 @@ def test_auto_is_fp16_on_a_gpu_that_emulates_bf16(monkeypatch: pytest.MonkeyPatc
     for automatic in ("bf16-autocast", "fp16"):
         assert choose_precision("auto", automatic).name == "fp16"
     assert choose_precision("bf16", "fp16").name == "bf16"
-
-
-def test_half_is_about_the_weights():
-    assert [name for name in DTYPES if choose_precision(name, name).half] == ["bf16", "fp16"]

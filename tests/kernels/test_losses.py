@@ -228,13 +228,3 @@ def test_orpos_odds_keep_their_digits_and_gradients_at_both_ends():
     got = losses.orpo(torch.tensor([[-1e-4, -1e-4]])).double()  # equal odds: log 2 whatever they are
     torch.testing.assert_close(got, torch.tensor([1e-4 + 0.1 * math.log(2)]).double(), rtol=1e-5, atol=0)
     assert expected < -9
-
-
-def test_far_apart_responses_overflow_nothing():
-    logprobs = torch.tensor([[-1e4, -1.0], [-1.0, -1e4]], requires_grad=True)
-    known = torch.zeros(2, 2)
-    for name in ("dpo", "apo_zero", "apo_down"):
-        loss = getattr(losses, name)(logprobs, known)
-        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-        assert loss.isfinite().all(), name
-        assert gradient.isfinite().all(), name

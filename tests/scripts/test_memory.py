@@ -240,6 +240,7 @@ def test_the_pages_table_of_several_gpus_is_what_the_formula_gives():
         assert f"| {size} | {gpus} | {' | '.join(cells)} |" in (PAGES / "several_gpus.md").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "case",
     [

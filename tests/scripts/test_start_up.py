@@ -12,6 +12,8 @@ import fastp3o_kernels
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py") if "__main__" in path.read_text())
+# One of each kind of command.
+SAMPLE = ("memory.py", "online.py", "sft.py", "win_rate.py")
 # Packages that take a tenth of a second or more.
 HEAVY = {"accelerate", "datasets", "httpx", "matplotlib", "pandas", "peft", "pyarrow", "torch", "transformers"}
 # An objective's configuration stands beside its loss, whose file needs torch.
@@ -45,7 +47,7 @@ def imported_by(*arguments: str) -> set[str]:
     return set(run.stderr.split())
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [pytest.param(s, marks=() if s in SAMPLE else pytest.mark.nightly) for s in SCRIPTS])
 def test_help_imports_nothing_that_takes_long(script: str):
     modules = imported_by(f"scripts/{script}", "--help")
     assert "argparse" in modules

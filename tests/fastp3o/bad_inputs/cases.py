@@ -2,7 +2,7 @@
 
 A case adds flags to a run that would work, writes files into its folder first, and ends in `message`: an error of its
 own, or one line under argparse's usage. Folders under `models/` are those of `broken_models.py`. CONFIGURED are the
-cases that a configuration refuses, CALLED those of a reward function's result; of each kind a few run a whole script.
+cases that a configuration refuses; of each kind a few run a whole script.
 """
 
 import gzip
@@ -267,40 +267,20 @@ PROMPTS = [
     ("[" * 100_000, ": expected a JSON object, got values nested too deeply"),
     ('{"prompt": ' + "9" * 5000 + "}", ": expected valid JSON"),
     ([PAIR], ": expected an object, got a list of 1"),
-    ("null", ": expected an object, got null"),
     ("NaN", ": expected an object, got the number nan"),
-    ('"text"', ": expected an object, got a string"),
     ({}, " field 'prompt': expected text, got nothing: the field is missing"),
-    ({"Prompt": "a"}, " field 'prompt': expected text, got nothing: the field is missing"),
-    ({"prompt": None}, " field 'prompt': expected text, got null"),
-    ({"prompt": ""}, " field 'prompt': expected text, got an empty string"),
-    ({"prompt": " \n\t "}, " field 'prompt': expected text, got only white space"),
-    ({"prompt": 7}, " field 'prompt': expected text, got the number 7"),
     ({"prompt": 10**30}, " field 'prompt': expected text, got a number of more than twelve digits"),
-    ({"prompt": 1e308}, " field 'prompt': expected text, got a number of more than twelve digits"),
     ('{"prompt": 1e999}', " field 'prompt': expected text, got a number of more than twelve digits"),
-    ({"prompt": True}, " field 'prompt': expected text, got true"),
-    ({"prompt": {"text": "a"}}, " field 'prompt': expected text, got an object with the fields text"),
-    ({"prompt": []}, " field 'prompt': expected a list of messages, got a list of 0"),
-    ({"prompt": ["a"]}, " field 'prompt[0]': expected a message with role and content, got a string"),
-    ('{"prompt": "a\\ud800"}', " field 'prompt': expected text, got a string with half of a surrogate pair"),
     ({"prompt": "long " * 210_000}, " field 'prompt': expected at most 1000000 characters, got 1050000 of them"),
     ({"prompt": [USER]}, ": holds messages, and the tokenizer has no chat template"),
 ]
 DEMONSTRATIONS = [
     ({"prompt": "a"}, " field 'label': expected text, got nothing: the field is missing"),
-    ({"prompt": "a", "label": None}, " field 'label': expected text, got null"),
-    ({"prompt": "a", "label": 1}, " field 'label': expected text, got the number 1"),
-    ({"prompt": "a", "label": ["b"]}, " field 'label': expected text, got a list of 1"),
     ({"prompt": "a", "label": "b", "completion": "c"}, ": expected one response in the fields label, completion"),
-    ({"prompt": "a", "label": True, "completion": "c"}, ": expected one response in the fields label, completion"),
-    ({"prompt": "a", "label": "b", "response": "c"}, ": expected one response in the fields label, response"),
 ]
 PREFERENCES = [
     ({"prompt": "a", "chosen": "b"}, " field 'rejected': expected text, got nothing: the field is missing"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, " field 'rejected': expected another response than 'chosen'"),
-    ({"prompt": "a", "chosen": "", "rejected": "b"}, " field 'chosen': expected text, got an empty string"),
-    ({"prompt": "a", "chosen": ["b"], "rejected": ["c"]}, " field 'chosen': expected text, got a list of 1"),
     ({"prompt": "a", "chosen": "b" * 20 + "c", "rejected": "b" * 20 + "d"}, " field 'rejected': expected another"),
 ]
 MARGINS = [
@@ -339,25 +319,8 @@ RANKED = [
     ),
     ({"ranked_responses": ["b", "c"]}, " field 'prompt': expected text, got nothing: the field is missing"),
 ]
-UNPAIRED = [
-    ({"prompt": "a", "completion": "b"}, " field 'label': expected true or false, whether the completion is desirable"),
-    ({"prompt": "a", "completion": "b", "label": "true"}, " field 'label': expected true or false, whether the"),
-    ({"prompt": "a", "completion": "b", "label": 1}, " field 'label': expected true or false, whether the completion"),
-    ({"prompt": "a", "completion": "b", "label": "b"}, " field 'label': expected true or false, whether the"),
-    ({"prompt": "a", "label": True}, " field 'completion': expected text, got nothing: the field is missing"),
-]
 # First lines, with the tokenizer of models/chat.
 MESSAGES = [
-    ({"messages": []}, " field 'messages': expected a list of messages, got a list of 0"),
-    ({"messages": "Hi"}, " field 'messages': expected a list of messages, got a string"),
-    ({"messages": [USER, "Ho"]}, " field 'messages[1]': expected a message with role and content, got a string"),
-    ({"messages": [{"role": "user"}, REPLY]}, " field 'messages[0].content': expected text, got nothing"),
-    ({"messages": [USER, {**REPLY, "content": None}]}, " field 'messages[1].content': expected text, got null"),
-    ({"messages": [USER, {**REPLY, "content": ["a"]}]}, " field 'messages[1].content': expected text, got a list of 1"),
-    ({"messages": [{**USER, "role": 1}, REPLY]}, " field 'messages[0].role': expected text, got the number 1"),
-    ({"messages": [{"from": "human", "value": "Hi"}]}, " field 'messages[0].role': expected text, got nothing"),
-    ({"messages": [REPLY]}, " field 'messages': expected messages before the assistant's, got a single message"),
-    ({"messages": [USER]}, " field 'messages': expected a last message of assistant, got one of role 'user'"),
     ({"messages": [REPLY, REPLY]}, " field 'messages': expected a last message of user or tool, got one of role"),
     (
         {"messages": [{**USER, "role": "critic"}, USER, REPLY]},
@@ -399,46 +362,18 @@ REWARDS = """
 import asyncio
 import os
 import sys
-import numpy
 def numbers(prompts, responses): return [1.0] * len(responses)
-def words(prompts, responses): return ["1.5"] * len(responses)
-def text(prompts, responses): return "1" * len(responses)
-def mapping(prompts, responses): return dict.fromkeys(range(len(responses)), 1.0)
-def nothing(prompts, responses): pass
-def nothings(prompts, responses): return [None] * len(responses)
-def one_number(prompts, responses): return 1.0
-def too_few(prompts, responses): return [1.0] * (len(responses) - 1)
-def too_many(prompts, responses): return [1.0] * (len(responses) + 1)
-def table(prompts, responses): return numpy.ones((len(responses), 2))
-def huge(prompts, responses): return [10**400] * len(responses)
 def not_finite(prompts, responses): return [float("nan")] * len(responses)
 def answered(prompts, responses, answer): return [1.0] * len(responses)
 def reversed(responses, prompts): return [1.0] * len(responses)
 def of_prompt(prompts, responses, prompt): return [1.0] * len(responses)
-def endless(prompts, responses): return (1.0 for _ in iter(int, 1))
 def leaves(prompts, responses): sys.exit(0)
 def elsewhere(prompts, responses): os.chdir("/"); return [float("nan")] * len(responses)
 async def slow(prompts, responses): await asyncio.sleep(60)
-def leaves_with_text(prompts, responses): sys.exit("done")
 constant = 3
 """
 HOLES = lines({"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None})
-# The function's result alone tells these.
-RESULTS = [
-    ("text", "bad_rewards:text must return a list of 8 entries, got a str"),
-    ("mapping", "bad_rewards:mapping must return a list of 8 entries, got a dict"),
-    ("nothing", "bad_rewards:nothing must return a list of 8 entries, got a NoneType"),
-    ("one_number", "bad_rewards:one_number must return a list of 8 entries, got a float"),
-    ("too_many", "bad_rewards:too_many must return 8 entries, one a response, got 9"),
-    ("endless", "bad_rewards:endless must return a list of 8 entries, got a generator"),
-    ("leaves_with_text", "bad_rewards:leaves_with_text ended the program (sys.exit, status 'done')"),
-]
 REWARD_FUNCTIONS = [
-    ("words", "bad_rewards:words must return a number for each response: "),
-    ("nothings", "bad_rewards:nothings must return a number for each response: must be real number, not NoneType"),
-    ("too_few", "bad_rewards:too_few must return 8 entries, one a response, got 7"),
-    ("table", "bad_rewards:table must return a number for each response: "),
-    ("huge", "bad_rewards:huge must return a number for each response: int too large"),
     ("not_finite", "a reward is NaN or infinite (8 values)"),
     ("leaves", "bad_rewards:leaves ended the program (sys.exit, status 0) instead of returning"),
     ("elsewhere", "the model before that is in o/stopped-in-000001"),
@@ -475,16 +410,11 @@ MODELS = [
     ("p3o", "--model models/headless", "does not hold the weights of its model: it lacks lm_head.weight"),
     ("p3o", "--model models/layerless", "it lacks model.layers.1."),
     ("p3o", "--model models/more", "it also has model.extra.weight"),
-    ("p3o", "--model models/other_size", "it has in another size"),
-    ("p3o", "--model models/cut", "cannot load models/cut: models/cut/model.safetensors is not whole"),
-    ("p3o", "--model models/empty_weights", "models/empty_weights/model.safetensors is not whole"),
-    ("p3o", "--model models/no_weights", "cannot load models/no_weights"),
     ("p3o", "--model models/broken_config", "cannot load models/broken_config: "),
     ("p3o", "--model models/broken_generation", "cannot load models/broken_generation: "),
     ("p3o", "--model models/no_config", "cannot load models/no_config: "),
     ("p3o", "--model models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
     ("p3o", "--model models/broken_tokenizer", "cannot load models/broken_tokenizer: "),
-    ("p3o", "--model models/larger_tokenizer", "has tokens that the model's 258 embeddings lack: '<new>'"),
     ("p3o", "--model models/no_end", "the tokenizer of models/no_end has no end-of-sequence token"),
     ("p3o", "--model models/short", "the positions of LlamaForCausalLM (models/short) end at 16"),
     ("p3o", "--model models/not_finite", "has weights that are NaN or infinite in torch.float32: model.norm.weight"),
@@ -500,25 +430,14 @@ MODELS = [
     ("p3o", "--model models/nosuch/model", "cannot load models/nosuch/model: there is no such folder"),
     ("p3o", "--model prompts.jsonl", "cannot load prompts.jsonl: it is a file, and models are folders"),
     ("p3o", "--reference models/permuted", "that of models/permuted is not that of models/whole: 2 tokens have"),
-    (
-        "p3o",
-        "--reference models/larger",
-        "that of models/larger is not that of models/whole: 300 tokens instead of 258",
-    ),
     ("p3o", "--reference models/headless", "it lacks lm_head.weight"),
-    ("p3o", "--reward models/whole", "models/whole is no trained reward model: it is a language model without a head"),
-    ("p3o", "--reward models/untrained", "models/untrained is no trained reward model: its head `score` is zero"),
-    ("p3o", "--reward models/two_labels", "models/two_labels has 2 outputs; a reward model has one"),
     (
         "p3o",
         "--reward models/reward_short",
         "positions of LlamaForSequenceClassification (models/reward_short) end at 16",
     ),
-    ("p3o", "--reward models/reward_layerless", "it lacks model.layers.1."),
     ("p3o", "--gold_reward models/whole --eval_prompts prompts.jsonl", "models/whole is no trained reward model"),
-    ("sft", "--model models/layerless", "it lacks model.layers.1."),
     ("reward_model", "--model models/two_labels", "models/two_labels has 2 outputs; a reward model has one"),
-    ("generate", "--model models/headless", "it lacks lm_head.weight"),
     ("preference", "--reference models/headless", "it lacks lm_head.weight"),
     ("preference", "--eval_prompts prompts.jsonl --reward models/whole", "models/whole is no trained reward model"),
     ("win_rate", "--second models/no_tokenizer", "cannot load models/no_tokenizer: it has no tokenizer's files"),
@@ -569,15 +488,6 @@ CASES = [
     *(
         Case("sft", "--model models/chat --train_data data.jsonl", f"record 1{said}", {"data.jsonl": lines(record)})
         for record, said in MESSAGES
-    ),
-    *(
-        Case(
-            "preference",
-            "--objective kto --train_data data.jsonl",
-            f"data.jsonl record 2{said}",
-            {"data.jsonl": lines({"prompt": "a", "completion": "b", "label": True}, record)},
-        )
-        for record, said in UNPAIRED
     ),
     Case(
         "preference",

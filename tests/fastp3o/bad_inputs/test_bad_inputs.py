@@ -2,13 +2,11 @@
 
 import os
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from fastp3o.named_function import FunctionError, call_for_list, import_function
-from tests.fastp3o.bad_inputs.cases import CASES, CONFIGURED, RESULTS, REWARDS, Case
+from tests.fastp3o.bad_inputs.cases import CASES, CONFIGURED, Case
 from tests.fastp3o.bad_inputs.working import WORKING, configure, run
 
 
@@ -51,19 +49,6 @@ def test_a_bad_input_ends_in_one_line(
     assert "Traceback" not in said
     assert not Path("o/model").exists(), "nothing is trained"
     assert "bad_rewards:" in case.flags or not Path("o").exists() or not os.listdir("o"), "no run is begun"
-
-
-@pytest.mark.parametrize(("function", "message"), RESULTS)
-def test_a_reward_function_with_a_bad_result_is_named(
-    function: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    (tmp_path / "bad_rewards.py").write_text(REWARDS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "bad_rewards", raising=False)
-    name = f"bad_rewards:{function}"
-    with pytest.raises(FunctionError) as refused:
-        call_for_list(import_function(name, "reward function"), name, ["a"] * 8, ["b"] * 8)
-    assert message in str(refused.value)
 
 
 def arguments(case: Case, folder: Path) -> list[str]:

@@ -1,6 +1,5 @@
 """Win rates: the arithmetic on examples made by hand, their intervals, and the script on tiny models."""
 
-import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -11,13 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.cli import parse
-from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
-from fastp3o.evaluation.judge import ChatEndpoint
 from fastp3o.evaluation.verdicts import Verdict, percentile_interval, reward_verdicts, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
 from fastp3o.rollouts.groups import Group, Prompt, Response
@@ -34,11 +31,6 @@ def test_ties_count_half_and_missing_verdicts_nowhere():
     assert (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts) == (3, 1, 1, 2, 5)
     assert rate.win_rate == 3.5 / 5
     assert rate.low < rate.win_rate < rate.high
-
-
-def test_several_samples_of_a_prompt_count_alike_and_are_one_prompt():
-    rate = win_rate([FIRST, NONE, TIE, SECOND, NONE, NONE], responses_per_prompt=2)
-    assert (rate.win_rate, rate.missing, rate.prompts) == (0.5, 3, 2)
 
 
 def test_responses_to_one_prompt_stay_together():
@@ -67,10 +59,6 @@ def test_the_second_wins_what_the_first_does_not(verdicts):
     assert forth.win_rate + back.win_rate == pytest.approx(1)
     assert (forth.low + back.high, forth.high + back.low) == pytest.approx((1, 1))
     assert (forth.wins, forth.ties, forth.missing) == (back.losses, back.ties, back.missing)
-
-
-def test_the_higher_reward_wins():
-    assert reward_verdicts([1.0, -1.0, 0.5], [0.0, 2.0, 0.5]) == [FIRST, SECOND, TIE]
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -170,13 +158,6 @@ def test_a_checkpoint_against_itself_is_all_ties(play, tiny_model, capsys):
     assert "tokens per response: 8.0 of the first, 8.0 of the second" in table
 
 
-def test_a_reward_model_plays_too(play, tiny_model):
-    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("rewards")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("rewards")
-    result = play(tiny_model, tiny_model, "--reward", "rewards", "--limit", "3")
-    assert result["win_rates"]["reward"]["ties"] == 3
-
-
 def test_exchanged_checkpoints_exchange_wins(play, tiny_model, other_model):
     flags = ["--reward", "rewards_for_tests:vowels", "--responses_per_prompt", "4", "--seed", "3"]
     forth, back = play(tiny_model, other_model, *flags), play(other_model, tiny_model, *flags)
@@ -230,16 +211,6 @@ def test_an_output_that_is_a_folder_is_refused_before_anything_is_sampled(script
 def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):
     with pytest.raises(ValueError, match="none of 8 comparisons has a verdict"):
         play(tiny_model, tiny_model, "--judge", "judges_of_win_rates:silent")
-
-
-def test_an_endpoint_that_is_not_there_ends_the_script_in_a_line(play, tiny_model, other_model, monkeypatch, capsys):
-    impatient = {"timeout": 0.2, "retries": 1, "backoff": 0.01, "longest_wait": 1.0}
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("fastp3o.evaluation.judge.ChatEndpoint", functools.partial(ChatEndpoint, **impatient))
-    judged = ["--judge_url", "http://127.0.0.1:1", "--judge_model", "m"]
-    with pytest.raises(EndpointError, match=r"127\.0\.0\.1:1/chat/completions does not answer(.|\n)*--verdicts FILE"):
-        play(tiny_model, other_model, *judged, "--reward", "rewards_for_tests:vowels")
-    assert "│ reward │" in capsys.readouterr().out, "what was found before is not lost"
 
 
 def test_different_texts_of_a_prompt_are_refused(play, tiny_model):

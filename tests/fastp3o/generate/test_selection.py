@@ -141,13 +141,6 @@ def test_records_are_of_the_layouts_that_training_reads(settings, expected):
         assert [(*record["texts"], record.get("reward", record.get("margin"))) for record in got] == expected
 
 
-def test_unfinished_responses_are_kept_where_that_is_asked_for():
-    one = samples([1.0, 2.0], finished=[True, False])
-    assert [record["reward"] for record in kept_records(one, SelectionConfig(keep="best"), seed=0)] == [1.0]
-    unfinished = SelectionConfig(keep="best", keep_unfinished=True)
-    assert [record["reward"] for record in kept_records(one, unfinished, seed=0)] == [2.0]
-
-
 def test_equal_texts_are_no_preference():
     one = samples([1.0, 2.0, 3.0], [" a", " a", "a\n"])
     assert kept_records(one, SelectionConfig(keep="rs_dpo"), seed=0) == []

@@ -130,6 +130,7 @@ def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(traced):
     fits_rows_of_any_length(as_exact_as_eager("llama"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "checkpointed"),
     [

@@ -20,7 +20,7 @@ from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metric
 
 ROOT = Path(__file__).parents[3]
 OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"))["OBJECTIVES"]
-NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo", "online_dpo"})  # those have runs of their own
+NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo"})  # those have runs of their own
 # None of the tiny model's responses comes to its end.
 SETTINGS = {
     "ppg": {"prompts_per_minibatch": 0, "inner_epochs": 1},
@@ -44,7 +44,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, 
     assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo", "gspo", "rebel"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "rebel", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("rloo", "gspo"))]
+)
 def test_a_run_raises_the_reward(workplace, tiny_model, name):
     settings = {"gspo": {"clip_low": 0.2, "clip_high": 0.2}}.get(name, {})
     train(config(tiny_model, "run", OBJECTIVES[name], updates=15, responses_per_prompt=4, **settings))

@@ -14,7 +14,6 @@ import torch
 from fastp3o.endpoint import Endpoint, EndpointError
 from fastp3o.rewards.config import RemoteConfig
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rollouts.groups import Prompt
 from tests.fastp3o.groups import groups_of_texts
 from tests.fastp3o.local_server import Handler, Reply, Server, always, serving, time_limit
 
@@ -149,12 +148,6 @@ def test_an_answer_of_another_form_stops_at_once(server, body, said):
     with pytest.raises(EndpointError, match=f"{server.url} answered with status 200: .* — {said}"):
         reward_at(server.url)(GROUPS)
     assert len(server.requests) == 1
-
-
-def test_a_check_has_one_response_scored(server):
-    reward = reward_at(server.url, reward_columns="answer")
-    reward.check(Prompt("a", [1], columns={"answer": "x"}))
-    assert server.requests == [{"prompts": ["a"], "responses": [""], "answer": ["x"]}]
 
 
 def test_a_connection_that_opens_after_the_time_limit_is_not_used(server, monkeypatch):

@@ -54,10 +54,3 @@ def test_statistics_run_over_calls_and_are_saved():
 
 def test_equal_rewards_stay_zero():
     assert torch.equal(DifferenceScaler(10.0)(torch.ones(3, 2)), torch.zeros(3, 2))
-
-
-def test_unscaled_rewards_are_only_bounded():
-    rewards = torch.tensor([[3.0, 30.0]])
-    assert AbsoluteScaler(10.0, scale=False)(rewards).tolist() == [[3, 10]]
-    assert AbsoluteScaler(0.0, scale=False)(rewards).tolist() == [[3, 30]]
-    assert DifferenceScaler(10.0, scale=False)(rewards).tolist() == [[-5, 5]]

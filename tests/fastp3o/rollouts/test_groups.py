@@ -1,17 +1,10 @@
-from fastp3o.rollouts.groups import Group, Prompt, Response, finished, lengths, make_prompts, texts, token_ids
+from fastp3o.rollouts.groups import Group, Prompt, Response, make_prompts
 from fastp3o.rollouts.transformers_sampler import cut_after_end
 
 GROUPS = [
     Group(Prompt("x1", [1]), [Response([3], "a", True), Response([4, 4], "b", False), Response([5], "c", True)]),
     Group(Prompt("x2", [2, 2]), [Response([6], "d", True), Response([7], "e", True), Response([8, 8, 8], "f", True)]),
 ]
-
-
-def test_prompts_and_their_responses_side_by_side():
-    assert texts(GROUPS) == (["x1", "x1", "x1", "x2", "x2", "x2"], ["a", "b", "c", "d", "e", "f"])
-    assert token_ids(GROUPS) == ([[1], [2, 2]], [[[3], [4, 4], [5]], [[6], [7], [8, 8, 8]]])
-    assert lengths(GROUPS).tolist() == [[1, 2, 1], [1, 1, 3]]
-    assert finished(GROUPS).tolist() == [[True, False, True], [True, True, True]]
 
 
 def test_prompts_have_their_numbers_and_the_columns_of_their_records():

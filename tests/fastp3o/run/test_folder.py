@@ -41,11 +41,6 @@ def test_a_new_run_makes_its_folder_and_writes_its_configuration():
     assert sorted(os.listdir("run")) == ["config.yaml", "fastp3o.lock"]
 
 
-def test_checking_writes_nothing():
-    check_output_dir(Accelerator(cpu=True), config())
-    assert not os.listdir()
-
-
 def test_a_folder_with_a_run_needs_resume():
     start()
     for function in (check_output_dir, claim):
@@ -69,12 +64,6 @@ def test_a_folder_that_is_no_run_is_not_touched(name, resume):
         ):
             function(Accelerator(cpu=True), config(resume=resume))
     assert tree() == before
-
-
-def test_a_file_is_no_folder():
-    Path("run").write_text("x")
-    with pytest.raises(FileExistsError, match="run is a file"):
-        check_output_dir(Accelerator(cpu=True), config())
 
 
 def test_a_start_that_failed_claims_nothing():

@@ -56,14 +56,6 @@ def test_lines_after_a_step_go_and_those_before_keep_their_bytes(path: Path):
     assert path.read_bytes() == b""
 
 
-def test_a_file_without_such_lines_is_left_alone(path: Path):
-    before = path.stat()
-    assert log.cut_after(path, 5) == []
-    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    assert log.cut_after(path.with_name("nothing"), 3) == []
-    assert os.listdir(path.parent) == [path.name]
-
-
 @pytest.mark.parametrize(
     "end",
     [

@@ -122,15 +122,6 @@ def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_m
     assert Path("run/state").exists() == (optimizer_steps == 0)
 
 
-def test_a_warning_comes_once(workplace, tiny_model, tokenizer, capsys):
-    run = start(tiny_model, tokenizer)
-    for number in range(3):
-        run.warn_once("something", f"warning {number}")
-    printed = capsys.readouterr().out
-    assert "warning 0" in printed
-    assert "warning 1" not in printed
-
-
 def whole(tiny_model, tokenizer, **changes) -> dict[str, torch.Tensor]:
     """The weights of an unbroken run."""
     folder = "whole"
@@ -212,13 +203,6 @@ def test_a_checkpoint_that_a_stop_came_before_is_made_up_for(workplace, tiny_mod
         assert_equal(made, expected)
 
 
-def test_a_checkpoint_that_is_there_stays(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer, steps=2, save_every=2))
-    Path("run/checkpoint-000002/mine").touch()
-    finish(start(tiny_model, tokenizer, resume=True, save_every=2))
-    assert Path("run/checkpoint-000002/mine").exists()
-
-
 def test_states_are_saved_by_time(workplace, tiny_model, tokenizer):
     finish(start(tiny_model, tokenizer, save_minutes=1e-9))
     assert sorted(os.listdir("run/state")) == ["step-000003", "step-000004"]
@@ -268,11 +252,6 @@ def test_a_changed_learning_rate_takes_effect_and_is_said(workplace, tiny_model,
         "model: run/model",
     ]
     assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [1e-5] * 4 + [0.25]
-
-
-def test_a_line_has_the_learning_rate_of_its_own_step(workplace, tiny_model, tokenizer):
-    finish(start(tiny_model, tokenizer, lr_schedule="linear", learning_rate=0.5, warmup_steps=2))
-    assert [line["learning_rate"] for line in lines("metrics.jsonl")] == [0.0, 0.25, 0.5, 0.25]
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_model, tokenizer):

@@ -193,6 +193,7 @@ def ends_often(prompts, responses):
 """
 
 
+@pytest.mark.nightly
 def test_a_run_that_torchrun_starts_again_and_signals_stop_ends_as_an_unbroken_one(workplace, tiny_model):
     Path("ending.py").write_text(ENDS_OFTEN)
     p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "5"]

@@ -5,8 +5,7 @@ import torch
 
 from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.preferences import DPOConfig, NashMDConfig, OnlineDPOConfig
-from fastp3o.training import preferences as preference
+from fastp3o.objectives.preferences import NashMDConfig, OnlineDPOConfig
 from fastp3o.training import sft
 from fastp3o.training.config import SFTConfig
 from fastp3o.training.loop import train
@@ -37,14 +36,6 @@ def test_the_seed_decides_and_a_resumed_run_goes_on(workplace, tiny_model):
     fine_tune("whole/model", "again", lora_rank=0, lora_dropout=0.0, **settings)
     end, begin = metrics("whole", "eval.jsonl")[-1], metrics("again", "eval.jsonl")[0]
     assert end["loss"] == pytest.approx(begin["loss"], abs=1e-5)
-
-
-def test_preferences_train_with_dropout(workplace, tiny_model):
-    settings = SUPERVISED | {"model": tiny_model, "train_data": "preferences.jsonl", "eval_data": "preferences.jsonl"}
-    preference.train(DPOConfig(**settings, output_dir="run"))
-    preference.train(DPOConfig(**(settings | {"lora_dropout": 0.0}), output_dir="none"))
-    assert metrics("run", "eval.jsonl")[0] == metrics("none", "eval.jsonl")[0]
-    assert different("run", "none")
 
 
 def test_objectives_with_ratios_refuse_it_and_others_train(workplace, tiny_model):

@@ -108,6 +108,7 @@ def test_prompts_that_are_logged_come_again_in_the_next_epoch():
     assert chosen_prompts(texts, 0) == list(range(640))
 
 
+@pytest.mark.nightly
 def test_two_processes_log_the_rollouts_of_both(workplace, tiny_model):
     arguments = ["p3o.py", "--model", tiny_model, "--report_to", "none", "--prompts", "prompts.jsonl"]
     arguments += ["--reward", "rewards_for_tests:varied", "--max_response_tokens", "6", "--updates", "2"]

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from fastp3o.endpoint import EndpointError
-from fastp3o.named_function import FunctionError
 from fastp3o.processes import NotFiniteError
 from fastp3o.run.manifest import ResumeError
 from fastp3o.training.loop import train
@@ -60,15 +59,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model):
     assert metrics("whole") == metrics("resumed")
     assert metrics("whole", "eval.jsonl") == metrics("resumed", "eval.jsonl")
     assert_equal(weights("whole"), weights("resumed"))
-
-
-def test_more_responses_raise_the_reward_too(workplace, tiny_model):
-    train(config(tiny_model, "run", updates=20, responses_per_prompt=4, prompts_per_minibatch=8, samples_every=20))
-    steps = metrics("run")
-    assert steps[0]["ratio_mean"] != 1
-    assert sum(s["reward"] for s in steps[-5:]) > sum(s["reward"] for s in steps[:5])
-    train(config(tiny_model, "first", updates=1, responses_per_prompt=3, inner_epochs=1, prompts_per_minibatch=8))
-    assert metrics("first")[0]["ratio_max"] == 1
 
 
 @pytest.mark.parametrize("clipping", ["joint", "token"])
@@ -177,12 +167,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_saving(workplace, tiny_mo
         train(config(tiny_model, "run", learning_rate=1e30))
 
 
-def test_a_folder_with_a_run_is_not_overwritten(workplace, tiny_model):
-    train(config(tiny_model, "run", updates=1))
-    with pytest.raises(FileExistsError, match="--resume"):
-        train(config(tiny_model, "run", updates=1))
-
-
 def test_resuming_where_there_is_no_state_begins(workplace, tiny_model, capsys):
     train(config(tiny_model, "whole", updates=1))
     train(config(tiny_model, "run", updates=1, resume=True))
@@ -251,19 +235,6 @@ def test_an_endpoint_that_fails_stops_the_run_after_saving(workplace, tiny_model
             train(remote)
         broken = False
         train(replace(remote, resume=True))
-    train(config(tiny_model, "whole"))
-    assert metrics("run") == metrics("whole")
-    assert_equal(weights("run"), weights("whole"))
-
-
-def test_a_reward_function_that_fails_stops_the_run_after_saving(workplace, tiny_model):
-    failing = config(tiny_model, "run", reward="rewards_for_tests:raises_on_third_call")
-    place = (
-        r"update 3: rewards_for_tests:raises_on_third_call failed in .*rewards_for_tests.py, line \d+: KeyError: 'lost'"
-    )
-    with pytest.raises(FunctionError, match=rf"{place}; the model before that is in run/stopped-in-000003"):
-        train(failing)
-    train(replace(failing, resume=True))  # whose third call is over
     train(config(tiny_model, "whole"))
     assert metrics("run") == metrics("whole")
     assert_equal(weights("run"), weights("whole"))

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from fastp3o.cli import parse_chosen
 from fastp3o.data.loading import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
-from fastp3o.run.manifest import ResumeError
 from fastp3o.training import build as models
 from fastp3o.training import reference_logprobs, supervised
 from fastp3o.training.preferences import train, with_other_prompts
@@ -361,22 +359,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(objective, changes, workplace, t
     for file in ("metrics.jsonl", "eval.jsonl"):
         assert metrics("resumed", file) == metrics("whole", file)
     assert_equal(weights("resumed"), weights("whole"))
-
-
-def test_another_objective_is_another_run(workplace, tiny_model):
-    run("dpo", "run", tiny_model)
-    with pytest.raises(ResumeError, match=r"another run: --objective \(dpo before, ipo now\)"):
-        run("ipo", "run", tiny_model, resume=True)
-    run("dpo", "run", tiny_model, resume=True, epochs=2, beta=0.2)
-    assert len(metrics("run")) == 4
-
-
-def test_the_written_configuration_starts_the_same_run(workplace, tiny_model):
-    run("kto", "first", tiny_model, beta=0.3)
-    config = parse_chosen(OFFLINE_OBJECTIVES, ["first/config.yaml", "--output_dir", "second"])
-    train(config)
-    assert config.objective == "kto"
-    assert metrics("first") == metrics("second")
 
 
 @pytest.mark.parametrize("objective", OFFLINE_OBJECTIVES)

@@ -105,13 +105,6 @@ def test_a_server_whose_log_probs_are_before_the_temperature_is_refused(workplac
         train(config(tiny_model, "run", sampler="vllm", vllm_url=server.url, **changes))
 
 
-def test_transformers_samples_from_the_tempered_policy(workplace, tiny_model):
-    """With almost no temperature the responses to a prompt are one."""
-    train(config(tiny_model, "run", sampler="transformers", temperature=1e-4, learning_rate=1e-9, **ONE_STEP))
-    (step,) = metrics("run")
-    assert (step["tied_prompts"], step["entropy"]) == (1.0, pytest.approx(0.0, abs=1e-3))
-
-
 def test_truncation_is_in_the_samplers_log_probs_alone(tiny_model, tokenizer):
     policy = load_policy(tiny_model)
     groups, sampled = drawn(policy, tokenizer, SamplingSettings(top_k=5))

@@ -2,11 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification
 
 from fastp3o.processes import NotFiniteError
-from fastp3o.training import reward_model, sft
+from fastp3o.training import sft
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
 from tests.fastp3o.runs import assert_equal, weights
@@ -38,15 +36,6 @@ def reward_config(tiny_model, output_dir, **changes):
 def test_learning_prompts_too_scores_their_tokens(workplace, tiny_model):
     sft.train(sft_config(tiny_model, "run", train_on_prompt=True))
     assert lines("run", "eval.jsonl")[-1]["loss"] < 1
-
-
-def test_a_reward_model_learns_the_preferences_and_reports_accuracy(workplace, tiny_model):
-    reward_model.train(reward_config(tiny_model, "run", epochs=10))
-    before, after = lines("run", "eval.jsonl")
-    # All scores are zero at first, and a tie counts a half.
-    assert before["accuracy"] == 0.5
-    assert after["accuracy"] == 1
-    assert AutoModelForSequenceClassification.from_pretrained("run/model").config.num_labels == 1
 
 
 def test_microbatches_do_not_matter(workplace, tiny_model):
@@ -116,10 +105,3 @@ def test_a_step_that_ruins_the_weights_is_named_and_no_state_is_saved(workplace,
         sft.train(sft_config(tiny_model, "run", learning_rate=1e39))
     assert len(lines("run", "metrics.jsonl")) == 1
     assert not Path("run/state").exists()
-
-
-def test_the_bradley_terry_loss_is_that_of_the_margin():
-    chosen, rejected = torch.randn(2, 7, dtype=torch.float64)
-    sums = reward_model.bradley_terry(chosen, rejected)
-    torch.testing.assert_close(sums["loss"], torch.log1p(torch.exp(rejected - chosen)).sum())
-    assert sums["accuracy"] == (chosen > rejected).sum()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fastp3o_kernels.head.backward import HIGHEST_SCALE, LARGEST_SCALED, converted, scale_in_place
-from fastp3o_kernels.head.scale_kernel import BLOCK, PROGRAMS, launch_lowered_scale
+from fastp3o_kernels.head.scale_kernel import BLOCK, launch_lowered_scale
 from fastp3o_kernels.operation import INTERPRET
 from tests.kernels.interpreted import counted_launches, counted_traffic
 
@@ -29,14 +29,6 @@ def test_another_dtype_is_reached_in_one_rounding(device):
     values, factor = torch.randn(1000, device=device), torch.tensor(0.3, device=device)
     assert torch.equal(converted(values, factor, torch.bfloat16), (values * factor).bfloat16())
     assert torch.equal(converted(values, None, torch.bfloat16), values.bfloat16())
-
-
-def test_a_program_takes_further_blocks(monkeypatch, device):
-    monkeypatch.setattr("fastp3o_kernels.head.scale_kernel.PROGRAMS", 2)
-    values = torch.arange(5.0 * BLOCK + 1, device=device)
-    scale_in_place([values], torch.tensor(2.0, device=device), triton=True)
-    assert torch.equal(values, 2 * torch.arange(5.0 * BLOCK + 1, device=device))
-    assert PROGRAMS == 132 * 8
 
 
 @pytest.mark.skipif(not INTERPRET, reason="bytes are counted in the interpreter")

@@ -96,17 +96,6 @@ def test_logits_of_scale_100_and_minus_infinity(clipping, impl):
     assert relative_error(gradient, expected_gradient) < 2e-3
 
 
-@pytest.mark.parametrize("clipping", CLIPPINGS)
-def test_a_shift_of_the_rewards_per_prompt_changes_nothing(clipping, impl):
-    pairs = random_pairs([3, 4, 1, 2, 5, 5], 20, DEVICE)
-    pairs.rewards = (pairs.rewards * 16).round() / 16
-    plain, gradient = run(pairs, clipping, impl)
-    pairs.rewards = pairs.rewards + torch.tensor([[1024.0], [-7.5], [0.25]], device=DEVICE)
-    shifted, shifted_gradient = run(pairs, clipping, impl)
-    assert torch.equal(plain.loss, shifted.loss)
-    assert torch.equal(gradient, shifted_gradient)
-
-
 @pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
 def test_the_ratio_of_equal_log_probs_is_exactly_one(clipping, impl):
     pairs = random_pairs([3, 40, 7, 2], 30, DEVICE)
@@ -115,13 +104,6 @@ def test_the_ratio_of_equal_log_probs_is_exactly_one(clipping, impl):
     output, _ = run(pairs, clipping, impl)
     assert output.metrics["ratio_mean"] == output.metrics["ratio_max"] == 1
     assert output.metrics["clip_fraction"] == 0
-
-
-def test_the_same_bits_every_time(impl):
-    pairs = random_pairs([30, 4, 1, 20], 50, DEVICE)
-    first, second = run(pairs, "joint", impl), run(pairs, "joint", impl)
-    assert torch.equal(first[0].loss, second[0].loss)
-    assert torch.equal(first[1], second[1])
 
 
 def test_rows_without_gradient_are_not_read_in_backward():

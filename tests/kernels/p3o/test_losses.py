@@ -29,14 +29,6 @@ def test_triton_equals_eager(clipping, P):
 
 
 @pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
-def test_swapping_the_responses_swaps_the_gradients(clipping, impl):
-    output, gradient = run(*four(6), clipping=clipping, impl=impl)
-    swapped, swapped_gradient = run(*(tensor.flip(1) for tensor in four(6)), clipping=clipping, impl=impl)
-    torch.testing.assert_close(output.loss, swapped.loss)
-    torch.testing.assert_close(gradient, swapped_gradient.flip(1))
-
-
-@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
 @pytest.mark.parametrize("far", [1e4, -1e4])
 def test_ratios_never_overflow(clipping, far, impl):
     sums, old, ref, rewards = four(4)
@@ -44,15 +36,6 @@ def test_ratios_never_overflow(clipping, far, impl):
     assert output.loss.isfinite()
     assert gradient.isfinite().all()
     assert all(value.isfinite() for value in output.metrics.values())
-
-
-@pytest.mark.parametrize("clipping", ["joint", "separate", "none"])
-def test_nan_is_not_hidden(clipping, impl):
-    sums, old, ref, rewards = four(4)
-    sums[2, 1] = float("nan")
-    output, gradient = run(sums, old, ref, rewards, clipping=clipping, impl=impl)
-    assert output.loss.isnan()
-    assert gradient[2].isnan().any()
 
 
 def test_on_policy_every_clipping_is_the_pairwise_policy_gradient(impl):

@@ -1,18 +1,13 @@
 """From a planned run to its record, and from records to the chosen learning rates."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
-from benchmarks.frontier.runs import choice, equal_kl, execute, one_run, plan, stale, tuned_arms
+from benchmarks.frontier.runs import choice, equal_kl, execute, one_run, stale, tuned_arms
 from benchmarks.frontier.runs.one_run import configuration, train_and_record
 from benchmarks.frontier.runs.plan import Run
 from benchmarks.frontier.runs.records import to_frames
@@ -111,15 +106,6 @@ def test_every_part_names_each_run_once(monkeypatch):
         assert len(names) == len(set(names))
 
 
-def test_what_is_as_by_default_is_not_in_a_name():
-    assert START.name == "many_languages-0-joint-0.001-0.03-0-none-0-2-8"
-    assert (
-        replace(START, own_parameter=0.5, reward_factor=10.0).name == START.name + "-own_parameter=0.5-reward_factor=10"
-    )
-    earlier = {name: value for name, value in vars(START).items() if name not in plan.LATER}
-    assert to_frames([earlier]).runs["name"].tolist() == [START.name]
-
-
 @pytest.mark.parametrize(
     ("algorithm", "own", "set_to"),
     [
@@ -160,14 +146,6 @@ def test_stale_rollouts_are_corrected_as_their_runs_say(task, tmp_path, monkeypa
     assert run.name == START.name.replace("joint", algorithm) + "-rounds_ahead=6" + (
         "" if correction == "none" else f"-correction={correction}"
     )
-
-
-def test_passes_over_a_round_are_the_runs_or_the_algorithms(task, tmp_path):
-    of_rloo = replace(START, algorithm="rloo")
-    assert configuration(of_rloo, task, tmp_path).inner_epochs == 1
-    assert configuration(replace(of_rloo, inner_epochs=16), task, tmp_path).inner_epochs == 16
-    assert tuned_arms.rates_of(of_rloo) == tuple(2 * rate for rate in tuned_arms.RATES)
-    assert tuned_arms.rates_of(replace(START, inner_epochs=16)) == tuple(rate / 2 for rate in tuned_arms.RATES)
 
 
 def test_corrections_and_rates_are_those_with_the_most_of_what_training_maximises(tmp_path, monkeypatch):
@@ -222,17 +200,7 @@ def test_slow_settings_get_more_updates_instead_of_being_ruled_out(task, tmp_pat
     assert (config.updates, config.eval_at) == (40, "2,4,7,10,14,20,28")
 
 
-def test_gains_are_those_of_rewards_before_they_are_multiplied(task, tmp_path):
-    record, larger = (
-        train_and_record(replace(START, algorithm="dpo", reward_factor=factor), task, tmp_path)
-        for factor in (1.0, 10.0)
-    )
-    assert larger["evaluations"][0]["reward"] == pytest.approx(10 * record["evaluations"][0]["reward"])
-    assert larger["sha256"] == record["sha256"], "DPO reads which reward is higher"
-    gains = [to_frames([one]).evaluations["reward_gain"] for one in (record, larger)]
-    assert gains[0].tolist() == pytest.approx(gains[1].tolist(), abs=1e-4)
-
-
+@pytest.mark.nightly
 def test_scales_and_means_of_prompts_are_those_of_training_alone(task, tmp_path):
     """The first evaluation, of the same policy, shows plain rewards."""
     plain = train_and_record(START, task, tmp_path)
@@ -240,31 +208,3 @@ def test_scales_and_means_of_prompts_are_those_of_training_alone(task, tmp_path)
         record = train_and_record(replace(START, **changed), task, tmp_path)
         assert record["evaluations"][0] == plain["evaluations"][0]
         assert record["sha256"] != plain["sha256"]
-
-
-COMMAND = """
-import multiprocessing, os, time
-from concurrent.futures import ProcessPoolExecutor
-from benchmarks.frontier.runs.execute import begin_worker
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=begin_worker) as pool:
-        print(pool.submit(os.getpid).result(), flush=True)
-        pool.submit(time.sleep, 600).result()
-"""
-
-
-@pytest.mark.nightly
-def test_workers_end_with_a_command_that_is_killed(tmp_path):
-    (tmp_path / "command.py").write_text(COMMAND)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
-    command = subprocess.Popen([sys.executable, tmp_path / "command.py"], stdout=subprocess.PIPE, env=environment)
-    worker = psutil.Process(int(command.stdout.readline()))
-    assert worker.is_running()
-    command.kill()
-    command.communicate()
-    deadline = time.monotonic() + 60
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the worker goes on"
-        time.sleep(0.1)

@@ -1,9 +1,5 @@
 """Offsets of the reward."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.frontier.tasks.language import Language
-from benchmarks.frontier.tasks.offset_reward import GRID, OFFSETS, OffsetReward, on_grid, prompts_factor, unlearnable
+from benchmarks.frontier.tasks.offset_reward import OFFSETS, OffsetReward, on_grid, prompts_factor, unlearnable
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
 ROOT = Path(__file__).parents[4]
 PROMPT = "topic3 style1 w017 w045 w092 w003"
-REAL_PROMPTS = ["", "word", "MODULE: torch.nn\n\nTL;DR:", "1 2", "ß é", "\N{GRINNING FACE} \N{GRINNING FACE}"]
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +28,6 @@ def test_offsets_have_mean_zero_and_deviation_one(prompts):
     assert np.std(values) == pytest.approx(1.0, abs=0.06)
 
 
-def test_any_text_has_an_offset():
-    assert all(abs(unlearnable(prompt)) < 10 for prompt in REAL_PROMPTS)
-
-
-@pytest.mark.nightly
-def test_offsets_are_the_same_in_every_process():
-    prompts = [PROMPT, *REAL_PROMPTS]
-    code = "from benchmarks.frontier.tasks.offset_reward import unlearnable; "
-    output = subprocess.run(
-        [sys.executable, "-c", f"{code}print([unlearnable(text) for text in {prompts!a}])"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": "7"},
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert json.loads(output) == [unlearnable(text) for text in prompts]
-
-
 VALUES = st.floats(-1000, 1000)
 
 
@@ -59,12 +35,6 @@ VALUES = st.floats(-1000, 1000)
 def test_on_the_grid_an_offset_leaves_the_bits_of_differences(first, second, offset):
     first, second, offset = (torch.tensor(on_grid(value), dtype=torch.float32) for value in (first, second, offset))
     assert (first + offset) - (second + offset) == first - second
-
-
-@given(VALUES)
-def test_the_grid_is_near(value):
-    assert abs(on_grid(value) - value) <= GRID / 2
-    assert (on_grid(value) / GRID).is_integer()
 
 
 @pytest.mark.parametrize("name", OFFSETS)

@@ -51,7 +51,12 @@ def no_weights_left() -> bool:
     return not list(IN_MEMORY.glob(f"fastp3o-weights-*-{os.getpid()}"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2, "learning_rate": 1e-2}, {"old_logprobs": "sampler"}], ids=str)
+LORA = {"lora_rank": 2, "learning_rate": 1e-2}
+
+
+@pytest.mark.parametrize(
+    "changes", [LORA, pytest.param({"old_logprobs": "sampler"}, marks=pytest.mark.nightly)], ids=str
+)
 def test_a_served_run_is_the_engines(workplace, tiny_model, numbers_of_requests, changes):
     numbers_of_requests(by_request=True)
     train(config(tiny_model, "engine", **EVALUATED, **changes))
@@ -114,6 +119,7 @@ def test_a_server_that_fails_within_a_round_ends_the_run_with_its_state(workplac
     assert no_weights_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rounds_ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_run_whose_server_died_goes_on_with_another(workplace, tiny_model, rounds_ahead):
     ahead = {"rounds_ahead": rounds_ahead, "updates": 3, "inner_epochs": 1}
@@ -148,6 +154,7 @@ def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplac
     assert [len(part) for part in rounds] == [2 + 4 + 8 + 8, 2 + 8, 2 + 4 + 8, 2 + 4]
 
 
+@pytest.mark.nightly
 def test_a_last_round_that_was_sampled_before_asks_the_servers_nothing(workplace, tiny_model):
     ahead = {"rounds_ahead": 1, "updates": 5, "inner_epochs": 1, "save_every": 1}
     interrupted = ahead | {"reward": "rewards_for_tests:fails_on_fifth_call"}

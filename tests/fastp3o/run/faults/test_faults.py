@@ -35,7 +35,7 @@ SAMPLE = [
     pytest.param((7, 25), id="sample"),
     *(pytest.param((part, 8), id=f"part{part}", marks=pytest.mark.faults) for part in range(8)),
 ]
-VARIANTS = [pytest.param(name, marks=() if name in ("SFT", "P3O") else pytest.mark.faults) for name in SCENES]
+VARIANTS = [pytest.param(name, marks=() if name == "P3O" else pytest.mark.faults) for name in SCENES]
 
 
 @pytest.fixture

@@ -30,10 +30,7 @@ SAMPLE = [
     *(pytest.param(MAIN, (part, 8), id=f"main-part{part}", marks=pytest.mark.faults) for part in range(8)),
 ]
 calls_in_process = pytest.mark.parametrize(("process", "sample"), SAMPLE)
-VARIANTS = [
-    pytest.param(name, marks=() if name == "P3O" else pytest.mark.faults)
-    for name in ("SFT", "reward model", "P3O", "PPO", "fp16", "bf16", "LoRA", "top layer", "checkpointing, offload")
-]
+VARIANTS = ("SFT", "reward model", "P3O", "PPO", "fp16", "bf16", "LoRA", "top layer", "checkpointing, offload")
 TRIES = int(os.environ.get("FASTP3O_KILLS", "1"))
 
 
@@ -122,15 +119,9 @@ def test_asked_to_stop_before_a_call(sft: SharedScene, count: Count, process: in
         count("SIGTERM before each fourth file-system call of the main process, each of the other", told + sft.result())
 
 
-@pytest.mark.parametrize(
-    "to",
-    [
-        pytest.param((MAIN,), id="main", marks=pytest.mark.faults),
-        pytest.param((OTHER,), id="other", marks=pytest.mark.faults),
-        pytest.param((MAIN, OTHER), id="both"),
-    ],
-)
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.faults)])
+@pytest.mark.faults
+@pytest.mark.parametrize("to", [(MAIN,), (OTHER,), (MAIN, OTHER)], ids=["main", "other", "both"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_asked_to_stop_at_random(sft: SharedScene, count: Count, number: signal.Signals, to: tuple[int, ...]):
     chance = random.Random(f"{number} {to}")
     for _ in range(TRIES):
@@ -147,7 +138,8 @@ def test_asked_to_stop_at_random(sft: SharedScene, count: Count, number: signal.
         count("SIGTERM and SIGUSR1 at random times, to either process or both", told + sft.result())
 
 
-@pytest.mark.parametrize("process", [pytest.param(MAIN, marks=pytest.mark.faults), OTHER])
+@pytest.mark.faults
+@pytest.mark.parametrize("process", [MAIN, OTHER])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_killed_at_random(workplace: Path, tiny_model: str, count: Count, name: str, process: int):
     scene = SharedScene(name, tiny_model, workplace)
@@ -186,14 +178,9 @@ def test_torchrun_starts_again(sft: SharedScene, count: Count, fault: str, proce
     count("`torchrun --max-restarts`: killed, or disk full, in either process", "identical")
 
 
-@pytest.mark.parametrize(
-    "alone",
-    [
-        pytest.param(False, id="with-the-state-before"),
-        pytest.param(True, id="alone", marks=pytest.mark.faults),
-    ],
-)
-@pytest.mark.parametrize("damage", [pytest.param(d, marks=() if d == "cut" else pytest.mark.faults) for d in DAMAGES])
+@pytest.mark.faults
+@pytest.mark.parametrize("alone", [False, True], ids=["with-the-state-before", "alone"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_files_of_the_newest_state(sft: SharedScene, count: Count, damage: str, alone: bool):
     assert not any(sft.do(sft.train))
     older, newest = sft.states()
