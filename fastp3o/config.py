@@ -2,6 +2,7 @@
 reads. A field is a flag of a script, a key of its YAML file and an argument in Python.
 """
 
+import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -353,15 +354,33 @@ class DataConfig(Flags):
         "Longest prompt or response of a record, in characters: much longer ones take minutes to tokenise.",
         at_least=1,
     )
+    chat_template: str | None = option(
+        None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
+    )
+    chat_template_kwargs: str | None = option(
+        None,
+        'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, in a '
+        "field of this name.",
+    )
     skip_bad_records: bool = option(
         False, "Skip and count records that cannot be used. Off: the first one stops the run.", changeable=True
     )
     max_response_tokens: int = option(128, "Longest response, in tokens (first author: 128).", at_least=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            kwargs = json.loads(self.chat_template_kwargs or "{}")
+        except ValueError:
+            kwargs = None
+        if not isinstance(kwargs, dict):
+            raise UserError(f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r:.80}")
+
     @property
     def reading(self) -> dict[str, Any]:
         """Options of loading, whatever the data."""
-        return {name: getattr(self, name) for name in ("max_prompt_tokens", "max_characters", "skip_bad_records")}
+        options = {name: getattr(self, name) for name in ("max_prompt_tokens", "max_characters", "skip_bad_records")}
+        return options | {"chat_template_kwargs": json.loads(self.chat_template_kwargs or "{}")}
 
     @property
     def longest_sequence(self) -> int:

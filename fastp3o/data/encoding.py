@@ -7,18 +7,24 @@ text of the same messages with a mark in place of each content, tells what the t
 import json
 import operator
 import re
-from collections.abc import Iterable
-from typing import NamedTuple, cast
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.errors import DataError, Found, RecordError
-from fastp3o.data.layouts import Message, Part
+from fastp3o.data.layouts import Fields, Message, Part
 from fastp3o.errors import UserError
 from fastp3o.named_function import TookTooLongError, time_limit
 
 TIME_LIMIT = 10.0  # seconds for one text
+# Fields of a record that its chat template reads, beside the messages.
+TEMPLATE_FIELDS = ("tools", "chat_template_kwargs")
+# Variables that are no setting of a record's.
+RESERVED = ("messages", "add_generation_prompt", "chat_template", "tokenize")
+NO_FIELDS: Fields = {}
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -35,34 +41,67 @@ def name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 class ChatTemplate:
     """The chat template of a tokenizer.
 
+    settings: variables that the template reads (`enable_thinking`), where a record's own do not say otherwise.
+
     Methods raise RecordError if the template refuses messages or leaves one out, and for the text of a special token in
-    a message, which could end its turn and begin another; DataError if the template does not end.
+    a message, which could end its turn and begin another; DataError if the template does not end. `variables` are what
+    the function of that name returns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None):
+        self.tokenizer, self.settings = tokenizer, settings or {}
         self.special = name_pattern(special_tokens(tokenizer).values())
+        if self.settings:
+            if tokenizer.chat_template is None:
+                raise UserError("--chat_template_kwargs: the tokenizer has no chat template that could read them")
+            try:
+                self.variables({})
+            except RecordError as unread:
+                raise UserError(f"--chat_template_kwargs: {unread.reason}, got {unread.got}") from None
 
-    def prompt(self, prompt: Part) -> str:
+    def variables(self, record: Fields) -> dict[str, Any]:
+        """What the template reads besides messages: `tools`, and the values of `chat_template_kwargs`. Raises
+        RecordError for one that the template does not name.
+        """
+        tools = json_value(record, "tools", list, "a list of tools")
+        own = json_value(record, "chat_template_kwargs", dict, "an object")
+        settings = {**self.settings, **{name: value for name, value in own.items() if value is not None}}
+        template = self.tokenizer.get_chat_template(tools=tools or None)
+        places = {name: f"chat_template_kwargs.{name}" for name in settings} | ({"tools": "tools"} if tools else {})
+        for name, place in places.items():
+            if not re.search(rf"\b{re.escape(name)}\b", template) or name in RESERVED:
+                raise RecordError(place, "what the chat template reads", Found("a name that is not in it"))
+        if self.special.search(json.dumps([tools, own], ensure_ascii=False, default=str)):
+            raise RecordError("tools", "no text of a special token", Found("one with it"))
+        return settings | ({"tools": tools} if tools else {})
+
+    def prompt(self, prompt: Part, variables: Fields = NO_FIELDS) -> str:
         """The text of the messages and of the beginning of the reply."""
         conversation = cast(list[Message], prompt.value)
-        text = self.apply(conversation, prompt.field, add_generation_prompt=True)
-        self.check(conversation, 0, prompt.field, text, add_generation_prompt=True)
+        text = self.apply(conversation, prompt.field, variables, add_generation_prompt=True)
+        self.check(conversation, 0, prompt.field, text, variables, add_generation_prompt=True)
         return text
 
-    def reply(self, prompt: Part, before: str, reply: Part) -> str:
+    def reply(self, prompt: Part, before: str, reply: Part, variables: Fields = NO_FIELDS) -> str:
         """The text of the last message, which is the difference of the texts with and without it."""
         asked = cast(list[Message], prompt.value)
         conversation = [*asked, *cast(list[Message], reply.value)]
-        text = self.apply(conversation, reply.field, add_generation_prompt=False)
+        text = self.apply(conversation, reply.field, variables, add_generation_prompt=False)
         if not text.startswith(before):
             expected = "a chat template that writes the messages before a reply the same with and without the reply"
             raise RecordError(reply.field, expected, Found("one that changes them"))
-        self.check(conversation, len(asked), reply.field, text, add_generation_prompt=False)
+        self.check(conversation, len(asked), reply.field, text, variables, add_generation_prompt=False)
         return text[len(before) :]
 
     def check(
-        self, conversation: list[Message], first: int, field: str, text: str, *, add_generation_prompt: bool
+        self,
+        conversation: list[Message],
+        first: int,
+        field: str,
+        text: str,
+        variables: Fields,
+        *,
+        add_generation_prompt: bool,
     ) -> None:
         """Raises RecordError if the template drops one of the messages from the first on, or calls of tools; or if one
         holds the text of a special token, or a part that the template completes.
@@ -70,7 +109,7 @@ class ChatTemplate:
         # Characters for private use, which neither templates nor tokenizers know.
         marks = [f"\ue000{number}\ue001" if one["content"] else "" for number, one in enumerate(conversation)]
         marked = [{**one, "content": mark} for one, mark in zip(conversation, marks, strict=True)]
-        outline = self.apply(marked, field, add_generation_prompt=add_generation_prompt)
+        outline = self.apply(marked, field, variables, add_generation_prompt=add_generation_prompt)
         completed = len(self.special.findall(text)) > len(self.special.findall(outline))
         for message, mark in zip(conversation[first:], marks[first:], strict=True):
             if message["content"].strip() and mark not in outline:
@@ -82,17 +121,17 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in conversation):
             without = [{name: value for name, value in one.items() if name != "tool_calls"} for one in conversation]
             try:
-                same = self.apply(without, field, add_generation_prompt=add_generation_prompt) == text
+                same = self.apply(without, field, variables, add_generation_prompt=add_generation_prompt) == text
             except RecordError:  # the template needs them
                 return
             if same:
                 raise RecordError(field, "messages that the chat template writes", Found("tool_calls that it drops"))
 
-    def apply(self, conversation: list[Message], field: str, *, add_generation_prompt: bool) -> str:
+    def apply(self, conversation: list[Message], field: str, variables: Fields, *, add_generation_prompt: bool) -> str:
         try:
             with time_limit(TIME_LIMIT):
                 text = self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+                    conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
                 )
             return cast(str, text)
         except TookTooLongError as error:  # the next records would take as long, so none is skipped
@@ -103,19 +142,30 @@ class ChatTemplate:
             ) from error
 
 
+def json_value(record: Fields, field: str, kind: type, expected: str) -> Any:
+    """A field that may hold JSON as text, as typed files do; empty if it is missing or null."""
+    value = record.get(field)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if value is not None and not isinstance(value, kind):
+        raise RecordError(field, expected, value)
+    return kind() if value is None else value
+
+
 class Texts(NamedTuple):
     """A prompt and its responses.
 
     fields: the record's fields that the prompt and each response come from.
     templated: whether the chat template wrote them.
-    given: the prompt as the record has it.
+    given: the fields that say the prompt: as the record has it, with `tools` and `chat_template_kwargs` of its own.
     """
 
     prompt: str
     responses: tuple[str, ...]
     fields: tuple[str, ...]
     templated: bool
-    given: str | list[Message]
+    given: dict[str, Any]
 
 
 class Encoded(NamedTuple):
@@ -144,9 +194,11 @@ class Encoder:
         max_prompt_tokens: tokens kept of a prompt.
         max_response_tokens: tokens kept of a response; None if only prompts are encoded.
         max_characters: longest prompt or response; longer ones cannot be used.
+        chat_template_kwargs: variables of the chat template, where a record's own do not say otherwise.
 
     Raises:
-        ValueError: a limit leaves no room, or responses need an end-of-sequence token that the tokenizer lacks.
+        ValueError: a limit leaves no room, responses need an end-of-sequence token that the tokenizer lacks, or the
+            chat template does not name a variable.
     """
 
     def __init__(
@@ -155,9 +207,10 @@ class Encoder:
         max_prompt_tokens: int,
         max_response_tokens: int | None,
         max_characters: int = LONGEST_TEXT,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer)
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self.special_ids = special_tokens(tokenizer).keys() - {tokenizer.unk_token_id}
         self.max_characters = max_characters
         self.max_prompt_tokens = max_prompt_tokens
@@ -168,19 +221,25 @@ class Encoder:
         if max_response_tokens is not None and tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no end-of-sequence token, which must close each response")
 
-    def render(self, prompt: Part, responses: tuple[Part, ...]) -> Texts:
-        """Applies the chat template to messages and leaves text as it is. Raises RecordError."""
+    def render(self, prompt: Part, responses: tuple[Part, ...], record: Fields = NO_FIELDS) -> Texts:
+        """Applies the chat template to messages, with `tools` and `chat_template_kwargs` of their record, and leaves
+        text as it is. Raises RecordError.
+        """
         fields = (prompt.field, *(response.field for response in responses))
         templated = not isinstance(prompt.value, str)
-        before = self.template.prompt(prompt) if templated else cast(str, prompt.value)
+        variables = self.template.variables(record) if templated else {}
+        before = self.template.prompt(prompt, variables) if templated else cast(str, prompt.value)
         replies = tuple(
-            self.template.reply(prompt, before, response) if templated else cast(str, response.value)
+            self.template.reply(prompt, before, response, variables) if templated else cast(str, response.value)
             for response in responses
         )
+        given = {"prompt": prompt.value}
+        if templated:
+            given |= {name: record[name] for name in TEMPLATE_FIELDS if record.get(name) is not None}
         for field, text in zip(fields, (before, *replies), strict=True):
             if len(text) > self.max_characters:
                 raise RecordError(field, f"at most {self.max_characters} characters", Found(f"{len(text)} of them"))
-        return Texts(before, replies, fields, templated, prompt.value)
+        return Texts(before, replies, fields, templated, given)
 
     def encode(self, batch: list[Texts]) -> list[Encoded | RecordError]:
         """One result for each entry of the batch, in order; a RecordError if its tokens cannot be used."""

@@ -56,13 +56,26 @@ def text(record: Fields, field: str, name: str | None = None) -> str:
 
 
 def message(value: object, name: str) -> Message:
-    """One message without its null fields, which typed files add to every message."""
+    """One message without its null fields, which typed files add to every message. Parts of its content are joined. It
+    may have no content if it calls tools, or is what a tool answered.
+    """
     if not isinstance(value, Mapping):
         raise RecordError(name, "a message with role and content", value)
-    role = text(value, "role", f"{name}.role")
-    if not (role == "system" and value.get("content") == ""):
-        text(value, "content", f"{name}.content")
-    return {field: content for field, content in value.items() if content is not None}
+    role, content = text(value, "role", f"{name}.role"), value.get("content")
+    if isinstance(content, list):
+        content = "".join(text_part(part, f"{name}.content[{index}]") for index, part in enumerate(content))
+    if not content and (value.get("tool_calls") or role == "tool" or (role == "system" and content == "")):
+        content = ""
+    else:
+        content = text({**value, "content": content} if content is not None else value, "content", f"{name}.content")
+    return {field: item for field, item in value.items() if item is not None} | {"content": content}
+
+
+def text_part(value: object, name: str) -> str:
+    """A part of a message's content, such as {"type": "text", "text": "Hi"}."""
+    if not isinstance(value, Mapping) or value.get("type") != "text":
+        raise RecordError(name, "a part of type text, with its text", value)
+    return text(value, "text", f"{name}.text")
 
 
 def messages(record: Fields, field: str) -> list[Message]:

@@ -16,7 +16,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import LONGEST_TEXT
-from fastp3o.data.encoding import Encoded, Encoder, Texts
+from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, field_names
 from fastp3o.data.layouts import LAYOUTS, RANKINGS, UNPAIRED_PREFERENCES, Fields, Layout, desirable, find_layout, margin
 from fastp3o.data.sources import Record, read_records
@@ -39,6 +39,7 @@ class DataReport:
     special_texts: texts that hold the text of a special token, such as a written end of sequence.
     skipped: records that cannot be used.
     reasons: how many records were skipped for each reason.
+    unread: fields with values that nothing reads, in their order.
     """
 
     examples: int = 0
@@ -47,13 +48,15 @@ class DataReport:
     special_texts: int = 0
     skipped: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    unread: dict[str, None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         cut = f"{self.truncated_prompts} prompts and {self.truncated_responses} responses truncated"
         if self.special_texts:
             cut += f", {self.special_texts} texts with the name of a special token, which is text"
         why = "; ".join(f"{count} × {reason}" for reason, count in self.reasons.most_common())
-        return f"{self.examples} examples, {cut}, {self.skipped} records skipped" + (f" ({why})" if why else "")
+        unread = f"; nothing reads {field_names(self.unread)}" if self.unread else ""
+        return f"{self.examples} examples, {cut}, {self.skipped} records skipped{f' ({why})' if why else ''}{unread}"
 
 
 Loaded = tuple[Dataset, DataReport]
@@ -73,8 +76,8 @@ def load_prompts(
         source: a hub name ("owner/name" or "owner/name:config"), a .jsonl, .json (both also .gz) or .parquet file, a
             glob, or a folder, of whose files those of `split` are read. Or records.
         columns: further fields to keep. Every record must have them.
-        as_given: also keep the column `given`: the prompt as its record has it, not truncated, as JSON text (a string,
-            or a list of messages).
+        as_given: also keep the column `given`: the record's fields that say its prompt, not truncated, as JSON
+            text: `prompt` (a string or a list of messages), `tools` and `chat_template_kwargs`.
         options: see `Loader`.
 
     Returns:
@@ -134,6 +137,7 @@ class Loader:
     max_characters: longest prompt or response; a record with a longer one cannot be used.
     skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
     limit: stop reading after this many usable records.
+    chat_template_kwargs: variables of the chat template (`enable_thinking`), where a record's own do not say otherwise.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -149,10 +153,11 @@ class Loader:
     limit: int | None = None
     columns: Asked = field(default_factory=dict)
     as_given: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
-        self.encoder, self.report = Encoder(self.tokenizer, *lengths), DataReport()
+        self.encoder, self.report = Encoder(self.tokenizer, *lengths, self.chat_template_kwargs), DataReport()
         self.takes_all = self.layouts is RANKINGS  # of a record's responses, in one column
 
     def load(self, source: str) -> Loaded:
@@ -216,7 +221,13 @@ class Loader:
                 f"{record.file} record {record.number}: holds messages, and the tokenizer has no chat template"
             )
         responses = layout.responses(record.content) if self.response_columns else ()
-        return self.encoder.render(prompt, responses if self.takes_all else responses[: len(self.response_columns)])
+        responses = responses if self.takes_all else responses[: len(self.response_columns)]
+        texts = self.encoder.render(prompt, responses, record.content)
+        read = {*layout.fields, *self.columns, *self.labels, *(TEMPLATE_FIELDS if texts.templated else ())}
+        self.report.unread |= {
+            name: None for name, value in record.content.items() if value is not None and name not in read
+        }
+        return texts
 
     def example(self, record: Record, texts: Texts, kept: dict[str, Any], result: Encoded | RecordError) -> dict | None:
         """Counts the record and returns its example, None if it was skipped."""

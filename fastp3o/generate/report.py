@@ -46,7 +46,9 @@ def write_kept(config: GenerateConfig, samples: SamplesFile, path: Path) -> Gene
         for sample in samples:
             chosen = choose(sample)
             for record in chosen:
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+                file.write(
+                    json.dumps(record | sample.template_fields, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+                )
             kept += [record[name] for record in chosen for name in ("margin", "reward") if name in record]
             records += len(chosen)
             prompts += 1

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fastp3o.data.layouts import Message
 from fastp3o.files import sync
@@ -15,23 +16,27 @@ from fastp3o.run import log
 class Samples:
     """K responses to one prompt.
 
-    number: the prompt's, from 0. prompt: as the data have it, text or messages. responses: texts. lengths: in tokens.
-    finished: whether the response ended with an end-of-sequence. rewards: none without a reward.
+    number: the prompt's, from 0. prompt: as the data have it, text or messages. template_fields: the record's `tools`
+    and `chat_template_kwargs`. responses: texts. lengths: in tokens. finished: whether the response ended with an
+    end-of-sequence. rewards: none without a reward.
     """
 
     number: int
     prompt: str | list[Message]
+    template_fields: dict[str, Any]
     responses: list[str]
     lengths: list[int]
     finished: list[bool]
     rewards: list[float]
 
 
-def make_samples(group: Group, rewards: list[float], prompt: str) -> Samples:
-    """prompt: as the data have it, in JSON."""
+def make_samples(group: Group, rewards: list[float], given: str) -> Samples:
+    """given: the prompt and its template's fields as the data have them, in JSON."""
+    template_fields = json.loads(given)
     return Samples(
         group.prompt.number,
-        json.loads(prompt),
+        template_fields.pop("prompt"),
+        template_fields,
         [response.text for response in group.responses],
         [len(response.ids) for response in group.responses],
         [response.finished for response in group.responses],

@@ -55,14 +55,17 @@ logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD 
 # --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model.
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model. chat_template: a file that has another one than its own.
 
-    Raises ValueError if there is none, if it has no end-of-sequence token, as responses could not end, and if it has
-    tokens that the model does not have.
+    Raises ValueError if there is none, if the file cannot be read, if it has no end-of-sequence token, as responses
+    could not end, and if it has tokens that the model does not have.
     """
     if isinstance(name, Named):
-        return usable_tokenizer(name, copy.deepcopy(name.content.tokenizer), name.content.model.config)
+        tokenizer, config = copy.deepcopy(name.content.tokenizer), name.content.model.config
+        return usable_tokenizer(name, tokenizer, config, chat_template)
     with errors_naming(name):
         if not has_tokenizer(name):
             if not Path(name).is_dir() and not has_file(name, CONFIG_NAME):
@@ -72,10 +75,17 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
             raise UserError("it has no tokenizer's files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         config = load_config(name, trust_remote_code)
-    return usable_tokenizer(name, tokenizer, config)
+    return usable_tokenizer(name, tokenizer, config, chat_template)
 
 
-def usable_tokenizer(name: str, tokenizer: Any, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+def usable_tokenizer(
+    name: str, tokenizer: Any, config: PretrainedConfig, chat_template: str | None
+) -> PreTrainedTokenizerBase:
+    if chat_template:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--chat_template {chat_template} cannot be read: {error}") from error
     tokens = config.get_text_config().vocab_size
     if tokenizer.eos_token_id is None:
         raise UserError(f"the tokenizer of {name} has no end-of-sequence token; set eos_token in its configuration")

@@ -1,6 +1,9 @@
 """Contents can hold the text of special tokens, and what they become is text, in templates of several kinds."""
 
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +11,9 @@ from hypothesis import strategies as st
 
 from fastp3o.data.encoding import ChatTemplate, tokenise
 from fastp3o.data.errors import RecordError
-from fastp3o.data.layouts import Part
+from fastp3o.data.layouts import Part, messages_response, prompt_field
+from fastp3o.data.loading import load_demonstrations, load_prompts
+from fastp3o.errors import UserError
 from fastp3o.named_function import TookTooLongError, time_limit
 from tests.fastp3o.data.test_encoding import BOS, BOS_ID, EOS, EOS_ID, byte_tokenizer
 
@@ -118,3 +123,105 @@ def test_what_ends_in_time_is_left_alone_afterwards():
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         pass
+
+
+THINKING = (
+    "{% if tools %}[{% for t in tools %}{{ t.name }};{% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.name }}{% endfor %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% if not enable_thinking | default(true) %}<think></think>"
+    "{% endif %}{% endif %}"
+)
+TOOLS = [{"name": "add", "parameters": {"x": "int"}}]
+
+
+def test_the_template_reads_tools_and_its_arguments_of_records_and_options(tmp_path: Path):
+    tokenizer = byte_tokenizer(template=THINKING)
+    asked = [{"role": "user", "content": "Hi"}]
+    records = [
+        {"prompt": asked},
+        {"prompt": asked, "tools": TOOLS},
+        {"prompt": asked, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": asked, "tools": [], "chat_template_kwargs": '{"enable_thinking": true}'},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    plain, _ = load_prompts(str(data), tokenizer, max_prompt_tokens=99)
+    assert plain["prompt"][:] == [
+        "user: Hi</s>assistant: ",
+        "[add;]user: Hi</s>assistant: ",
+        "[add;]user: Hi</s>assistant: <think></think>",
+        "user: Hi</s>assistant: ",
+    ]
+    options = {"chat_template_kwargs": {"enable_thinking": False}, "as_given": True}
+    silent, report = load_prompts(str(data), tokenizer, max_prompt_tokens=99, **options)
+    assert ["<think>" in prompt for prompt in silent["prompt"]] == [True, True, True, False]
+    assert [*map(json.loads, silent["given"])] == records
+    assert not report.unread
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": TOOLS}, "field 'tools': expected what the chat template reads, got a name that is not in it"),
+        ({"tools": {"name": "f"}}, "field 'tools': expected a list of tools, got an object with the fields name"),
+        ({"tools": "[{"}, "field 'tools': expected a list of tools, got a string"),
+        ({"chat_template_kwargs": [1]}, "field 'chat_template_kwargs': expected an object, got a list of 1"),
+        (
+            {"chat_template_kwargs": {"enable_thinkin": False}},
+            "field 'chat_template_kwargs.enable_thinkin': expected what the chat template reads",
+        ),
+        ({"chat_template_kwargs": {"messages": []}}, "field 'chat_template_kwargs.messages': expected what the chat"),
+    ],
+)
+def test_what_the_template_would_not_read_is_refused(fields: dict[str, Any], said: str):
+    template = CHATML if fields.get("tools") == TOOLS else THINKING
+    with pytest.raises(RecordError) as refused:
+        ChatTemplate(byte_tokenizer(template=template)).variables(fields)
+    assert said in str(refused.value.at("data.jsonl", 1))
+
+
+def test_a_tool_has_no_text_of_a_special_token():
+    with pytest.raises(RecordError, match="no text of a special token"):
+        ChatTemplate(byte_tokenizer(template=THINKING)).variables({"tools": [{"name": f"add{EOS}"}]})
+
+
+def test_settings_that_no_template_reads_are_refused():
+    for template, said in ((None, "no chat template"), (CHATML, "enable_thinking': expected what the chat template")):
+        with pytest.raises(UserError, match=said):
+            ChatTemplate(byte_tokenizer(template=template), {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    "content", ["", None, "missing", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]]
+)
+def test_a_call_of_a_tool_may_have_no_content_and_content_may_have_parts(content: Any):
+    calling = {"role": "assistant", "content": content, "tool_calls": [{"name": "add"}]}
+    if content == "missing":
+        del calling["content"]
+    history = [{"role": "user", "content": "Hi"}, calling, {"role": "tool", "content": None}]
+    prompt = prompt_field({"prompt": history})
+    text = ChatTemplate(byte_tokenizer(template=THINKING)).prompt(prompt)
+    said = "ab" if isinstance(content, list) else ""
+    assert text == f"user: Hi</s>assistant: {said}!add</s>tool: </s>assistant: "
+    reply = messages_response({"messages": history[:2]})[0]
+    assert reply.value == [{"role": "assistant", "content": said, "tool_calls": [{"name": "add"}]}]
+
+
+@pytest.mark.parametrize("part", ["Hi", {"type": "image", "image": "x.png"}, {"type": "text"}])
+def test_parts_that_are_no_text_are_refused(part: Any):
+    with pytest.raises(RecordError, match=r"prompt\[0\].content\[1\]"):
+        prompt_field({"prompt": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, part]}]})
+
+
+def test_fields_that_nothing_reads_are_named(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    records = [
+        {"prompt": "Hi", "completion": " Ho", "id": 1, "note": None},
+        {"prompt": "Hi", "completion": " a", "tools": []},
+    ]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = byte_tokenizer()
+    _, report = load_demonstrations(str(data), tokenizer, max_prompt_tokens=99, max_response_tokens=9)
+    assert str(report).endswith("0 records skipped; nothing reads the fields id, tools")
+    _, report = load_prompts(str(data), tokenizer, max_prompt_tokens=99, columns={"id": "a reward"}, limit=1)
+    assert not report.unread

@@ -105,7 +105,7 @@ def test_prompts_as_they_were_given(tmp_path: Path, chat_tokenizer: PreTrainedTo
     asked = [{"role": "user", "content": "Zoë 🎈"}]
     records = [{"prompt": "long " * 50}, {"prompt": asked, "completion": [{"role": "assistant", "content": "you"}]}]
     data, report = load_prompts(jsonl(tmp_path, records), chat_tokenizer, max_prompt_tokens=20, as_given=True)
-    assert [json.loads(given) for given in data["given"]] == ["long " * 50, asked]
+    assert [json.loads(given) for given in data["given"]] == [{"prompt": "long " * 50}, {"prompt": asked}]
     assert (report.truncated_prompts, len(data[0]["prompt_ids"])) == (1, 20)
 
 
@@ -119,7 +119,7 @@ def test_a_prompt_that_no_file_can_hold_as_it_was_given_is_refused_or_skipped(
     options = {"max_prompt_tokens": 100, "as_given": True}
     with pytest.raises(
         DataError,
-        match=r"f record 2 field 'prompt': expected a prompt that JSON has, in UTF-8, got a list of 2$",
+        match=r"f record 2 field 'prompt': expected a prompt that JSON has, in UTF-8, got an object with the fields",
     ):
         load_prompts("f", chat_tokenizer, **options)
     data, report = load_prompts("f", chat_tokenizer, **options, skip_bad_records=True)

@@ -41,7 +41,7 @@ def judging(workplace, monkeypatch):
 
 
 def samples(number, prompt, responses, finished=None) -> Samples:
-    return Samples(number, prompt, responses, [3] * len(responses), finished or [True] * len(responses), [])
+    return Samples(number, prompt, {}, responses, [3] * len(responses), finished or [True] * len(responses), [])
 
 
 def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():

@@ -26,7 +26,8 @@ prompt_rewards = st.lists(st.floats(-4, 4, width=32), max_size=7)
 def samples(rewards: list[float], texts: list[str] | None = None, **changes) -> Samples:
     texts = [f" text {i}" for i in range(len(rewards))] if texts is None else texts
     columns = {"lengths": [3] * len(rewards), "finished": [True] * len(rewards)}
-    return Samples(**({"number": 0, "prompt": "Say:", "responses": texts, "rewards": rewards} | columns | changes))
+    columns |= {"responses": texts, "rewards": rewards, "template_fields": {}}
+    return Samples(**({"number": 0, "prompt": "Say:"} | columns | changes))
 
 
 @given(prompt_rewards)
