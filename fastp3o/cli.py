@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:  # the first package that only the trainer 
 
 from fastp3o.config import Flags, bounds, field_type
 from fastp3o.script import DEBUG_HELP
+from fastp3o.trl_names import hint
 
 Config = TypeVar("Config", bound=Flags)
 
@@ -23,8 +24,8 @@ Config = TypeVar("Config", bound=Flags)
 class Parser(argparse.ArgumentParser):
     """A parser of a configuration's fields, whose help says defaults and bounds.
 
-    A field `a_b` is the flag --a_b or --a-b. A bool may stand alone (--resume) or take a value (--resume no), and one
-    that is True by default also has --no_a_b.
+    A field `a_b` is the flag --a_b, which may also be written --a-b. A bool may stand alone (--resume) or take a value
+    (--resume no), and one that is True by default also has --no_a_b.
     """
 
     def __init__(self, config_class: type, **options: Any):
@@ -42,24 +43,25 @@ class Parser(argparse.ArgumentParser):
         if kind is bool:
             options |= {"type": truth, "nargs": "?", "const": True}
         if flag.default is MISSING or flag.metadata.get("required"):
-            options["required"] = True
+            options |= {"required": True, "default": argparse.SUPPRESS}
         else:
             options["default"] = flag.default
-        self.add_argument(*spellings(flag.name), **options)
+        self.add_argument(f"--{flag.name}", **options)
         if flag.default is True:
-            no = spellings(f"no_{flag.name}")
-            self.add_argument(*no, dest=flag.name, action="store_false", help=options["help"])
+            self.add_argument(f"--no_{flag.name}", dest=flag.name, action="store_false", help=options["help"])
 
     def parse_all(self, arguments: list[str]) -> dict[str, Any]:
         """The value of each field. Exits with a usage message for an argument that no flag takes."""
-        values, others = self.parse_known_args(arguments)
+        values, others = self.parse_known_args(list(map(with_underscores, arguments)))
         if others:
             self.error(unknown(others, [name for action in self._actions for name in action.option_strings]))
         return vars(values)
 
 
-def spellings(name: str) -> list[str]:
-    return [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
+def with_underscores(argument: str) -> str:
+    """`--learning-rate=1` as `--learning_rate=1`."""
+    name, equals, value = argument.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if name.startswith("--") else argument
 
 
 def described(rules: Mapping[str, Any]) -> str:
@@ -82,8 +84,9 @@ def unknown(arguments: Sequence[str], flags: Sequence[str]) -> str:
     name = next((argument.split("=")[0] for argument in arguments if argument.startswith("--")), None)
     if name is None:
         return f"unexpected argument {arguments[0]!r}"
+    trl = hint(name.removeprefix("--"), [flag.removeprefix("--") for flag in flags])
     near = get_close_matches(name, flags, n=1, cutoff=0.8)
-    return f"unknown option {name}" + (f"; the nearest one is {near[0]}" if near else "")
+    return f"unknown option {name}" + (trl or (f"; the nearest one is {near[0]}" if near else ""))
 
 
 def parse(config_class: type[Config], arguments: list[str] | None = None) -> Config:

@@ -6,6 +6,7 @@ import json
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from inspect import get_annotations, getdoc
 from math import inf, isfinite
 from numbers import Integral, Real
@@ -25,6 +26,7 @@ from typing import (
 
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
+from fastp3o.trl_names import hint
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -134,6 +136,14 @@ class Flags:
     """
 
     further_needs: ClassVar[Mapping[str, Needs]] = {}
+
+    def __new__(cls, **values: Any) -> Self:
+        names = {flag.name for flag in fields(cls)}
+        for name in values.keys() - names:
+            near = get_close_matches(name, names, n=1, cutoff=0.8)
+            what = hint(name, names).replace("--", "") or (f"; the nearest one is {near[0]}" if near else "")
+            raise TypeError(f"{cls.__name__} has no option {name}{what}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -549,6 +559,14 @@ class RunConfig(Flags):
         "Continue the run in output_dir exactly as if it had not stopped; without one, begin.",
         changeable=True,
     )
+    overwrite: bool = option(
+        False, "Remove what an earlier run has left in output_dir, and begin anew.", changeable=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.resume and self.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
 
     @classmethod
     def changeable(cls) -> set[str]:
@@ -563,11 +581,21 @@ class TrainingRunConfig(RunConfig):
     save_every: int = option(
         0, "Save the model as a checkpoint every this many steps; 0: only at the end.", at_least=0, changeable=True
     )
+    keep_checkpoints: int = option(
+        0,
+        "Checkpoints of --save_every that are kept, the newest; 0: all.",
+        at_least=0,
+        needs="save_every",
+        changeable=True,
+    )
     save_minutes: float = option(
         10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
     )
     report_to: str = option(
         "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True
+    )
+    run_name: str | None = option(
+        None, "Name of the run for trackers that have names (wandb, trackio, ...).", changeable=True
     )
     push_to_hub: str | None = option(
         None,

@@ -1,16 +1,6 @@
-"""Online DPO, to compare P3O with. `python scripts/online_dpo.py --help` explains every option."""
+"""The command `fastp3o online_dpo`: `python scripts/online_dpo.py --help` explains it."""
 
-from fastp3o.cli import parse
-from fastp3o.objectives.preferences import OnlineDPOConfig
-from fastp3o.script import run_script
-
-
-def main() -> None:
-    config = parse(OnlineDPOConfig)
-    from fastp3o.training.loop import train  # takes seconds, which --help does without
-
-    train(config)
-
+from fastp3o.__main__ import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main("online_dpo")

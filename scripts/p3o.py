@@ -1,16 +1,6 @@
-"""Stage 3, P3O. `python scripts/p3o.py --help` explains every option."""
+"""The command `fastp3o p3o`: `python scripts/p3o.py --help` explains it."""
 
-from fastp3o.cli import parse
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.script import run_script
-
-
-def main() -> None:
-    config = parse(P3OConfig)
-    from fastp3o.training.loop import train  # takes seconds, which --help does without
-
-    train(config)
-
+from fastp3o.__main__ import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main("p3o")

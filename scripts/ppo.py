@@ -1,16 +1,6 @@
-"""PPO, to compare P3O with. `python scripts/ppo.py --help` explains every option."""
+"""The command `fastp3o ppo`: `python scripts/ppo.py --help` explains it."""
 
-from fastp3o.cli import parse
-from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.script import run_script
-
-
-def main() -> None:
-    config = parse(PPOConfig)
-    from fastp3o.training.loop import train  # takes seconds, which --help does without
-
-    train(config)
-
+from fastp3o.__main__ import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main("ppo")

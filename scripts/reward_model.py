@@ -1,16 +1,6 @@
-"""Stage 2, reward modelling. `python scripts/reward_model.py --help` explains every option."""
+"""The command `fastp3o reward`: `python scripts/reward_model.py --help` explains it."""
 
-from fastp3o.cli import parse
-from fastp3o.script import run_script
-from fastp3o.training.config import RewardModelConfig
-
-
-def main() -> None:
-    config = parse(RewardModelConfig)
-    from fastp3o.training.reward_model import train  # takes seconds, which --help does without
-
-    train(config)
-
+from fastp3o.__main__ import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main("reward")

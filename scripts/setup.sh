@@ -36,6 +36,9 @@ $(cat pyproject.toml scripts/constraints.txt)"
             cat .venv/install.log >&2
             exit 1
         fi
+        # Python started beside the clone would take its folder, which has the package's name, for the package.
+        site="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        printf '%s\n' "$PWD" "$PWD/kernels" > "$site/fastp3o_clone.pth"
         printf '%s\n' "$wanted" > .venv/installed
     fi
 fi

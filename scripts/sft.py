@@ -1,16 +1,6 @@
-"""Stage 1, supervised fine-tuning. `python scripts/sft.py --help` explains every option."""
+"""The command `fastp3o sft`: `python scripts/sft.py --help` explains it."""
 
-from fastp3o.cli import parse
-from fastp3o.script import run_script
-from fastp3o.training.config import SFTConfig
-
-
-def main() -> None:
-    config = parse(SFTConfig)
-    from fastp3o.training.sft import train  # takes seconds, which --help does without
-
-    train(config)
-
+from fastp3o.__main__ import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main("sft")

@@ -1,4 +1,4 @@
-"""The options of win rates."""
+"""The options of win rates, and of rewards without training."""
 
 from typing import Any
 
@@ -104,3 +104,28 @@ class WinRateConfig(RemoteConfig, JudgeConfig, SamplingConfig):
     @property
     def scorers(self) -> list[str]:
         return [self.reward] if self.reward else []
+
+
+@options
+class EvaluateConfig(RemoteConfig, SamplingConfig):
+    """Rewards of a model's samples, without training."""
+
+    model: str = required("The model that is sampled: a Hugging Face causal LM, as a hub name or a folder.")
+    reward: str = required(
+        "Reward models (folders or hub names), functions, as module:function, or URLs, separated by commas."
+    )
+    responses_per_prompt: int = option(1, "Responses to each prompt.", at_least=1)
+    greedy: bool = option(False, "Take the likeliest token each time, instead of sampling.")
+    output: str | None = option(None, "JSON file to write the means to.")
+    seed: int = option(0, "Seed of the samples.", at_least=0, below=LARGEST_INT)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.greedy and self.truncates:
+            raise UserError("--greedy takes the likeliest token: leave out --top_k, --top_p and --min_p")
+        if self.greedy and self.responses_per_prompt > 1:
+            raise UserError("--greedy gives one response to each prompt: leave out --responses_per_prompt")
+
+    @property
+    def scorers(self) -> list[str]:
+        return [name.strip() for name in self.reward.split(",")]

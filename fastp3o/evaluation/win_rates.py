@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.context import Context
 from fastp3o.data.loading import load_prompts
 from fastp3o.errors import UserError
-from fastp3o.evaluation.config import WinRateConfig
+from fastp3o.evaluation.config import EvaluateConfig, WinRateConfig
 from fastp3o.evaluation.judge import Judge
 from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_rate
 from fastp3o.models.loading import load_tokenizer
@@ -25,10 +25,10 @@ from fastp3o.training.build import load_frozen_policy, policy_sampler, sampled_m
 
 @dataclass(frozen=True)
 class Responses:
-    """One checkpoint's responses, and their rewards if there is one."""
+    """One checkpoint's responses, and their rewards by the rewards' names."""
 
     groups: list[Group]
-    rewards: Tensor | None  # [P, K] fp32
+    rewards: dict[str, Tensor]  # [P, K] fp32
 
     @property
     def mean_tokens(self) -> float:
@@ -56,7 +56,7 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
     return [respond(*one, config) for one in zip(checkpoints, tokenizers, prompts, strict=True)]
 
 
-def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> list[Prompt]:
+def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig | EvaluateConfig) -> list[Prompt]:
     """The prompts, with the columns that the reward asks for."""
     prompts, report = load_prompts(
         config.prompts, tokenizer, columns=asked_columns(config.scorers, config), **config.reading
@@ -66,15 +66,14 @@ def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig) -> li
 
 
 def respond(
-    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], config: WinRateConfig
+    checkpoint: str, tokenizer: PreTrainedTokenizerBase, prompts: list[Prompt], config: WinRateConfig | EvaluateConfig
 ) -> Responses:
     """The checkpoint's responses, in the precision in which P3O samples and rewards, and their rewards."""
     precision = choose_precision("auto", automatic="fp16")
     context = Context(Accelerator(), precision, tokenizer, None)
-    reward = None
-    if config.reward:
-        reward = load_reward(
-            config.reward,
+    rewards = {
+        name: load_reward(
+            name,
             tokenizer,
             dtype=precision.weights,
             remote=config,
@@ -82,12 +81,15 @@ def respond(
             device=context.device,
             packing=config.packing,
         )
-    if isinstance(reward, RemoteReward):
-        reward.check(prompts[0])
+        for name in config.scorers
+    }
+    for reward in rewards.values():
+        if isinstance(reward, RemoteReward):
+            reward.check(prompts[0])
     policy = load_frozen_policy(context, config, checkpoint)
     sampler = policy_sampler(config, sampled_model(config, policy, context), context, config.rollout_batch_size)
     groups = sampler(prompts, config.responses_per_prompt, config.seed)
-    return Responses(groups, None if reward is None else reward(groups))
+    return Responses(groups, {name: reward(groups) for name, reward in rewards.items()})
 
 
 def win_rates(
@@ -110,7 +112,6 @@ def by_reward(first: Responses, second: Responses) -> list[Verdict]:
         for side in (first, second)
     )
     same = [one == other for one, other in zip(*responses, strict=True)]
-    if first.rewards is None or second.rewards is None:
-        raise UserError("responses without rewards cannot be compared by them")
-    verdicts = reward_verdicts(first.rewards.flatten().tolist(), second.rewards.flatten().tolist())
+    rewards = [next(iter(side.rewards.values())).flatten().tolist() for side in (first, second)]
+    verdicts = reward_verdicts(*rewards)
     return [Verdict.TIE if equal else verdict for equal, verdict in zip(same, verdicts, strict=True)]

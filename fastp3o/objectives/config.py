@@ -1,5 +1,6 @@
 """Flags that online objectives share."""
 
+from math import gcd
 from typing import ClassVar
 
 from fastp3o.config import PolicyConfig, StageConfig, option, options, required
@@ -14,11 +15,13 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     """Rollouts, rewards and evaluations; objectives add their own settings.
 
     compares_with_old: whether the loss compares the policy's log-probs with the old ones. assumes_own_samples: whether
-    the gradient is a mean over samples of the policy; if not, any responses serve.
+    the gradient is a mean over samples of the policy; if not, any responses serve. paper_minibatches: steps of a pass
+    in the objective's paper.
     """
 
     compares_with_old: ClassVar[bool] = True
     assumes_own_samples: ClassVar[bool] = True
+    paper_minibatches: ClassVar[int] = 1
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
     eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
@@ -46,7 +49,8 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     )
     prompts_per_minibatch: int = option(
         4,
-        "Prompts of one optimizer step, over all processes (first author: 4 at 1 B); 0: all of the round's.",
+        "Prompts of one optimizer step, over all processes (first author: 4 at 1 B); 0: all of the round's, of DAPO a "
+        "16th and of GSPO a fourth, or the nearest part that divides them.",
         at_least=0,
     )
     responses_per_prompt: int = option(
@@ -131,7 +135,8 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
 
     def __post_init__(self) -> None:
         if not self.prompts_per_minibatch:
-            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update)
+            parts = gcd(self.prompts_per_update, self.paper_minibatches)
+            object.__setattr__(self, "prompts_per_minibatch", self.prompts_per_update // parts)
         super().__post_init__()
         self.check_penalties(self.max_response_tokens)
         if self.reference_every and self.reference_decay:

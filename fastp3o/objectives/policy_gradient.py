@@ -231,8 +231,12 @@ class REINFORCE(RLOO):
 
 @options
 class ClippedConfig(PolicyGradientConfig):
-    """Clipped ratios, and advantages within a prompt's responses."""
+    """Clipped ratios, and advantages within a prompt's responses. A round makes the steps of each paper: one for GRPO
+    (arXiv 2402.03300) and Dr. GRPO (2503.20783), 16 for DAPO (2503.14476), 4 for GSPO (2507.18071).
+    """
 
+    prompts_per_minibatch: int = 0
+    inner_epochs: int = 1
     responses_per_prompt: int = option(
         8,
         "K: responses to each prompt (GRPO: 64, DAPO: 16, Dr. GRPO: 8). With two, scaled advantages are signs.",
@@ -275,6 +279,7 @@ class DrGRPOConfig(GRPOConfig):
 class DAPOConfig(GRPOConfig):
     """DAPO (arXiv 2503.14476): clipped higher above, the mean over all tokens, ties sampled again; no KL."""
 
+    paper_minibatches: ClassVar[int] = 16
     objective: str = objective_name("dapo")
     clip_high: float = 0.28
     kl_coef: float = 0.0
@@ -324,6 +329,7 @@ class GRPO(PolicyGradient):
 class GSPOConfig(ClippedConfig):
     """GSPO (arXiv 2507.18071): the geometric mean of the ratios of a response's tokens is clipped."""
 
+    paper_minibatches: ClassVar[int] = 4
     objective: str = objective_name("gspo")
     clip_low: float = 3e-4
     clip_high: float = 4e-4

@@ -151,17 +151,17 @@ class PenaltyConfig(Flags):
         needs="length_penalty",
         changeable=True,
     )
-    repetition_penalty: float = option(
+    ngram_penalty: float = option(
         0.0,
         "Subtracted in proportion to the share of a response's n-grams of tokens that repeat an earlier one.",
         at_least=0,
         changeable=True,
     )
-    repetition_ngram: int = option(
+    ngram_length: int = option(
         3,
-        "n of the n-grams that --repetition_penalty counts, in tokens.",
+        "n of the n-grams that --ngram_penalty counts, in tokens.",
         at_least=1,
-        needs="repetition_penalty",
+        needs="ngram_penalty",
         changeable=True,
     )
     overlong_margin: int = option(

@@ -19,7 +19,8 @@ class FunctionReward:
 
     It gets all P K responses, and a list of the same length with the prompt of each. Further parameters without a
     default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
-    `**columns`, get the columns of `--reward_columns`. It may be an `async def`.
+    `**columns`, get the columns of `--reward_columns`. It may be an `async def`. None in the place of all numbers of a
+    prompt's responses says that the reward does not apply to it: it is 0 there.
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
@@ -46,8 +47,12 @@ class FunctionReward:
             raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
         function = partial(self.function, **columns)
         returned = call_for_list(function, self.name, *texts(groups), timeout=self.timeout)
+        responses = len(groups[0].responses)
+        for start in range(0, len(returned), responses):
+            if all(value is None for value in returned[start : start + responses]):
+                returned[start : start + responses] = [0.0] * responses
         try:
-            return torch.tensor(returned, dtype=torch.float32).view(len(groups), len(groups[0].responses))
+            return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except Exception as error:
             raise FunctionError(f"{self.name} must return a number for each response: {error}") from error
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.config import Named
 from fastp3o.endpoint import EndpointError
+from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
 from fastp3o.named_function import FunctionError
@@ -40,7 +41,7 @@ def load_reward(
 
     remote: settings of endpoints and functions. settings: those of a ModelReward.
     """
-    if isinstance(name, Named):
+    if isinstance(name, Named) and not isinstance(name.content, LoadedModel):
         return name.content
     if is_endpoint(name):
         return RemoteReward(name, remote or RemoteConfig())
@@ -133,9 +134,9 @@ def penalties(groups: list[Group], config: PenaltyConfig, longest: int) -> dict[
         parts["missing_eos"] = config.missing_eos_penalty * ~finished(groups)
     if config.length_penalty:
         parts["length"] = config.length_penalty * (lengths(groups) - config.length_penalty_after).clamp(min=0)
-    if config.repetition_penalty:
-        shares = [[repeated_share(r.ids, config.repetition_ngram) for r in group.responses] for group in groups]
-        parts["repetition"] = config.repetition_penalty * torch.tensor(shares)
+    if config.ngram_penalty:
+        shares = [[repeated_share(r.ids, config.ngram_length) for r in group.responses] for group in groups]
+        parts["ngram"] = config.ngram_penalty * torch.tensor(shares)
     if config.overlong_margin:
         parts["overlong"] = -overlong_penalty(lengths(groups), longest=longest, margin=config.overlong_margin)
     return {f"penalty/{name}": values for name, values in parts.items()}

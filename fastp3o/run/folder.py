@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from fastp3o.config import Named, RunConfig
 from fastp3o.errors import UserError
-from fastp3o.files import LEFTOVER, clear_leftovers, make_folder, write_file
+from fastp3o.files import LEFTOVER, UNFINISHED, clear_leftovers, make_folder, remove, temporary_sibling, write_file
 from fastp3o.processes import on_main_process
 from fastp3o.run.fingerprints import MODELS, names_in
 from fastp3o.run.manifest import MANIFEST
@@ -27,13 +27,18 @@ from fastp3o.run.names import (
     BEST_MODEL,
     CALIBRATION,
     CONFIG,
+    EVALUATIONS,
     FINISHED_MODEL,
     KEPT,
     LOCK,
     LOGS,
+    METRICS,
     PROGRESS,
     REFERENCE,
+    ROLLOUTS,
     SAMPLES,
+    STATES,
+    VERDICTS,
 )
 
 OURS = re.compile(
@@ -41,6 +46,10 @@ OURS = re.compile(
     rf"{FINISHED_MODEL}|{ADAPTER}|{BEST_MODEL}|"
     r"checkpoint-\d{6,}|stopped-in-\d{6,}"
 )
+
+# All that a run writes, and what there is only once it has made a step or a sample.
+WRITTEN = re.compile(rf"{OURS.pattern}|{LOCK}|{STATES}|trackers|{VERDICTS}")
+MADE = (STATES, METRICS, EVALUATIONS, FINISHED_MODEL, ADAPTER, BEST_MODEL, SAMPLES, f"{ROLLOUTS}.gz", ROLLOUTS)
 
 # This process's locks by folder. They are global because something may still hold the objects of a run that failed.
 locks: dict[Path, int] = {}
@@ -81,8 +90,16 @@ def require_usable(config: RunConfig) -> None:
             f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({names[0]}): name a new or "
             "empty folder. Nothing in it was touched"
         )
-    if not config.resume and any(name != LOCK and not LEFTOVER.fullmatch(name) for name in names):
-        raise FileExistsError(f"{folder} holds a run already: continue it with --resume, or name another --output_dir")
+    if config.overwrite:
+        if others := [name for name in names if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
+            raise FileExistsError(
+                f"--overwrite: no run has written {others[0]} in {folder}: move it away, or name another --output_dir"
+            )
+    elif not config.resume and any(name in MADE or name.startswith(("checkpoint-", "stopped-in-")) for name in names):
+        raise FileExistsError(
+            f"{folder} holds a run already: continue it with --resume, remove it with --overwrite, or name another "
+            "--output_dir"
+        )
 
 
 def claim(accelerator: Accelerator, config: RunConfig) -> Path:
@@ -98,6 +115,10 @@ def claim(accelerator: Accelerator, config: RunConfig) -> Path:
         lock(folder)
         try:
             require_usable(config)
+            if config.overwrite:
+                for path in folder.iterdir():
+                    if path.name != LOCK:
+                        remove(path)
         except BaseException:
             release(folder)
             raise
@@ -128,6 +149,17 @@ def release(folder: Path) -> None:
     descriptor = locks.pop(folder.resolve(), None)
     if descriptor is not None:
         os.close(descriptor)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Removes all checkpoints but the newest ones. count: how many stay; 0: all."""
+    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))[
+        : -count or None
+    ]:
+        if count and OURS.fullmatch(checkpoint.name):
+            replaced = temporary_sibling(checkpoint, UNFINISHED)
+            checkpoint.rename(replaced)
+            remove(replaced)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

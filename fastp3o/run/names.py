@@ -1,6 +1,7 @@
 """Names of the files in a run's folder; its README.md says what each holds."""
 
 CONFIG = "config.yaml"
+STATES = "state"  # a folder for each
 LOCK = "fastp3o.lock"
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 ROLLOUTS = "rollouts.jsonl"  # of online updates; compressed, with .gz, at the end

@@ -1,8 +1,11 @@
 """What a finished run has left in its folder, as objects."""
 
 import json
+from base64 import b64encode
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +19,14 @@ from transformers import (
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from fastp3o.errors import UserError
-from fastp3o.run.log import read
-from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS
+from fastp3o.run.log import read, read_updates
+from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, PROGRESS, ROLLOUTS
 
 if TYPE_CHECKING:
     import pandas as pd
 
 CLASSIFIER = "ForSequenceClassification"
+SHOWN = 3  # prompts in a notebook
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,21 @@ class Result:
             return pd.DataFrame(lines, columns=None if lines else ["step"]).set_index("step")
 
         return table(METRICS).join(table(EVALUATIONS).add_prefix("eval/"), how="outer")
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the last metrics, the plot of them, and the responses that were logged last."""
+        last = self.history.ffill().tail(1).T.to_html(float_format="{:.4g}".format, header=False)
+        plot = self.output_dir / PROGRESS
+        image = f'<img src="data:image/png;base64,{b64encode(plot.read_bytes()).decode()}">' if plot.exists() else ""
+        samples = ""
+        if last_update := deque(read_updates(self.output_dir / ROLLOUTS), maxlen=1):
+            rows = "".join(
+                f"<tr><td>{escape(group.prompt[-80:])}</td><td>{escape(one.text[:200])}</td><td>{one.reward:.3g}</td></tr>"
+                for group in last_update[0][:SHOWN]
+                for one in group.responses[:1]
+            )
+            samples = f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{rows}</table>"
+        return f"<p>{escape(str(self.output_dir))}</p>{image}{last}{samples}"
 
 
 def load_model(folder: Path) -> PreTrainedModel:

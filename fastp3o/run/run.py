@@ -33,21 +33,15 @@ from fastp3o.run.best import Best, read_best
 from fastp3o.run.card import Training
 from fastp3o.run.checkpoint import Progress, RunState, States
 from fastp3o.run.fingerprints import run_fingerprints
-from fastp3o.run.folder import (
-    claim,
-    clear_away,
-    release,
-    write_config,
-)
+from fastp3o.run.folder import claim, clear_away, keep_newest, release, write_config
 from fastp3o.run.hub import upload
 from fastp3o.run.log import cut_after, sync_logs
 from fastp3o.run.manifest import ResumeError, require_same_run
 from fastp3o.run.model import save_trained
-from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS
+from fastp3o.run.names import ADAPTER, BEST_MODEL, EVALUATIONS, FINISHED_MODEL, METRICS, ROLLOUTS, STATES
 from fastp3o.run.report import LateNumbers, Moment, Phases, Reporter, peak_memory_gib
 from fastp3o.run.signals import StoppedError, Stops
 
-STATES = "state"
 A_WEIGHT = "a weight"
 
 
@@ -101,8 +95,10 @@ class Run:
             release(self.folder)
             raise
         done = self.progress.step
-        purge = {"tensorboard": {"purge_step": done + 1}}
-        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=purge if done else {})
+        trackers: dict[str, dict[str, Any]] = {"tensorboard": {"purge_step": done + 1}} if done else {}
+        if config.run_name is not None:
+            trackers |= {tracker: {"name": config.run_name} for tracker in ("wandb", "trackio", "swanlab")}
+        self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=trackers)
         self.reporter = Reporter(
             self.accelerator,
             self.folder,
@@ -151,6 +147,7 @@ class Run:
         write_config(self.folder, self.config)
 
     def __iter__(self) -> Iterator[int]:
+        config = self.config
         with self.stops:
             try:
                 self.evaluate_after(self.progress.step)
@@ -172,6 +169,7 @@ class Run:
                         self.read_late_step()
                         self.save_state()
                         self.save_model(checkpoint)
+                        on_main_process(self.accelerator, lambda: keep_newest(self.folder, config.keep_checkpoints))
                 self.read_late_step()
                 self.call_back(step)
                 self.stop_or_save()
@@ -213,8 +211,8 @@ class Run:
 
     @contextmanager
     def saved_after_error(self, step: int) -> Iterator[None]:
-        """After a NotFiniteError, or an error of an endpoint or a user's function, saves the model, saves the state too
-        if the step has not moved it, and says so in the error.
+        """After a NotFiniteError, or an error of an endpoint or a user's function, saves the model if a step was made,
+        saves the state too if this step has not moved it, and says so in the error.
         """
         try:
             yield
@@ -225,6 +223,9 @@ class Run:
                 self.require_finite_weights(step)
             except NotFiniteError:
                 raise NotFiniteError(f"{where}; so are the weights by now. {self.remedy()}") from error
+            if self.progress.step == 0 and not self.moved:  # there is nothing that the start does not have
+                self.reporter.close()
+                raise type(error)(f"{where}; nothing was trained before that. {self.remedy()}") from error
             if not self.moved:
                 self.save_state()
             self.save_model(stopped / FINISHED_MODEL)

@@ -18,6 +18,7 @@ from fastp3o.config import DATA, EVALUATION_DATA, OBJECTS, REWARDS, Named, Stage
 from fastp3o.context import Callback, Caller
 from fastp3o.errors import UserError, as_arguments
 from fastp3o.models.loaded import LoadedModel
+from fastp3o.named_function import FunctionError
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.objectives.preferences import PreferenceConfig
 from fastp3o.rewards.function import FunctionReward
@@ -29,10 +30,11 @@ from fastp3o.training import reward_model, sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 
 RUNNING = threading.Lock()
+PACKAGE = Path(__file__).parents[1]
 CALLBACKS = ("on_update", "on_evaluation")
 
 Source = str | Iterable[Mapping[str, Any]]
-RewardSource = str | Callable[..., Any]
+RewardSource = str | Callable[..., Any] | PreTrainedModel
 
 
 class Objects(TypedDict, total=False):
@@ -40,8 +42,8 @@ class Objects(TypedDict, total=False):
 
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the run trains a copy;
     it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
-    loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files. reward: a function, or several,
-    whose weights are in the configuration's `reward_weights`.
+    loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files. reward: a function or a loaded
+    reward model, or several of them, whose weights are in the configuration's `reward_weights`.
     """
 
     model: str | PreTrainedModel
@@ -86,10 +88,26 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             if stopped.number != signal.SIGINT:
                 raise
             raise KeyboardInterrupt(f"{stopped.place}; resume=True goes on from there") from None
+        except FunctionError as error:
+            raise FunctionError(*error.args) from users_error(error)
         except OSError as error:
             error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
             raise
     return Result(Path(config.output_dir))
+
+
+def users_error(error: BaseException) -> BaseException | None:
+    """What a user's function has raised, with its own frames alone; None if it has raised nothing."""
+    cause = error.__cause__
+    while isinstance(cause, FunctionError):
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    frame = cause.__traceback__
+    while frame is not None and Path(frame.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        frame = frame.tb_next
+    cause.__cause__, cause.__suppress_context__ = None, True
+    return cause.with_traceback(frame)
 
 
 # --- objects --------------------------------------------------------------------------------------------------------
@@ -150,6 +168,9 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
         if isinstance(reward, str):
             parts.append(reward)
             continue
+        if isinstance(reward, PreTrainedModel):
+            parts.append(loaded_reward_model(option, reward))
+            continue
         if not callable(reward):
             raise UserError(f"{option} must be a function or what --{option} takes, got a {type(reward).__name__}")
         named = reward if hasattr(reward, "__qualname__") else type(reward)
@@ -158,6 +179,17 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
             name += f" {sum(other.startswith(name) for other in parts) + 1}"
         parts.append(Named(name, FunctionReward(name, timeout, reward)))
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
+
+
+def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
+    """A loaded reward model by the name of where it came from, whose tokenizer it has."""
+    if not hasattr(model, "score"):
+        raise UserError(f"{option} must be a reward model, with a head `score`, got a {type(model).__name__}")
+    if not model.name_or_path:
+        raise UserError(
+            f"{option} is a model that was not loaded from anywhere, so nobody knows its tokenizer: save it"
+        )
+    return Named(model.name_or_path, LoadedModel(model, AutoTokenizer.from_pretrained(model.name_or_path)))
 
 
 def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:

@@ -54,6 +54,8 @@ def report_update(run: Run, config: OnlineConfig, objective: Objective, update: 
     if clip_range is not None and metrics["ratio/noise"] > TOLERATED * clip_range:
         precision = run.optimizer.precision.name
         run.warn_once("ratio/noise", noise_warning(metrics["ratio/noise"], clip_range, precision))
+    if metrics["tied_prompts"] == 1:
+        run.warn_once("tied", "every prompt's rewards are equal: such an update teaches nothing (tied_prompts is 1)")
     run.report(update.number, metrics, tokens=metrics["response_tokens"], shown=("reward", "kl", "response_length"))
     if config.log_rollouts and update.number % config.log_rollouts == 0:
         places = chosen_prompts([group.prompt.text for group in update.groups], config.log_rollouts_prompts)

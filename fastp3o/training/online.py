@@ -48,8 +48,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     context = make_context(
         config, "fp16", caller, prompts_per_update=config.prompts_per_update, ptx_batch_size=ptx_batch_size
     )
-    print_warnings(context, config)
     prompts, eval_prompts, texts = data = load_data(context, config)
+    print_warnings(context, config, len(prompts))
     objective = config.build()
     policy = load_trained(config, partial(load_policy, trains=True))
     sampled = sampled_model(
@@ -92,14 +92,18 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     return buffer, score, objective, policy, reference, step, run
 
 
-def print_warnings(context: Context, config: OnlineConfig) -> None:
-    """Warns of idle processes, and of a loss that truncated rollouts bias."""
+def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
+    """Warns of idle processes, of a loss that truncated rollouts bias, and of few prompts. total: of prompts."""
     processes = context.accelerator.num_processes
     idle = processes - config.prompts_per_minibatch
     if idle > 0:
         context.accelerator.print(
             f"--prompts_per_minibatch is {config.prompts_per_minibatch}, so {idle} of {processes} "
             "processes have nothing to train on in each step: a multiple of their number uses them all"
+        )
+    if total < config.prompts_per_update:
+        context.accelerator.print(
+            f"--prompts_per_update is {config.prompts_per_update}, and there are {total} prompts: some come again"
         )
     corrected = config.old_logprobs == "sampler" or config.sampler_ratio_cap
     if config.truncates and config.assumes_own_samples and not corrected:

@@ -112,6 +112,8 @@ def load_examples(
     """
     examples, report = loader(source, context.tokenizer, split=split, limit=limit, **config.reading)
     context.accelerator.print(f"{source}: {report}")
+    if report.truncated_prompts > report.examples / 2:
+        context.accelerator.print("warning: most prompts lost their beginning: --max_prompt_tokens keeps more")
     if len(examples) < context.accelerator.num_processes:
         raise UserError(f"{source} has {len(examples)} usable examples, fewer than there are processes")
     return examples

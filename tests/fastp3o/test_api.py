@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -496,3 +497,37 @@ def test_importing_fastp3o_imports_nothing_heavy():
     environment = os.environ | {"PYTHONPATH": f"{root}:{root / 'kernels'}"}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == ""
+
+
+def test_a_loaded_reward_model_is_a_reward(tiny_model, workplace):
+    settings = RewardModelConfig(model=tiny_model, output_dir="rm", batch_size=4, report_to="none")
+    judge = train(settings, train_data=records("preferences"))
+    train(without_data(tiny_model, "object"), prompts=records("prompts"), reward=judge.model)
+    train(without_data(tiny_model, "name"), prompts=records("prompts"), reward="rm/model")
+    assert_equal(weights("object"), weights("name"))
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with pytest.raises(UserError, match="reward must be a reward model, with a head `score`, got a Llama"):
+        train(without_data(tiny_model, "other"), prompts=records("prompts"), reward=policy)
+
+
+def test_an_error_of_a_users_function_has_its_own_frames_alone(tiny_model, workplace):
+    def mistaken(prompts, responses):
+        return {}[responses[0]]
+
+    with pytest.raises(UserError, match=r"mistaken failed in .*test_api.py, line") as refused:
+        train(without_data(tiny_model, "run"), prompts=records("prompts"), reward=mistaken)
+    cause = refused.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["mistaken"]
+    assert len("".join(traceback.format_exception(refused.value)).splitlines()) < 25
+    assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
+
+
+def test_a_notebook_shows_a_result(tiny_model, workplace):
+    result = train(without_data(tiny_model, "run"), prompts=records("prompts"), reward=vowels)
+    Path("run/progress.png").write_bytes(b"picture")  # tests draw none
+    page = result._repr_html_()
+    assert "data:image/png;base64," in page
+    assert "<td>" in page
+    assert "tokens_per_second" in page
+    assert "<th>response</th>" in page

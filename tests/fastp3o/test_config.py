@@ -13,10 +13,19 @@ from fastp3o.cli import parse, parse_chosen
 from fastp3o.config import SCHEDULES, Flags, conditions, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig, PPGConfig
-from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GSPOConfig, REINFORCEConfig, RLOOConfig
+from fastp3o.objectives.policy_gradient import (
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    REINFORCEConfig,
+    RLOOConfig,
+)
 from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES, DPOConfig
+from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
+from fastp3o.trl_names import TRL_NAMES, hint
 
 CONFIGS = {
     config.__name__: config
@@ -197,3 +206,69 @@ def test_a_missing_package_of_the_trainer_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[trainer\]'"):
         runpy.run_path(cli_file)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "said"),
+    [
+        (P3OConfig, "beta", "TRL's beta is --kl_coef here"),
+        (P3OConfig, "num_generations", "TRL's num_generations is --responses_per_prompt here"),
+        (P3OConfig, "epsilon", "TRL's epsilon is --clip_range here"),
+        (GRPOConfig, "epsilon", "TRL's epsilon is --clip_low here"),
+        (P3OConfig, "bf16", "TRL's bf16 is --precision bf16-autocast here"),
+        (SFTConfig, "per_device_train_batch_size", "TRL's per_device_train_batch_size is --batch_size here"),
+        (P3OConfig, "repetition_penalty", "no samples of the policy. ngram_penalty lowers the reward"),
+        (P3OConfig, "gradient_accumulation_steps", "is nothing to set: rows of tokens_per_row"),
+        (P3OConfig, "update", "the nearest one is --updates"),
+        (SFTConfig, "num_generations", "unknown option"),
+    ],
+)
+def test_trls_names_are_hints_in_commands_and_in_python(config, name, said, capsys):
+    complete = [f"--{flag.name}=x" for flag in fields(config) if flag.metadata.get("required")]
+    with pytest.raises(SystemExit):
+        parse(config, [*complete, f"--{name}=1"])
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert said in line
+    with pytest.raises(TypeError) as refused:
+        config(**{name: 1})
+    expected = said.replace("--", "").replace("unknown option", f"{config.__name__} has no option {name}")
+    assert expected in str(refused.value)
+    assert "TRL's" in line or name in ("update", "num_generations")
+
+
+def test_every_hint_names_an_option_that_there_is():
+    options = {
+        flag.name
+        for kind in (P3OConfig, GRPOConfig, PPOConfig, SFTConfig, DPOConfig, RewardModelConfig)
+        for flag in fields(kind)
+    }
+    for name, choices in TRL_NAMES.items():
+        assert all(choice.split()[0].rstrip(",") in options or ":" in choice for choice in choices), name
+        assert hint(name, options) or name in options, name
+    assert hint("nosuch", options) == ""
+
+
+def test_help_shows_one_spelling_and_no_default_of_what_is_required(capsys):
+    with pytest.raises(SystemExit):
+        parse(P3OConfig, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--learning-rate" not in text
+    assert "--output_dir OUTPUT_DIR Folder of the run: what it makes, and what --resume needs. --" in text
+    config = parse(P3OConfig, ["--model=m", "--prompts=p", "--reward=r", "--output-dir", "o", "--learning-rate=1e-3"])
+    assert (config.output_dir, config.learning_rate) == ("o", 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompts", "minibatches"),
+    [
+        (GRPOConfig, 64, 1),
+        (DrGRPOConfig, 64, 1),
+        (DAPOConfig, 64, 16),
+        (DAPOConfig, 24, 8),
+        (GSPOConfig, 64, 4),
+        (GSPOConfig, 5, 1),
+    ],
+)
+def test_group_objectives_make_their_papers_steps(kind, prompts, minibatches):
+    config = kind(model="m", output_dir="o", prompts="p", reward="r", prompts_per_update=prompts)
+    assert (config.minibatches_per_update, config.inner_epochs) == (minibatches, 1)

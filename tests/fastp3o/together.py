@@ -21,11 +21,11 @@ from typing import Any, TextIO
 import torch
 
 from tests.fastp3o.run.faults.injection import fork_together, wait_together
-from tests.fastp3o.torchrun import ROOT, environment
+from tests.fastp3o.torchrun import environment
 
 LONGEST = 300.0  # seconds
-SCRIPTS = ("p3o", "online", "sft", "reward_model", "preference", "generate")
-# Imported by these scripts when they run.
+COMMANDS = tuple(f"fastp3o.commands.{name}" for name in ("p3o", "online", "sft", "reward", "preference", "generate"))
+# Imported by these commands when they run.
 LATER = (
     *("fastp3o.training.loop", "fastp3o.training.sft", "fastp3o.training.reward_model", "fastp3o.training.preferences"),
     "fastp3o.generate.loop",
@@ -99,9 +99,7 @@ def serve(calls: TextIO, statuses_of_calls: TextIO) -> None:
 
 @cache
 def import_what_runs_need() -> None:
-    for script in SCRIPTS:
-        runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="imported")
-    for module in LATER:
+    for module in (*COMMANDS, *LATER):
         __import__(module)
     gc.collect()
     gc.freeze()  # forks share its pages, and their collector looks at none of it

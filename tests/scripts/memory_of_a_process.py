@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from fastp3o.commands.predicted_memory import Lengths, Model, sharded, update_memory
 from fastp3o.config import StageConfig
 from fastp3o.models.sharding import process_mesh
 from fastp3o.objectives.base import Microbatch
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
-from scripts.predicted_memory import Lengths, Model, sharded, update_memory
 from tests.fastp3o.backward import scaled_backward
 from tests.scripts.test_memory import DEEP, DEEP_HALF, LARGE_HEAD, OBJECTIVE, WIDE, random_model, random_row
 

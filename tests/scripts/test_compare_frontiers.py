@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -6,18 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_frontiers.py"
+from fastp3o.commands import compare as command
 
 
 @pytest.fixture
 def compare(monkeypatch, capsys):
-    spec = importlib.util.spec_from_file_location("compare_frontiers", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
     def main(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["compare_frontiers.py", *map(str, arguments)])
-        script.main()
+        command.main()
         return capsys.readouterr().out
 
     return main

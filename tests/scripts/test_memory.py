@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.peak_memory import PeakMemory
+from fastp3o.commands.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from fastp3o.config import TrainableConfig
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.trainable import choose_trainable
@@ -18,7 +19,6 @@ from fastp3o.precision import choose_precision
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import Engine, layer_shapes
 from fastp3o_kernels.decoding import response_keys
-from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, sharded, update_memory
 from tests.fastp3o.together import together
 
 OBJECTIVE = P3O(P3OConfig(model="", output_dir="", prompts="", reward=""))

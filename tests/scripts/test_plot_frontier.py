@@ -1,6 +1,6 @@
 import sys
 
-from scripts import plot_frontier
+from fastp3o.commands import frontier as plot_frontier
 
 
 def test_runs_of_the_same_name_are_all_shown(monkeypatch, tmp_path):

@@ -1,4 +1,3 @@
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -6,25 +5,21 @@ from pathlib import Path
 
 import pytest
 
+from fastp3o.commands import rollouts
 from fastp3o.errors import UserError
 from fastp3o.run import log
 from fastp3o.run.log import LoggedGroup, LoggedResponse
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "rollouts.py"
 Show = Callable[..., str]
 
 
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Show:
-    spec = importlib.util.spec_from_file_location("rollouts", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
     monkeypatch.setattr(UserError, "names_flags", True)  # as for any command
 
     def main(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["rollouts.py", *map(str, arguments)])
-        script.main()
+        rollouts.main()
         return capsys.readouterr().out
 
     return main

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from fastp3o.cli import parse, parse_chosen
+from fastp3o.commands.memory import MemoryConfig
+from fastp3o.commands.online import OBJECTIVES
 from fastp3o.evaluation.win_rates import WinRateConfig
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
@@ -41,7 +43,6 @@ WORKING = {
 }
 
 
-OBJECTIVES = runpy.run_path(str(SCRIPTS / "online.py"))["OBJECTIVES"]
 # A configuration, or several by objective.
 CONFIGS: dict[str, Any] = {
     **{objective: OBJECTIVES[objective] for objective in ("p3o", "ppo", "online_dpo")},
@@ -51,7 +52,7 @@ CONFIGS: dict[str, Any] = {
     "preference": OFFLINE_OBJECTIVES,
     "win_rate": WinRateConfig,
     "generate": GenerateConfig,
-    "memory": runpy.run_path(str(SCRIPTS / "memory.py"))["MemoryConfig"],
+    "memory": MemoryConfig,
     "make_arithmetic": runpy.run_path(str(SCRIPTS / "make_arithmetic.py"))["ArithmeticConfig"],
     "make_tiny_llama": runpy.run_path(str(SCRIPTS / "make_tiny_llama.py"))["TinyLlamaConfig"],
 }

@@ -1,9 +1,7 @@
 """Win rates: the arithmetic on examples made by hand, their intervals, and the script on tiny models."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,13 +11,13 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastp3o.cli import parse
+from fastp3o.commands import win_rate as win_rate_command
 from fastp3o.errors import UserError
 from fastp3o.evaluation import win_rates
 from fastp3o.evaluation.verdicts import Verdict, percentile_interval, reward_verdicts, win_rate
 from fastp3o.evaluation.win_rates import Responses, WinRateConfig, by_reward
 from fastp3o.rollouts.groups import Group, Prompt, Response
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "win_rate.py"
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
 
 
@@ -70,7 +68,7 @@ def test_a_reward_that_is_not_finite_is_named(broken):
 def test_rounding_does_not_part_equal_responses():
     def responses(finished: list[bool], rewards: list[float]) -> Responses:
         responses = [Response([2], text, ends) for text, ends in zip("abc", finished, strict=True)]
-        return Responses([Group(Prompt("p", [1]), responses)], torch.tensor([rewards]))
+        return Responses([Group(Prompt("p", [1]), responses)], {"reward": torch.tensor([rewards])})
 
     first, second = (
         responses([True, True, True], [1.0, 1.0, 1.0]),
@@ -106,14 +104,6 @@ def silent(prompts, firsts, seconds):
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("win_rate_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def other_model(tiny_model, tmp_path_factory) -> str:
     """The tiny model with weights a little apart."""
     folder = tmp_path_factory.mktemp("other")
@@ -128,14 +118,14 @@ def other_model(tiny_model, tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def play(script, workplace, monkeypatch):
+def play(workplace, monkeypatch):
     """Runs the script and returns what it wrote."""
     (workplace / "judges_of_win_rates.py").write_text(JUDGES)
 
     def run(first: str, second: str, *flags: str) -> dict:
         shared = ["--prompts", "prompts.jsonl", "--max_response_tokens", "8", "--max_prompt_tokens", "32"]
         config = parse(WinRateConfig, ["--first", first, "--second", second, *shared, "--output", "new/o.json", *flags])
-        script.main(config)
+        win_rate_command.print_win_rates(config)
         return json.loads(Path("new/o.json").read_text())
 
     return run
@@ -169,7 +159,7 @@ def test_exchanged_checkpoints_exchange_wins(play, tiny_model, other_model):
     assert forth["config"]["first"] == tiny_model
 
 
-def test_all_pairs_have_the_rates_that_each_has_alone(play, tiny_model, other_model, script, monkeypatch, capsys):
+def test_all_pairs_have_the_rates_that_each_has_alone(play, tiny_model, other_model, monkeypatch, capsys):
     """Each checkpoint responds once."""
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained("third")
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("third")
@@ -185,7 +175,7 @@ def test_all_pairs_have_the_rates_that_each_has_alone(play, tiny_model, other_mo
     monkeypatch.setattr(win_rates, "respond", lambda name, *given: asked.append(name) or respond(name, *given))
     flags += ["--max_prompt_tokens", "32", "--output", "o.json"]
     config = parse(WinRateConfig, ["--models", ",".join(names), *flags])
-    script.main(config)
+    win_rate_command.print_win_rates(config)
     result = json.loads(Path("o.json").read_text())
     assert {(pair["first"], pair["second"]): pair["win_rates"] for pair in result["pairs"]} == alone
     assert asked == names
@@ -199,13 +189,13 @@ def test_all_pairs_have_the_rates_that_each_has_alone(play, tiny_model, other_mo
     assert f"{1 - rate['high']:.3f} to {1 - rate['low']:.3f}" in printed
 
 
-def test_an_output_that_is_a_folder_is_refused_before_anything_is_sampled(script, workplace):
+def test_an_output_that_is_a_folder_is_refused_before_anything_is_sampled(workplace):
     Path("folder").mkdir()
     config = parse(
         WinRateConfig, ["--first", "a", "--second", "b", "--prompts", "p", "--reward", "r", "--output", "folder"]
     )
     with pytest.raises(UserError, match="--output folder is a folder"):
-        script.main(config)
+        win_rate_command.print_win_rates(config)
 
 
 def test_a_judge_that_says_nothing_is_an_error(play, tiny_model):

@@ -1,6 +1,5 @@
 """Short runs of every objective by its name: it learns, resumes exactly, and its settings do what they say."""
 
-import runpy
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from fastp3o.cli import parse_chosen
+from fastp3o.commands.online import OBJECTIVES
 from fastp3o.objectives import p3o
 from fastp3o.objectives.base import Microbatch, mean_kl
 from fastp3o.objectives.kl_coefficient import KLCoefficient
@@ -19,7 +19,7 @@ from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
 
 ROOT = Path(__file__).parents[3]
-OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"))["OBJECTIVES"]
+
 NEW = sorted(OBJECTIVES.keys() - {"p3o", "ppo"})  # those have runs of their own
 # None of the tiny model's responses comes to its end.
 SETTINGS = {

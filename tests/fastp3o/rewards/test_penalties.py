@@ -23,8 +23,8 @@ def test_each_penalty_by_hand():
         missing_eos_penalty=2.0,
         length_penalty=0.5,
         length_penalty_after=3,
-        repetition_penalty=10.0,
-        repetition_ngram=2,
+        ngram_penalty=10.0,
+        ngram_length=2,
         overlong_margin=4,
     )
     found = {name: values.tolist() for name, values in penalties(RESPONSES, config, longest=8).items()}
@@ -32,7 +32,7 @@ def test_each_penalty_by_hand():
         "penalty/missing_eos": [[0, 2, 0, 2]],
         "penalty/length": [[0, 1.5, 0.5, 2.5]],
         # 5 6, 6 5, 5 6, 6 5, 5 6: two of five are different; 7 7, 7 7, 7 0: two of three
-        "penalty/repetition": [[0, pytest.approx(6), pytest.approx(10 / 3), 0]],
+        "penalty/ngram": [[0, pytest.approx(6), pytest.approx(10 / 3), 0]],
         "penalty/overlong": [[0, 0.5, 0, 1]],
     }
 
@@ -73,8 +73,8 @@ class Longest8(PenaltyConfig):
         ({"length_penalty": -1.0}, "--length_penalty must be 0 or more"),
         ({"length_penalty_after": 3}, "--length_penalty_after does nothing without --length_penalty"),
         ({"length_penalty": 1.0, "length_penalty_after": 8}, r"--length_penalty_after must be below .* \(8\), got 8"),
-        ({"repetition_penalty": 1.0, "repetition_ngram": 0}, "--repetition_ngram must be at least 1"),
-        ({"repetition_ngram": 4}, "--repetition_ngram does nothing without --repetition_penalty"),
+        ({"ngram_penalty": 1.0, "ngram_length": 0}, "--ngram_length must be at least 1"),
+        ({"ngram_length": 4}, "--ngram_length does nothing without --ngram_penalty"),
         ({"overlong_margin": 9}, r"--overlong_margin must be at most --max_response_tokens \(8\), got 9"),
     ],
 )

@@ -57,7 +57,7 @@ def test_numbers_of_every_kind_are_rewards(rollouts, result):
         (dict.fromkeys(range(4), 1.0), "must return a list of 4 entries, got a dict"),
         (1.0, "must return a list of 4 entries, got a float"),
         ([1.0, 1.0, "1.5", 1.0], "operator:eq must return a number for each response: "),
-        ([None] * 4, "must return a number for each response: must be real number, not NoneType"),
+        ([1.0, None, 1.0, 1.0], "must return a number for each response: must be real number, not NoneType"),
         ([1.0, [1.0], 1.0, 1.0], "must return a number for each response: must be real number, not list"),
         ([1.0, 10**400, 1.0, 1.0], "must return a number for each response: int too large"),
         (np.ones((4, 2)), "must return a number for each response: shape"),
@@ -67,6 +67,10 @@ def test_numbers_of_every_kind_are_rewards(rollouts, result):
 def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
     with pytest.raises(ValueError, match=said):
         returning(result)(rollouts)
+
+
+def test_none_for_all_responses_of_a_prompt_is_a_reward_that_does_not_apply(rollouts):
+    assert returning([None, None, 0.5, 2])(rollouts).tolist() == [[0.0, 0.0], [0.5, 2.0]]
 
 
 def test_a_function_that_ends_the_program_does_not_end_the_run_in_peace(rollouts):

@@ -8,6 +8,7 @@ import yaml
 from accelerate import Accelerator
 
 from fastp3o.config import StageConfig
+from fastp3o.errors import UserError
 from fastp3o.run import log
 from fastp3o.run.folder import check_output_dir, claim, clear_away, release, write_config
 
@@ -43,13 +44,32 @@ def test_a_new_run_makes_its_folder_and_writes_its_configuration():
 
 def test_a_folder_with_a_run_needs_resume():
     start()
+    start()  # the first has made no step
+    Path("run/metrics.jsonl").touch()
+    said = "continue it with --resume, remove it with --overwrite, or name another --output_dir"
     for function in (check_output_dir, claim):
-        with pytest.raises(FileExistsError, match="continue it with --resume, or name another --output_dir"):
+        with pytest.raises(FileExistsError, match=said):
             function(Accelerator(cpu=True), config())
     start(resume=True)
-    Path("run/config.yaml").rename("run/metrics.jsonl")
-    with pytest.raises(FileExistsError, match="continue it with --resume"):
-        check_output_dir(Accelerator(cpu=True), config())
+
+
+def test_overwrite_removes_what_runs_have_written_and_nothing_else():
+    start()
+    for name in ("state", "checkpoint-000002", "trackers", "best"):
+        Path("run", name).mkdir()
+    for name in ("metrics.jsonl", "rollouts.jsonl.gz", "eval.jsonl", "run/../run/progress.png"):
+        Path("run", name.rpartition("/")[2]).write_text("{}")
+    check_output_dir(Accelerator(cpu=True), config(overwrite=True))
+    assert Path("run/state").exists()
+    Path("run/notes.txt").write_text("mine")
+    for function in (check_output_dir, claim):
+        with pytest.raises(FileExistsError, match=r"no run has written notes.txt in run: move it away"):
+            function(Accelerator(cpu=True), config(overwrite=True))
+    Path("run/notes.txt").unlink()
+    start(overwrite=True)
+    assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
+    with pytest.raises(UserError, match="--resume and --overwrite exclude each other"):
+        config(overwrite=True, resume=True)
 
 
 @pytest.mark.parametrize("name", ["precious.txt", "model/precious.txt", "config.yaml", "state/step-000001/x"])

@@ -111,15 +111,34 @@ def test_lost_metrics_are_said(workplace, tiny_model, tokenizer, capsys):
 @pytest.mark.parametrize("optimizer_steps", [0, 1])
 def test_a_value_that_is_not_finite_leaves_the_model_before_it(workplace, tiny_model, tokenizer, optimizer_steps):
     run = start(tiny_model, tokenizer)
-    with pytest.raises(NotFiniteError, match=r"step 1: a reward is NaN; .* in run/stopped-in-000001"):  # noqa: PT012
+    with pytest.raises(NotFiniteError, match=r"step 2: a reward is NaN; .* in run/stopped-in-000002"):  # noqa: PT012
         for step in run:
+            if step == 1:
+                take_step(run)
+                continue
             with run.saved_if_not_finite(step):
                 for _ in range(optimizer_steps):
                     take_step(run)
                 raise NotFiniteError("a reward is NaN")
-    assert Path("run/stopped-in-000001/model/config.json").exists()
+    assert Path("run/stopped-in-000002/model/config.json").exists()
     # Between the optimizer steps of an update there is nothing that could be resumed exactly.
     assert Path("run/state").exists() == (optimizer_steps == 0)
+
+
+def test_before_the_first_step_no_model_is_written(workplace, tiny_model, tokenizer):
+    run = start(tiny_model, tokenizer)
+    with pytest.raises(NotFiniteError, match="step 1: a reward is NaN; nothing was trained before that"):  # noqa: PT012
+        for step in run:
+            with run.saved_if_not_finite(step):
+                raise NotFiniteError("a reward is NaN")
+    assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
+    finish(start(tiny_model, tokenizer))  # it can be begun again, without a flag
+
+
+@pytest.mark.parametrize(("kept", "left"), [(0, [1, 2, 3, 4]), (1, [4]), (2, [3, 4])])
+def test_so_many_checkpoints_are_kept(workplace, tiny_model, tokenizer, kept, left):
+    finish(start(tiny_model, tokenizer, save_every=1, keep_checkpoints=kept))
+    assert sorted(path.name for path in Path("run").glob("checkpoint*")) == [f"checkpoint-{n:06}" for n in left]
 
 
 def whole(tiny_model, tokenizer, **changes) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from fastp3o.commands.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3O, P3OConfig
@@ -17,7 +18,6 @@ from fastp3o.rollouts import engine as rollouts
 from fastp3o.rollouts.cache import Room
 from fastp3o.rollouts.engine import layer_shapes
 from fastp3o_kernels.decoding import response_keys
-from scripts.predicted_memory import Lengths, Model, frozen_memory, rollout_memory, update_memory
 from tests.fastp3o.backward import scaled_backward
 from tests.scripts.test_memory import random_model, random_row
 

@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForSequenceClassification
 
+from fastp3o.commands.online import OBJECTIVES
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.objectives.p3o import P3OConfig
@@ -21,10 +21,8 @@ from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
-from tests.simulated_cuda.native import ROOT
 from tests.simulated_cuda.record import recorded
 
-ONLINE_OBJECTIVES = runpy.run_path(str(ROOT / "scripts" / "online.py"), run_name="imported")["OBJECTIVES"]
 SMALL = {"updates": 2, "prompts_per_update": 4, "prompts_per_minibatch": 4, "inner_epochs": 2, "max_response_tokens": 4}
 LENGTHS = {"max_prompt_tokens": 32, "max_response_tokens": 16}
 
@@ -51,9 +49,9 @@ ENGINE = {"sampler": "engine", "limit": 2, "prompts_per_update": 2, "prompts_per
 NEEDS = {"ppg": {"inner_epochs": 1}, "nash_md": ENGINE}
 
 
-@pytest.mark.parametrize("name", ONLINE_OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_online_objectives(tiny_model, workplace, name):
-    online(tiny_model, "run", ONLINE_OBJECTIVES[name], **NEEDS.get(name, {}))
+    online(tiny_model, "run", OBJECTIVES[name], **NEEDS.get(name, {}))
     assert_finite("run", 2)
 
 

@@ -1,4 +1,4 @@
-"""Predicts the memory of P3O's passes from a model's configuration and the lengths. `scripts/memory.py` is for users.
+"""Predicts the memory of P3O's passes from a model's configuration and the lengths. `fastp3o memory` is for users.
 
 Per parameter, in bytes:
 

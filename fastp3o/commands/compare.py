@@ -1,0 +1,99 @@
+"""Reward at matched KL of two sets of runs that differ in one setting, paired by seed, with bootstrap intervals.
+
+fastp3o compare --first runs/joint-seed* --second runs/ppo-seed* --kl 1 2 4
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from fastp3o.errors import UserError
+from fastp3o.evaluation.frontier import Evaluations, read_run
+from fastp3o.evaluation.matched_kl import (
+    Estimate,
+    Seed,
+    gain_at_kl,
+    interval,
+    paired_difference,
+    passed_at_once,
+)
+from fastp3o.run.names import CONFIG
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", nargs="+", type=Path, required=True, help="Output folders, one run for each seed.")
+    parser.add_argument("--second", nargs="+", type=Path, required=True, help="The same for the runs to compare with.")
+    parser.add_argument("--kl", nargs="+", type=float, default=[1.0, 2.0, 4.0], help="KLs, in nats per response.")
+    parser.add_argument("--metric", choices=["reward", "gold"], default="reward", help="Reward of the evaluations.")
+    arguments = parser.parse_args()
+    try:
+        first, second = (read_seeds(folders, arguments.metric) for folders in (arguments.first, arguments.second))
+        print_table(first, second, arguments.kl, arguments.metric)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def read_seeds(folders: list[Path], metric: str) -> dict[Seed, Evaluations]:
+    """The evaluations of each run, by the prompts it was evaluated on and its seed.
+
+    Raises ValueError for a folder without a run, a run without `metric` in its evaluations, and two runs of one seed.
+    """
+    runs: dict[Seed, Evaluations] = {}
+    for folder in folders:
+        evaluations = read_run(folder)
+        if any(metric not in evaluation for evaluation in evaluations):
+            raise UserError(f"{folder} was evaluated without a {metric} reward (--gold_reward)")
+        config = yaml.safe_load((folder / CONFIG).read_text())
+        seed = (str(config["eval_prompts"]), config["seed"])
+        if seed in runs:
+            raise UserError(f"{folder} is a second run with seed {seed[1]} on {seed[0]}")
+        runs[seed] = evaluations
+    return runs
+
+
+def print_table(first: dict[Seed, Evaluations], second: dict[Seed, Evaluations], kls: list[float], metric: str) -> None:
+    """Prints the gains over update 0 at each KL, and their paired difference."""
+    sides = (first, second)
+    table = Table(title=f"{metric}: gain over update 0, mean [95% interval over seeds] (seeds that reach the KL)")
+    for column in ("KL, nats", "first", "second", "first − second, paired"):
+        table.add_column(column, justify="right")
+    passed = 0
+    for kl in kls:
+        gains = [{seed: gain_at_kl(run, kl, metric) for seed, run in side.items()} for side in sides]
+        means = [stratified_interval(side) for side in gains]
+        early = [sum(passed_at_once(run, kl) for run in side.values()) for side in sides]
+        none = [f"passed at once ({count})" if count else "not reached" for count in early]
+        cells = [format_estimate(mean, absent) for mean, absent in zip(means, none, strict=True)]
+        difference = paired_difference(gains[0], gains[1], comparisons=len(kls))
+        table.add_row(f"{kl:g}", *cells, format_estimate(difference, "–"))
+        passed += sum(early)
+    Console(width=110).print(table)
+    if passed:
+        print(
+            "Some seeds passed a KL before their first evaluation after update 0, so that no gain at it was measured:"
+        )
+        print("they are left out. Earlier evaluations (--eval_at 1,2,5) measure it.")
+    print(f"{len(first.keys() & second.keys())} seeds in both; differences hold together for all {len(kls)} KLs")
+
+
+def stratified_interval(gains: dict[Seed, float | None]) -> Estimate | None:
+    """Mean and interval over the seeds that reached the KL, resampled within each set of evaluation prompts."""
+    strata: dict[str, list[float]] = {}
+    for (prompts, _), gain in gains.items():
+        if gain is not None:
+            strata.setdefault(prompts, []).append(gain)
+    return interval(list(strata.values())) if strata else None
+
+
+def format_estimate(estimate: Estimate | None, absent: str) -> str:
+    """absent: stands for no estimate."""
+    if estimate is None:
+        return absent
+    # Four seeds or fewer have no 95% interval.
+    limits = f" [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
+    return f"{estimate.mean:.3f}{limits} ({estimate.count})"

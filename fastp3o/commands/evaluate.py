@@ -1,0 +1,60 @@
+"""Rewards of a model's samples, without training. `fastp3o evaluate --help` explains every option.
+
+fastp3o evaluate --model runs/sft/model --prompts eval.jsonl --reward runs/rm/model,checks:right_answer --greedy
+"""
+
+import json
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastp3o.cli import parse
+from fastp3o.evaluation.config import EvaluateConfig
+
+SHOWN = 5  # samples
+
+
+def main() -> None:
+    config = parse(EvaluateConfig)
+    # These take seconds, which --help does without.
+    import torch
+    from transformers.utils.logging import disable_progress_bar
+
+    from fastp3o.evaluation.win_rates import prompts_for, respond
+    from fastp3o.models.loading import load_tokenizer
+    from fastp3o.rollouts.groups import finished, lengths
+
+    disable_progress_bar()
+    settings = replace(config, top_k=1, greedy=False) if config.greedy else config
+    remote, template = config.trust_remote_code, config.chat_template
+    tokenizer = load_tokenizer(config.model, trust_remote_code=remote, chat_template=template)
+    responses = respond(config.model, tokenizer, prompts_for(tokenizer, settings), settings)
+    values = {
+        **responses.rewards,
+        "response_length": lengths(responses.groups),
+        "missing_eos": (~finished(responses.groups)).float(),
+    }
+    means = {}
+    table = Table(title=f"{config.model}, {len(responses.groups)} prompts{', greedy' if config.greedy else ''}")
+    for column in ("", "mean", "± (95%, over prompts)"):
+        table.add_column(column)
+    for name, value in values.items():
+        of_prompts = value.double().mean(dim=1)
+        half = 1.96 * of_prompts.std().item() / sqrt(len(of_prompts)) if len(of_prompts) > 1 else float("nan")
+        means[name] = {"mean": of_prompts.mean().item(), "interval": half}
+        table.add_row(name, f"{means[name]['mean']:.4g}", f"{half:.2g}")
+    samples = Table(title="samples")
+    for column in ("prompt", "response", *responses.rewards):
+        samples.add_column(column)
+    for number in torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups))).long().tolist():
+        group = responses.groups[number]
+        scores = [f"{value[number, 0]:.3g}" for value in responses.rewards.values()]
+        samples.add_row(Text(group.prompt.text[-80:]), Text(group.responses[0].text[:200]), *scores)
+    Console().print(samples)
+    Console().print(table)
+    if config.output:
+        Path(config.output).write_text(json.dumps(means, indent=1) + "\n", encoding="utf-8")

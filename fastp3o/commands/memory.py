@@ -1,0 +1,124 @@
+"""Predicts the GPU memory of P3O's passes for a model and mean lengths, from only its configuration.
+
+fastp3o memory --model MODEL --prompt_tokens 350 --response_tokens 40 --precision fp16
+"""
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from fastp3o.cli import parse
+from fastp3o.config import PRECISIONS, TrainableConfig, option, options, required
+from fastp3o.errors import UserError
+from fastp3o.packing.settings import Packing
+
+if TYPE_CHECKING:  # functions import what takes seconds, which --help does without
+    from fastp3o.commands.predicted_memory import Model
+    from fastp3o.rollouts.cache import Room
+
+
+@options
+class MemoryConfig(TrainableConfig):
+    """Predicts the GPU memory of P3O's passes for a model and mean lengths; reads only the model's configuration."""
+
+    model: str = required("Model: a Hugging Face causal LM, as a hub name or a folder; only its configuration is read.")
+    prompt_tokens: int = option(350, "Mean length of a prompt.", at_least=1)
+    response_tokens: int = option(40, "Mean length of a response.", at_least=1)
+    responses_per_prompt: int = option(2, "Responses to each prompt.", at_least=1)
+    tokens_per_row: int = option(8192, "As in training.", at_least=1)
+    share_prompts: bool = option(True, "As in training.")
+    precision: str = option("fp16", "As in training.", choices=PRECISIONS[1:])
+    gradient_checkpointing: bool = option(False, "As in training.")
+    max_prompt_tokens: int = option(512, "As in training, for rollouts.", at_least=1)
+    max_response_tokens: int = option(128, "As in training, for rollouts.", at_least=1)
+    rollout_batch_size: int = option(64, "As in training.", at_least=1)
+    gpus: int = option(1, "GPUs that train together; the table is for each of them.", at_least=1)
+    shard_size: int = option(0, "As in training: GPUs that hold one model together; 0: all.", at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantize:
+            raise UserError("--quantize: the memory of quantized bases is not predicted")
+        if self.gpus % self.shards:
+            raise UserError(f"--shard_size must be a divisor of --gpus ({self.gpus}), got {self.shard_size}")
+
+    @property
+    def shards(self) -> int:
+        return self.shard_size or self.gpus
+
+
+def main() -> None:
+    config = parse(MemoryConfig)
+    from fastp3o.commands.predicted_memory import Lengths, frozen_memory, rollout_memory, sharded, update_memory
+    from fastp3o.precision import choose_precision
+
+    model = sizes(config)
+    lengths = Lengths.full_row(
+        Packing(config.tokens_per_row, config.share_prompts),
+        prompt=config.prompt_tokens,
+        response=config.response_tokens,
+        responses_per_prompt=config.responses_per_prompt,
+    )
+    precision = choose_precision(config.precision, config.precision)
+    update = update_memory(model, lengths, precision, checkpointing=config.gradient_checkpointing)
+    frozen = frozen_memory(model, lengths, precision)
+    adapters = config.lora_rank > 0
+    rollouts = rollout_memory(model, room(config), precision, shards=config.shards, adapters=adapters)
+    if config.gpus > 1:
+        update, frozen = (sharded(memory, model, precision, config.shards) for memory in (update, frozen))
+        rollouts = replace(rollouts, masters=update.masters, optimizer=update.optimizer)
+    each = f" on each of {config.gpus} GPUs" if config.gpus > 1 else ""
+    table = Table(title=f"{config.model}: GB{each}, {lengths.tokens} tokens a row, {lengths.labelled} of them labelled")
+    table.add_column("")
+    for column in ("policy's update", "reference's pass", "rollouts"):
+        table.add_column(column, justify="right")
+    for name in (*vars(update), "peak"):
+        table.add_row(name, *(f"{getattr(memory, name) / 1e9:.2f}" for memory in (update, frozen, rollouts)))
+    Console().print(table)
+    print("peak = the sum, with the larger of head and layer only; where embeddings need more than these and")
+    print("activations, they count instead. Policy and reference both on the GPU need the policy's peak and the")
+    print(
+        "reference's weights; --offload and LoRA save the latter. Rollouts come before the update, with its masters and"
+    )
+    print("optimizer in memory; with --rollout_memory, or less free memory, they cache less.")
+
+
+def room(config: MemoryConfig) -> "Room":
+    from fastp3o.rollouts.cache import fitting_room
+
+    return fitting_room(
+        config.max_prompt_tokens - 1,
+        config.max_response_tokens,
+        config.responses_per_prompt,
+        prompts=config.rollout_batch_size,
+        bytes_per_token=1,
+        memory=sys.maxsize,
+    )
+
+
+def sizes(config: MemoryConfig) -> "Model":
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fastp3o.commands.predicted_memory import Model
+    from fastp3o.models.loading import errors_naming
+    from fastp3o.models.packed_model import PackedModel
+    from fastp3o.models.trainable import choose_trainable
+
+    with errors_naming(config.model):
+        architecture = AutoConfig.from_pretrained(config.model)
+    with torch.device("meta"):
+        model = PackedModel(AutoModelForCausalLM.from_config(architecture))
+        choose_trainable(model, config)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    head_trains = model.head().weight.requires_grad
+    return Model.from_config(
+        model.model.config,
+        model.model.num_parameters(),
+        trained,
+        trained_layers=config.trainable_layers,
+        head_trains=head_trains,
+    )

@@ -1,0 +1,37 @@
+"""Stage 3 with any objective. `fastp3o online --help` lists them, `--objective NAME --help` explains one."""
+
+from fastp3o.cli import parse_chosen
+from fastp3o.objectives import p3o, policy_gradient, ppo, preferences
+from fastp3o.objectives.config import OnlineConfig
+
+OBJECTIVES: dict[str, type[OnlineConfig]] = {
+    "p3o": p3o.P3OConfig,
+    "ppg": p3o.PPGConfig,
+    "reinforce": policy_gradient.REINFORCEConfig,
+    "rloo": policy_gradient.RLOOConfig,
+    "grpo": policy_gradient.GRPOConfig,
+    "dr_grpo": policy_gradient.DrGRPOConfig,
+    "dapo": policy_gradient.DAPOConfig,
+    "grpo_plus": policy_gradient.GRPOPlusConfig,
+    "gspo": policy_gradient.GSPOConfig,
+    "rebel": policy_gradient.REBELConfig,
+    "ppo": ppo.PPOConfig,
+    "online_dpo": preferences.OnlineDPOConfig,
+    "online_ipo": preferences.OnlineIPOConfig,
+    "online_simpo": preferences.OnlineSimPOConfig,
+    "online_orpo": preferences.OnlineORPOConfig,
+    "online_cpo": preferences.OnlineCPOConfig,
+    "online_slic": preferences.OnlineSLiCConfig,
+    "online_apo_zero": preferences.OnlineAPOZeroConfig,
+    "online_apo_down": preferences.OnlineAPODownConfig,
+    "online_discopop": preferences.OnlineDiscoPOPConfig,
+    "bpo": preferences.BPOConfig,
+    "nash_md": preferences.NashMDConfig,
+}
+
+
+def main() -> None:
+    config = parse_chosen(OBJECTIVES)
+    from fastp3o.training.loop import train  # takes seconds, which --help does without
+
+    train(config)

@@ -1,0 +1,125 @@
+"""Win rates of checkpoints against each other. `fastp3o win_rate --help` explains every option.
+
+fastp3o win_rate --first runs/p3o/model --second runs/ppo/model --prompts data.jsonl --reward runs/rm/model
+fastp3o win_rate --models runs/p3o/model,runs/ppo/model,runs/dpo/model --prompts data.jsonl --judge judge:best
+"""
+
+import json
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from fastp3o.cli import parse
+from fastp3o.errors import UserError
+from fastp3o.evaluation.config import WinRateConfig
+
+if TYPE_CHECKING:
+    from fastp3o.evaluation.verdicts import WinRate
+    from fastp3o.evaluation.win_rates import Responses
+
+    # Win rates by "reward" and "judge", of pairs of checkpoints by their numbers.
+    Rates = dict[str, dict[tuple[int, int], WinRate]]
+
+
+def main() -> None:
+    print_win_rates(parse(WinRateConfig))
+
+
+def print_win_rates(config: WinRateConfig) -> None:
+    # These take seconds, which --help does without.
+    from transformers.utils.logging import disable_progress_bar
+
+    from fastp3o.endpoint import EndpointError
+    from fastp3o.evaluation.judge import load_judge
+    from fastp3o.evaluation.win_rates import responses_of_all, win_rates
+
+    disable_progress_bar()  # of loading weights, which would break up what is printed
+    if config.output:
+        require_place(Path(config.output))
+    judge = load_judge(config, Path(config.verdicts) if config.verdicts else None)
+    responses = responses_of_all(config)
+    rates: Rates = {}
+    try:
+        for first, second in combinations(range(len(responses)), 2):
+            for name, rate in win_rates(config, judge, responses[first], responses[second]):
+                rates.setdefault(name, {})[first, second] = rate
+    except EndpointError as error:
+        raise EndpointError(
+            f"{error}; no win rate by the judge. With --verdicts FILE the next run continues from the verdicts so far"
+        ) from error
+    finally:
+        if rates:
+            print_tables(config, rates, responses)
+            if config.output:
+                write(config, rates, responses)
+
+
+def require_place(output: Path) -> None:
+    """Makes the folder of a file that is written at the end."""
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder, and must be a file")
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def print_tables(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
+    if config.models:
+        print_matrices(config, rates, responses)
+        return
+    table = Table(title=f"{config.first} against {config.second}", caption="ties count half; interval over prompts")
+    for column in ("by", "win rate", "95% interval", "wins", "ties", "losses", "no verdict", "prompts"):
+        table.add_column(column, justify="left" if column == "by" else "right")
+    for name, by_pair in rates.items():
+        rate = by_pair[0, 1]
+        counts = (rate.wins, rate.ties, rate.losses, rate.missing, rate.prompts)
+        table.add_row(name, f"{rate.win_rate:.3f}", f"{rate.low:.3f} to {rate.high:.3f}", *map(str, counts))
+    Console(width=110).print(table, markup=False)
+    first, second = (side.mean_tokens for side in responses)
+    print(f"tokens per response: {first:.1f} of the first, {second:.1f} of the second")
+
+
+def print_matrices(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
+    """A table for the reward and one for the judge: a row's win rates against the checkpoints of the columns."""
+    numbers = range(len(responses))
+    names = [f"{number + 1} {name}" for number, name in enumerate(config.checkpoints)]
+    longest = max(map(len, names))
+    for by, known in rates.items():
+        by_pair = known | {(second, first): rate.swapped for (first, second), rate in known.items()}
+        table = Table(
+            title=f"win rates by {by}",
+            caption="of the row against the column; ties count half; 95% interval over prompts",
+        )
+        table.add_column("")
+        for column in ("tokens", *(f"against {number + 1}" for number in numbers)):
+            table.add_column(column, justify="right")
+        for row in numbers:
+            rates_of_row = (by_pair.get((row, column)) for column in numbers)
+            cells = (f"{rate.win_rate:.3f}\n{rate.low:.3f} to {rate.high:.3f}" if rate else "" for rate in rates_of_row)
+            table.add_row(names[row], f"{responses[row].mean_tokens:.1f}", *cells)
+        Console(width=longest + 20 + 19 * len(responses)).print(table, markup=False)
+
+
+def write(config: WinRateConfig, rates: "Rates", responses: "list[Responses]") -> None:
+    from fastp3o.files import write_file
+
+    names, tokens = config.checkpoints, [side.mean_tokens for side in responses]
+    result: dict = {"config": asdict(config)}
+    if config.models:
+        pairs = sorted({pair for by_pair in rates.values() for pair in by_pair})
+        result["pairs"] = [
+            {
+                "first": names[pair[0]],
+                "second": names[pair[1]],
+                "win_rates": {by: asdict(known[pair]) for by, known in rates.items() if pair in known},
+            }
+            for pair in pairs
+        ]
+        result["tokens_per_response"] = dict(zip(names, tokens, strict=True))
+    else:
+        result["win_rates"] = {by: asdict(by_pair[0, 1]) for by, by_pair in rates.items()}
+        result["tokens_per_response"] = dict(zip(("first", "second"), tokens, strict=True))
+    write_file(Path(config.output or ""), json.dumps(result, indent=2) + "\n")
+    print(f"result: {config.output}")

@@ -1,0 +1,74 @@
+"""`fastp3o COMMAND`: every command is there, and says what it does; `evaluate` rewards a model's samples."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastp3o.__main__ import COMMANDS, main
+
+FOLDER = Path(main.__code__.co_filename).parent / "commands"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["fastp3o", *arguments])
+    main()
+
+
+def test_every_file_is_a_command_with_a_script(capsys, monkeypatch):
+    files = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "predicted_memory"}
+    assert files == set(COMMANDS)
+    scripts = [path.read_text() for path in (FOLDER.parents[1] / "scripts").glob("*.py")]
+    for name in files - {"evaluate"}:
+        assert any(f'main("{name}")' in script for script in scripts), name
+    for arguments, status in (((), 2), (("--help",), 0), (("nosuch",), 2)):
+        with pytest.raises(SystemExit) as ended:
+            run(monkeypatch, *arguments)
+        assert ended.value.code == status
+        printed = capsys.readouterr()
+        assert "evaluate" in (printed.err if status else printed.out)
+
+
+def test_python_m_and_hyphens(workplace):
+    done = subprocess.run(
+        [sys.executable, "-m", "fastp3o", "win-rate", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: fastp3o win_rate")
+
+
+def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch, capsys):
+    flags = [
+        "--model",
+        tiny_model,
+        "--prompts",
+        "prompts.jsonl",
+        "--max_response_tokens",
+        "6",
+        "--max_prompt_tokens",
+        "64",
+    ]
+    both = ["--reward", "rewards_for_tests:vowels,rewards_for_tests:varied", "--output", "means.json"]
+    run(monkeypatch, "evaluate", *flags, *both, "--responses_per_prompt", "3")
+    sampled = json.loads(Path("means.json").read_text())
+    assert sampled.keys() == {
+        "rewards_for_tests:vowels",
+        "rewards_for_tests:varied",
+        "response_length",
+        "missing_eos",
+    }
+    assert 0 < sampled["response_length"]["mean"] <= 6
+    assert sampled["rewards_for_tests:varied"]["interval"] > 0
+    capsys.readouterr()
+    for seed in ("0", "1"):
+        run(monkeypatch, "evaluate", *flags, *both, "--greedy", "--seed", seed)
+        greedy = json.loads(Path("means.json").read_text())
+        if seed == "0":
+            first = greedy
+    assert greedy == first
+    assert "greedy" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "evaluate", *flags, *both, "--greedy", "--top_k", "3")
+    assert torch.is_grad_enabled()
