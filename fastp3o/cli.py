@@ -95,7 +95,7 @@ def parse(config_class: type[Config], arguments: list[str] | None = None) -> Con
     Exits with a usage message on an unknown flag or key, a key that comes twice, or a bad value, with the flag's name.
     """
     # No abbreviations: --update would set --updates until another flag begins like that.
-    parser = Parser(config_class, description=config_class.__doc__, epilog=DEBUG_HELP, allow_abbrev=False)
+    parser = Parser(config_class, description=config_class.summary, epilog=DEBUG_HELP, allow_abbrev=False)
     parser.usage = "%(prog)s [CONFIG.yaml] [--field value ...]"
     path, arguments = split_off_yaml(arguments)
     from_file = [] if path is None else yaml_as_flags(parser, config_class, path)
@@ -114,7 +114,7 @@ def parse_chosen(classes: Mapping[str, type[Config]], arguments: list[str] | Non
     classes: keys are the objectives; each class has its own in a field `objective` (`objective_name`). `--help`
     explains the options of the objective, or lists the objectives if none is named.
     """
-    summaries = [f"  {name:<15}{str(chosen.__doc__).splitlines()[0]}" for name, chosen in classes.items()]
+    summaries = [f"  {name:<15}{str(chosen.summary).splitlines()[0]}" for name, chosen in classes.items()]
     parser = argparse.ArgumentParser(
         description="\n".join(["objectives, whose options --objective NAME --help explains:", *summaries]),
         epilog=DEBUG_HELP,

@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
-from inspect import get_annotations, getdoc
+from inspect import cleandoc, get_annotations
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
@@ -83,6 +83,8 @@ class Rules(TypedDict, total=False):
     needs: what this flag does nothing without. What is about a flag that a configuration does not have is ignored.
     changeable: a resumed run may have another value, since each step reads it anew.
     required: there is no run without it. From Python it may come as an object, after the configuration is made.
+    python: what Python may have in the place of the text: a list of what stands between commas, or a dict of what the
+    JSON object has.
     """
 
     above: float
@@ -93,6 +95,7 @@ class Rules(TypedDict, total=False):
     needs: Needs
     changeable: bool
     required: bool
+    python: type[list | dict]
 
 
 def option(default: Any, help: str, **rules: Unpack[Rules]) -> Any:
@@ -112,9 +115,11 @@ def objective_name(name: str) -> Any:
 def options(kind: Kind) -> Kind:
     """Makes a class a frozen dataclass. Its own options come before those of the groups that it is made of. A plain
     value is another default of a group's option, whose help and rules stay. A class without a docstring has its
-    group's.
+    group's. `summary` is the docstring as it is written; `__doc__` has the options, too.
     """
-    kind.__doc__ = getdoc(kind)
+    own: Any = kind.__dict__.get("__doc__")
+    summary = cleandoc(own) if own else getattr(kind, "summary", "")
+    kind.__doc__ = summary
     inherited = ChainMap(*(getattr(group, "__dataclass_fields__", {}) for group in kind.__mro__[1:]))
     for name, default in [*vars(kind).items()]:
         if name in inherited and name in get_annotations(kind) and not isinstance(default, Field):
@@ -123,6 +128,8 @@ def options(kind: Kind) -> Kind:
     names = (name for group in made.__mro__ for name in get_annotations(group))
     flags = made.__dataclass_fields__
     made.__dataclass_fields__ = {name: flags[name] for name in names if name in flags}
+    helps = (f"    {flag.name} (default {flag.default!r}): {flag.metadata.get('help', '')}" for flag in fields(made))
+    made.summary, made.__doc__ = summary, "\n\n".join([summary, "Options:", *helps])
     return made
 
 
@@ -135,6 +142,7 @@ class Flags:
     parents' checks, and further needs of flags that they inherit in `further_needs`.
     """
 
+    summary: ClassVar[str]
     further_needs: ClassVar[Mapping[str, Needs]] = {}
 
     def __new__(cls, **values: Any) -> Self:
@@ -148,7 +156,12 @@ class Flags:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for flag in fields(self):
-            value = plain_value(flag.name, getattr(self, flag.name), hints[flag.name])
+            value = getattr(self, flag.name)
+            if flag.metadata.get("python") is list and isinstance(value, list | tuple):
+                value = ",".join(map(str, value))
+            elif flag.metadata.get("python") is dict and isinstance(value, Mapping):
+                value = json.dumps(value)
+            value = plain_value(flag.name, value, hints[flag.name])
             object.__setattr__(self, flag.name, value)
             if expected := broken_rule(value, flag.metadata):
                 raise UserError(f"--{flag.name} must be {expected}, got {value!r}")
@@ -371,6 +384,7 @@ class DataConfig(Flags):
         None,
         'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, in a '
         "field of this name.",
+        python=dict,
     )
     skip_bad_records: bool = option(
         False, "Skip and count records that cannot be used. Off: the first one stops the run.", changeable=True
@@ -413,6 +427,7 @@ class TrainableConfig(Flags):
         "all-linear",
         "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
         needs="lora_rank",
+        python=list,
     )
     lora_dropout: float = option(
         0.0,
@@ -592,7 +607,10 @@ class TrainingRunConfig(RunConfig):
         10.0, "Save what --resume needs every this many minutes; 0 never.", at_least=0, changeable=True
     )
     report_to: str = option(
-        "tensorboard", "accelerate's trackers, separated by commas (wandb, ...), or none.", changeable=True
+        "tensorboard",
+        "accelerate's trackers, separated by commas (wandb, ...), or none.",
+        changeable=True,
+        python=list,
     )
     run_name: str | None = option(
         None, "Name of the run for trackers that have names (wandb, trackio, ...).", changeable=True

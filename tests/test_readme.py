@@ -1,12 +1,14 @@
 """README.md is true and short: its code runs as it stands, and its links, files, folders and flags exist."""
 
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from fastp3o.__main__ import main
+from fastp3o.trl_names import TRL_NAMES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -26,14 +28,14 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_before_and_after_is_the_same(seed: int):
-    (code,) = blocks("python")
+    code = blocks("python")[1]
     before, after = code.split("# After")
     torch.manual_seed(seed)
     names: dict = {}
     exec(compile(before, "README.md", "exec"), names)
     loss = names["loss"]
     expected = torch.autograd.grad(loss, [names["hidden"], names["weight"]])
-    exec(compile("# After" + after, "README.md", "exec"), names)
+    exec(compile("# After" + after.partition("# P3O in its place")[0], "README.md", "exec"), names)
     torch.testing.assert_close(names["loss"], loss)
     for tensor, gradient in zip((names["hidden"], names["weight"]), expected, strict=True):
         assert gradient.abs().sum() > 0
@@ -74,12 +76,12 @@ def test_the_tree_names_folders_that_exist():
 
 def test_commands_use_flags_that_their_scripts_have(monkeypatch, capsys):
     lines = "\n".join(blocks("bash")).replace("\\\n", "")
-    commands = re.findall(r"^python (scripts/\w+\.py) (.*)$", lines, re.MULTILINE)
+    commands = re.findall(r"^fastp3o (\w+) (.*)$", lines, re.MULTILINE)
     assert len(commands) == 3
     for script, flags in commands:
-        monkeypatch.setattr(sys, "argv", [script, "--help"])
+        monkeypatch.setattr(sys, "argv", ["fastp3o", script, "--help"])
         with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            main()
         help_text = capsys.readouterr().out
         for flag in re.findall(r"--\w+", flags):
             assert f"{flag} " in help_text, f"{script} has no {flag}"
@@ -87,7 +89,7 @@ def test_commands_use_flags_that_their_scripts_have(monkeypatch, capsys):
 
 def test_it_is_read_in_two_minutes():
     lines = README.splitlines()
-    assert len(lines) <= 120
+    assert len(lines) <= 135
     assert max(map(len, lines)) <= 120
 
 
@@ -95,3 +97,15 @@ def test_figures_exist():
     figures = re.findall(r'<img src="([^"]+)"', README)
     assert len(figures) == 2
     assert all((ROOT / figure).exists() for figure in figures)
+
+
+def test_p3o_takes_the_tensors_of_the_block():
+    names: dict = {}
+    exec(compile(blocks("python")[1], "README.md", "exec"), names)
+    assert names["loss"].isfinite()
+    assert names["counts"]
+
+
+def test_the_page_of_trls_names_has_them_all():
+    page = (ROOT / "fastp3o" / "training" / "coming_from_trl.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*TRL_NAMES]

@@ -113,6 +113,7 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
         "",
         "Evaluate after these updates too, separated by commas; early ones show where a frontier bends.",
         needs="eval_prompts",
+        python=list,
         changeable=True,
     )
     samples_every: int = option(

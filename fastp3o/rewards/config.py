@@ -30,6 +30,7 @@ class RemoteConfig(Flags):
         "Columns of the prompts' data, separated by commas, that go to endpoints, and to functions that take any "
         "(**columns). Columns that functions ask for by name need not be listed.",
         needs="reward",
+        python=list,
     )
     reward_requests: int = option(
         8, "Concurrent requests of one process to an endpoint.", at_least=1, needs=URL, changeable=True
@@ -89,6 +90,7 @@ class RewardConfig(RemoteConfig):
         "",
         "A weight for each of the rewards, separated by commas; by default all are 1. 0: only logged.",
         needs="reward",
+        python=list,
     )
     gold_reward: str | None = option(
         None,

@@ -67,7 +67,7 @@ class Training:
     def origin(self, objective: str, adapter: bool) -> str:
         """A list of what the model comes from."""
         config = self.config
-        summary = (type(config).__doc__ or "").strip().split("\n")[0]
+        summary = type(config).summary.split("\n")[0]
         paper = PAPER.search(summary)
         name, _, what = summary.partition(": ")
         objective = f"{objective}, {name}: {what.split('. ')[0].rstrip('.')}" if what else objective

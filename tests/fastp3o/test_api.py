@@ -531,3 +531,13 @@ def test_a_notebook_shows_a_result(tiny_model, workplace):
     assert "<td>" in page
     assert "tokens_per_second" in page
     assert "<th>response</th>" in page
+
+
+def test_the_readmes_ten_lines_train(workplace, tiny_model):
+    code = (Path(__file__).parents[2] / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    for name, other in {"Qwen/Qwen3-0.6B": tiny_model, "runs/mine": "run", "questions.jsonl": "answers.jsonl"}.items():
+        code = code.replace(name, other)
+    code = code.replace("""chat_template_kwargs={"enable_thinking": False}""", "updates=1, report_to='none'")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert len(names["result"].history) == 1

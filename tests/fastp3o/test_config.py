@@ -67,7 +67,7 @@ def test_a_flag_that_is_declared_again_stays_changeable_and_needs_flags_that_exi
         ("learning_rate", "1e-5", "a number"),
         ("resume", "no", "True or False"),
         ("precision", None, "text"),
-        ("reward_weights", [1.0], "text"),
+        ("prompts", [1.0], "text"),
     ],
 )
 def test_a_value_of_another_type_is_refused_in_python(name, value, expected):
@@ -272,3 +272,24 @@ def test_help_shows_one_spelling_and_no_default_of_what_is_required(capsys):
 def test_group_objectives_make_their_papers_steps(kind, prompts, minibatches):
     config = kind(model="m", output_dir="o", prompts="p", reward="r", prompts_per_update=prompts)
     assert (config.minibatches_per_update, config.inner_epochs) == (minibatches, 1)
+
+
+def test_python_may_have_lists_and_objects_where_commands_have_text():
+    plain = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "a:f,b:g"}
+    config = P3OConfig(
+        **plain, reward_weights=[0.5, 2], reward_columns=("answer",), chat_template_kwargs={"enable_thinking": False}
+    )
+    assert (config.reward_weights, config.reward_columns) == ("0.5,2", "answer")
+    assert config.reading["chat_template_kwargs"] == {"enable_thinking": False}
+    assert P3OConfig(**plain, **{"reward_weights": "0.5,2"}).weights == config.weights
+    wrong = {"output_dir": ["a"], "reward": ["a:f"], "report_to": {"a": 1}, "chat_template_kwargs": [1]}
+    for name, value in wrong.items():
+        with pytest.raises(UserError, match=f"{name} must be"):
+            P3OConfig(**(plain | {name: value}))
+
+
+def test_help_in_python_says_what_every_option_means():
+    assert "num_generations" not in P3OConfig.__doc__
+    assert all(f"    {flag.name} (default" in P3OConfig.__doc__ for flag in fields(P3OConfig))
+    assert "Options:" not in P3OConfig.summary
+    assert "Options:" not in RewardModelConfig.summary
