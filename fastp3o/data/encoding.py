@@ -255,11 +255,17 @@ class Encoder:
 
     def encode_one(self, texts: Texts, prompt_and_response_ids: list[list[int]]) -> Encoded | RecordError:
         prompt_ids, *response_ids = prompt_and_response_ids
+        plain_text = not texts.prompt and bool(response_ids)
+        if plain_text and not self.first_ids:
+            prompt_ids, response_ids = response_ids[0][:1], [response_ids[0][1:]]
         try:
             for field, ids in zip(texts.fields, prompt_and_response_ids, strict=True):
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
                     raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
-            prompt, ids, prompt_truncated = self.encode_prompt(texts, prompt_ids)
+            if plain_text and self.first_ids:
+                prompt, ids, prompt_truncated = "", self.first_ids, False
+            else:
+                prompt, ids, prompt_truncated = self.encode_prompt(texts, prompt_ids)
             whole = [self.end_with_eos(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
         except RecordError as problem:
             return problem

@@ -277,6 +277,12 @@ LAYOUTS = (
     Layout(("prompt",), 0, prompt_field, lambda record: ()),
 )
 
+# Plain text comes after nothing, or after its first token.
+DEMONSTRATION_LAYOUTS = (
+    *LAYOUTS,
+    Layout(("text",), 1, lambda record: Part("text", ""), lambda record: (Part("text", text(record, "text")),)),
+)
+
 # The reward model takes all responses of a record.
 RANKINGS = (
     Layout(("prompt", "ranked_responses"), 2, prompt_field, ranked_responses),

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
 import pyarrow as pa
@@ -18,7 +18,17 @@ from transformers import PreTrainedTokenizerBase
 from fastp3o.config import LONGEST_TEXT
 from fastp3o.data.encoding import TEMPLATE_FIELDS, Encoded, Encoder, Texts
 from fastp3o.data.errors import DataError, Found, RecordError, field_names
-from fastp3o.data.layouts import LAYOUTS, RANKINGS, UNPAIRED_PREFERENCES, Fields, Layout, desirable, find_layout, margin
+from fastp3o.data.layouts import (
+    DEMONSTRATION_LAYOUTS,
+    LAYOUTS,
+    RANKINGS,
+    UNPAIRED_PREFERENCES,
+    Fields,
+    Layout,
+    desirable,
+    find_layout,
+    margin,
+)
 from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
 
@@ -102,8 +112,10 @@ def load_prompts(
 
 
 def load_demonstrations(source: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Loaded:
-    """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one."""
-    return Loader(tokenizer, {"response_ids": IDS}, **options).load(source)
+    """`response_ids` (list of int32): one response, for SFT. A preference gives its chosen one. Plain text, the field
+    `text`, is the response to the tokens that the tokenizer puts first, or to its own first token.
+    """
+    return Loader(tokenizer, {"response_ids": IDS}, DEMONSTRATION_LAYOUTS, **options).load(source)
 
 
 def load_preferences(source: str, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Loaded:
@@ -138,6 +150,7 @@ class Loader:
     skip_bad_records: skip and count records that cannot be used, instead of stopping at the first.
     limit: stop reading after this many usable records.
     chat_template_kwargs: variables of the chat template (`enable_thinking`), where a record's own do not say otherwise.
+    all_turns: an example of each assistant's turn in `messages` that follows a user's or a tool's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -154,6 +167,7 @@ class Loader:
     columns: Asked = field(default_factory=dict)
     as_given: bool = False
     chat_template_kwargs: Mapping[str, Any] | None = None
+    all_turns: bool = False
 
     def __post_init__(self) -> None:
         lengths = (self.max_prompt_tokens, self.max_response_tokens, self.max_characters)
@@ -192,7 +206,7 @@ class Loader:
     def readable(self, records: Iterator[Record]) -> Iterator[tuple[Record, Texts, dict[str, Any]]]:
         """The records that fit the layout of their file, with their texts and the further values that are kept."""
         layouts: dict[str, Layout] = {}
-        for record in records:
+        for record in chain.from_iterable(map(self.turns, records)):
             try:
                 texts = self.read(record, layouts)
                 content = cast(Fields, record.content)
@@ -204,6 +218,16 @@ class Loader:
                 self.reject(record, problem)
             else:
                 yield record, texts, kept
+
+    def turns(self, record: Record) -> list[Record]:
+        """The record once for each turn that trains, up to it."""
+        conversation = record.content.get("messages") if self.all_turns and isinstance(record.content, dict) else None
+        if not isinstance(conversation, list):
+            return [record]
+        roles = [message.get("role") if isinstance(message, dict) else None for message in conversation]
+        ends = [n for n in range(2, len(roles) + 1) if roles[n - 1] == "assistant" and roles[n - 2] in ("user", "tool")]
+        content = cast(dict, record.content)
+        return [record._replace(content=content | {"messages": conversation[:end]}) for end in ends] or [record]
 
     def read(self, record: Record, layouts: dict[str, Layout]) -> Texts:
         """Reads a record by its file's layout, which the first record that has one decides for the whole file."""

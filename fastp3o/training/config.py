@@ -7,6 +7,12 @@ from fastp3o.config import SupervisedConfig, option, options
 class SFTConfig(SupervisedConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
+    assistant_turns: str = option(
+        "last",
+        "Turns of a conversation's assistant that train: the last, or all of them, each an example with what came "
+        "before it as the template writes it there.",
+        choices=("last", "all"),
+    )
     train_on_prompt: bool = option(
         False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."
     )

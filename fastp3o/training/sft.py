@@ -1,9 +1,11 @@
 """Stage 1, supervised fine-tuning: maximum likelihood of the demonstrations' tokens."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from fastp3o.context import Caller
-from fastp3o.data.loading import load_demonstrations
+from fastp3o.data.loading import Loaded, load_demonstrations
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.objectives.base import LossAndMetrics
@@ -24,8 +26,10 @@ class SFT(SupervisedTask[PackedRow]):
 
     config: SFTConfig
     name = "SFT"
-    load_examples = staticmethod(load_demonstrations)
     load_model = staticmethod(load_policy)
+
+    def load_examples(self, *source: Any, **options: Any) -> Loaded:
+        return load_demonstrations(*source, all_turns=self.config.assistant_turns == "all", **options)
 
     def pack(self, examples: Examples) -> list[PackedRow]:
         responses = [[ids] for ids in examples["response_ids"]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.data.encoding import ChatTemplate, tokenise
-from fastp3o.data.errors import RecordError
+from fastp3o.data.errors import DataError, RecordError
 from fastp3o.data.layouts import Part, messages_response, prompt_field
 from fastp3o.data.loading import load_demonstrations, load_prompts
 from fastp3o.errors import UserError
@@ -225,3 +225,33 @@ def test_fields_that_nothing_reads_are_named(tmp_path: Path):
     assert str(report).endswith("0 records skipped; nothing reads the fields id, tools")
     _, report = load_prompts(str(data), tokenizer, max_prompt_tokens=99, columns={"id": "a reward"}, limit=1)
     assert not report.unread
+
+
+def test_all_turns_are_the_examples_of_single_turns(tmp_path: Path):
+    """Also where the template drops thoughts of earlier turns, which a mask over a whole conversation would not see."""
+    kept = "m.content if loop.last or m.role != 'assistant' else m.content.split('|')[-1]"
+    template = CHATML.replace("m.content", kept)
+    roles = ("system", "user", "assistant", "assistant", "user", "assistant", "tool", "assistant")
+    messages = [{"role": role, "content": f"thought|{number}"} for number, role in enumerate(roles)]
+    whole, single = tmp_path / "whole.jsonl", tmp_path / "single.jsonl"
+    whole.write_text(json.dumps({"messages": messages}) + "\n")
+    single.write_text("".join(json.dumps({"messages": messages[:end]}) + "\n" for end in (3, 6, 8)))
+    tokenizer, limits = byte_tokenizer(template=template), {"max_prompt_tokens": 500, "max_response_tokens": 50}
+    turns, report = load_demonstrations(str(whole), tokenizer, all_turns=True, **limits)
+    expected, _ = load_demonstrations(str(single), tokenizer, **limits)
+    assert report.examples == 3
+    assert turns.to_dict() == expected.to_dict()
+    last, _ = load_demonstrations(str(whole), tokenizer, **limits)
+    assert last.to_dict() == {name: values[-1:] for name, values in expected.to_dict().items()}
+
+
+def test_plain_text_is_learned_from_its_beginning(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "Hello you"}) + "\n")
+    for tokenizer in (byte_tokenizer(), byte_tokenizer("<s> $A")):
+        examples, _ = load_demonstrations(str(data), tokenizer, max_prompt_tokens=9, max_response_tokens=99)
+        ids = tokenizer("Hello you").input_ids
+        assert examples[0]["prompt_ids"] + examples[0]["response_ids"] == [*ids, tokenizer.eos_token_id]
+        assert len(examples[0]["prompt_ids"]) == 1
+    with pytest.raises(DataError, match="expected the fields of one of the layouts"):
+        load_prompts(str(data), tokenizer, max_prompt_tokens=9)
