@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError, call_for_list, import_function
-from fastp3o.rollouts.groups import Group, texts
+from fastp3o.rollouts.groups import Group, Prompt, Response, texts
 
 
 class FunctionReward:
@@ -34,6 +34,10 @@ class FunctionReward:
         self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
         self.optional = {p.name for p in parameters}
         self.takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
+
+    def check(self, prompt: Prompt) -> None:
+        """Asks for the reward of a response to a prompt, the word "response". Raises as a call does."""
+        self([Group(prompt, [Response([], "response", True)])])
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """Raises FunctionError if the function fails, or does not return one number a response."""

@@ -18,6 +18,7 @@ from fastp3o.models.trainable import choose_trainable
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.processes import on_main_process
 from fastp3o.rewards.config import short_names
+from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
 from fastp3o.rewards.remote import RemoteReward
 from fastp3o.rewards.reward import Reward, WeightedSum, load_reward
@@ -159,7 +160,9 @@ def load_rewards(
 def load_named_reward(
     context: Context, config: "OnlineConfig | PreferenceConfig | GenerateConfig", name: str, examples: Dataset
 ) -> Reward:
-    """Loads the reward of this name. An endpoint is asked about the first example, before anything begins."""
+    """Loads the reward of this name. An endpoint, and a function unless the run goes on, is tried on the first example
+    before anything is written.
+    """
     reward = load_reward(
         name,
         context.tokenizer,
@@ -171,7 +174,7 @@ def load_named_reward(
         trust_remote_code=config.trust_remote_code,
         remote=config,
     )
-    if isinstance(reward, RemoteReward):
+    if isinstance(reward, RemoteReward) or (isinstance(reward, FunctionReward) and not config.resume):
         on_main_process(context.accelerator, partial(reward.check, *make_prompts(examples[:1])))
     # In another vocabulary, lengths are unknown until there are texts.
     if isinstance(reward, ModelReward) and reward.shares_vocabulary:

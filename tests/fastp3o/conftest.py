@@ -49,19 +49,19 @@ def answered(prompts, responses, answer, *, word):
 
 def fails_on_fifth_call(prompts, responses):
     global CALLS
-    CALLS += 1
+    CALLS += len(responses) > 1  # not the trial before the run
     if CALLS == 5:
         raise KeyboardInterrupt
     return vowels(prompts, responses)
 
 def nan_on_third_call(prompts, responses):
     global CALLS
-    CALLS += 1
+    CALLS += len(responses) > 1  # not the trial before the run
     return [float("nan") if CALLS == 3 else r for r in vowels(prompts, responses)]
 
 def raises_on_third_call(prompts, responses):
     global CALLS
-    CALLS += 1
+    CALLS += len(responses) > 1  # not the trial before the run
     if CALLS == 3 and os.environ.get("RANK", "1") == "1":
         raise KeyError("lost")
     return vowels(prompts, responses)
@@ -71,7 +71,7 @@ def never_a_number(prompts, responses):
 
 def stops_on_third_call(prompts, responses):
     global CALLS
-    CALLS += 1
+    CALLS += len(responses) > 1  # not the trial before the run
     if CALLS == 3:
         os.kill(os.getpid(), signal.SIGTERM)
     return vowels(prompts, responses)

@@ -47,7 +47,7 @@ def third_without_a_name(prompts, responses, answer, /):
 
 def interrupted_on_third_call(prompts, responses):
     global CALLS
-    CALLS += 1
+    CALLS += len(responses) > 1  # not the trial before the run
     if CALLS == 3:
         os.kill(os.getpid(), signal.SIGINT)
     return vowels(prompts, responses)
@@ -270,7 +270,7 @@ def test_a_process_trains_one_run_at_a_time(tiny_model, workplace, place):
             thread.join()
 
     train(without_data(tiny_model, "run"), prompts="prompts.jsonl", reward=reward, on_update=on_update)
-    assert refused == [place] * 2
+    assert refused == [place] * (3 if place == "reward" else 2)  # it is tried before the run
     assert len(metrics("run")) == 2
 
 
@@ -520,7 +520,7 @@ def test_an_error_of_a_users_function_has_its_own_frames_alone(tiny_model, workp
     assert isinstance(cause, KeyError)
     assert [frame.name for frame in traceback.extract_tb(cause.__traceback__)] == ["mistaken"]
     assert len("".join(traceback.format_exception(refused.value)).splitlines()) < 25
-    assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
+    assert not Path("run").exists()
 
 
 def test_a_notebook_shows_a_result(tiny_model, workplace):
