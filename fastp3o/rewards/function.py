@@ -5,6 +5,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from inspect import Parameter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ class FunctionReward:
 
     It gets all P K responses, and a list of the same length with the prompt of each. Further parameters without a
     default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
-    `**columns`, get the columns of `--reward_columns`. It may be an `async def`. None in the place of all numbers of a
-    prompt's responses says that the reward does not apply to it: it is 0 there.
+    `**columns`, get the columns of `--reward_columns`. It may be an `async def`, or as TRL's,
+    `function(completions, **kwargs)`. None in the place of all numbers of a prompt's responses says that the reward does
+    not apply to it: it is 0 there.
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
@@ -29,7 +31,8 @@ class FunctionReward:
         Raises ValueError if there is no such function, or it does not take prompts and responses.
         """
         self.name, self.timeout = name, timeout
-        self.function = import_function(name, "reward function") if function is None else function
+        function = import_function(name, "reward function") if function is None else function
+        self.function = as_in_trl(function) or function
         parameters = further_parameters(self.function, name)
         self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
         self.optional = {p.name for p in parameters}
@@ -59,6 +62,26 @@ class FunctionReward:
             return torch.tensor(returned, dtype=torch.float32).view(len(groups), responses)
         except Exception as error:
             raise FunctionError(f"{self.name} must return a number for each response: {error}") from error
+
+
+def as_in_trl(function: Callable) -> Callable | None:
+    """A function of TRL's form, `(completions, **kwargs)`, as one of prompts and responses; None for any other."""
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except ValueError:
+        return None
+    takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
+    if not parameters or parameters[0].name != "completions" or not takes_all:
+        return None
+
+    def renamed(prompts: list[str], responses: list[str], **columns: list) -> Any:
+        return function(completions=responses, prompts=prompts, **columns)
+
+    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "responses")]
+    others = [p for p in parameters if p.name not in ("completions", "prompts")]
+    others = [p if p.kind == Parameter.VAR_KEYWORD else p.replace(kind=Parameter.KEYWORD_ONLY) for p in others]
+    renamed.__signature__ = inspect.Signature([*first, *others])  # type: ignore[attr-defined]
+    return renamed
 
 
 def further_parameters(function: Callable, name: str) -> list[Parameter]:

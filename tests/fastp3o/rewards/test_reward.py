@@ -87,6 +87,7 @@ TAKING = {
     "taking_all": lambda prompts, completions, **columns: [float(a) for a in columns["answer"]],
     "any_number": lambda *arguments: [float(len(arguments))] * 4,
     "by_any_name": lambda prompts, responses, name, function, timeout: [float(a) for a in name],
+    "as_in_trl": lambda completions, answer, **kwargs: [a * len(set(kwargs["prompts"])) for a in answer],
     "by_chance": lambda prompts, responses, answer=(0, 0, 0, 0), note=None: [float(a) for a in answer],
 }
 
@@ -101,6 +102,7 @@ TAKING = {
         ("any_number", [], [[2, 2], [2, 2]]),
         ("by_any_name", ["name", "function", "timeout"], [[3, 3], [4, 4]]),
         ("by_chance", [], [[3, 3], [4, 4]]),
+        ("as_in_trl", ["answer"], [[6, 6], [8, 8]]),
     ],
 )
 def test_columns_go_to_those_that_ask_beside_their_prompt(rollouts, monkeypatch, name, asks, rewards):
