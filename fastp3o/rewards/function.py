@@ -21,8 +21,8 @@ class FunctionReward:
     It gets all P K responses, and a list of the same length with the prompt of each. Further parameters without a
     default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
     `**columns`, get the columns of `--reward_columns`. It may be an `async def`, or as TRL's,
-    `function(completions, **kwargs)`. None in the place of all numbers of a prompt's responses says that the reward does
-    not apply to it: it is 0 there.
+    `function(completions, **kwargs)`. None in the place of all numbers of a prompt's responses says that the reward
+    does not apply to it: it is 0 there.
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
