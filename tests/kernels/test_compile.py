@@ -25,6 +25,7 @@ def python(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=ENVIRONMENT, cwd=SCRIPT.parent, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.nightly
 def test_every_branch_of_every_kernel_for_hopper(tmp_path):
     check_hopper(tmp_path, "--sample")
 

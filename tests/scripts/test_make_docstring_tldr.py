@@ -51,6 +51,7 @@ def modules(folder: Path, split: str) -> set[str]:
 # --- the files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_same_seed_writes_the_same_bytes(
     script: ModuleType,
     folder: Path,

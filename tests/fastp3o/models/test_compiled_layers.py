@@ -126,6 +126,7 @@ def has_same_bits_without_gradients(model: PackedModel, row: PackedRow) -> None:
     logprobs.sum().backward()
 
 
+@pytest.mark.nightly
 def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(traced):
     fits_rows_of_any_length(as_exact_as_eager("llama"))
 
