@@ -377,9 +377,6 @@ class DataConfig(Flags):
         "Longest prompt or response of a record, in characters: much longer ones take minutes to tokenise.",
         at_least=1,
     )
-    chat_template: str | None = option(
-        None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
-    )
     chat_template_kwargs: str | None = option(
         None,
         'Variables of the chat template, as a JSON object: {"enable_thinking": false}. A record may have its own, in a '
@@ -393,18 +390,24 @@ class DataConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.template_settings
+
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """The chat template's variables by name. Raises UserError for text that is no JSON object."""
         try:
-            kwargs = json.loads(self.chat_template_kwargs or "{}")
+            settings = json.loads(self.chat_template_kwargs or "{}")
         except ValueError:
-            kwargs = None
-        if not isinstance(kwargs, dict):
+            settings = None
+        if not isinstance(settings, dict):
             raise UserError(f"--chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r:.80}")
+        return settings
 
     @property
     def reading(self) -> dict[str, Any]:
         """Options of loading, whatever the data."""
         options = {name: getattr(self, name) for name in ("max_prompt_tokens", "max_characters", "skip_bad_records")}
-        return options | {"chat_template_kwargs": json.loads(self.chat_template_kwargs or "{}")}
+        return options | {"chat_template_kwargs": self.template_settings}
 
     @property
     def longest_sequence(self) -> int:
@@ -466,6 +469,14 @@ class LoadingConfig(Flags):
     trust_remote_code: bool = option(
         False, "Run model code that comes with a checkpoint. Only for sources you trust.", changeable=True
     )
+    chat_template: str | None = option(
+        None, "File of a chat template (Jinja) in the place of the tokenizer's; the models that are saved have it."
+    )
+
+    @property
+    def tokenizer_options(self) -> dict[str, Any]:
+        """Options of `load_tokenizer`."""
+        return {"trust_remote_code": self.trust_remote_code, "chat_template": self.chat_template}
 
 
 @options
@@ -612,9 +623,7 @@ class TrainingRunConfig(RunConfig):
         changeable=True,
         python=list,
     )
-    run_name: str | None = option(
-        None, "Name of the run for trackers that have names (wandb, trackio, ...).", changeable=True
-    )
+    run_name: str | None = option(None, "Name of the run for wandb and trackio.", changeable=True)
     push_to_hub: str | None = option(
         None,
         "Upload the finished model, with its adapter and card, to this repository of the Hugging Face Hub (model or "

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastp3o.cli import parse
+from fastp3o.commands.win_rate import require_place
 from fastp3o.evaluation.config import EvaluateConfig
 
 SHOWN = 5  # samples
@@ -25,13 +26,16 @@ def main() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from fastp3o.evaluation.win_rates import prompts_for, respond
+    from fastp3o.files import write_file
     from fastp3o.models.loading import load_tokenizer
     from fastp3o.rollouts.groups import finished, lengths
+    from fastp3o.run.log import prompt_end, visible
 
     disable_progress_bar()
     settings = replace(config, top_k=1, greedy=False) if config.greedy else config
-    remote, template = config.trust_remote_code, config.chat_template
-    tokenizer = load_tokenizer(config.model, trust_remote_code=remote, chat_template=template)
+    if config.output:
+        require_place(Path(config.output))
+    tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     responses = respond(config.model, tokenizer, prompts_for(tokenizer, settings), settings)
     values = {
         **responses.rewards,
@@ -53,8 +57,9 @@ def main() -> None:
     for number in torch.linspace(0, len(responses.groups) - 1, min(SHOWN, len(responses.groups))).long().tolist():
         group = responses.groups[number]
         scores = [f"{value[number, 0]:.3g}" for value in responses.rewards.values()]
-        samples.add_row(Text(group.prompt.text[-80:]), Text(group.responses[0].text[:200]), *scores)
+        texts = visible(prompt_end(group.prompt.text)), visible(group.responses[0].text.strip())
+        samples.add_row(*map(Text, texts), *scores)
     Console().print(samples)
     Console().print(table)
     if config.output:
-        Path(config.output).write_text(json.dumps(means, indent=1) + "\n", encoding="utf-8")
+        write_file(Path(config.output), json.dumps(means, indent=1) + "\n")

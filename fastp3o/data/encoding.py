@@ -55,7 +55,7 @@ class ChatTemplate:
             if tokenizer.chat_template is None:
                 raise UserError("--chat_template_kwargs: the tokenizer has no chat template that could read them")
             try:
-                self.variables({})
+                self.require_read({}, [])
             except RecordError as unread:
                 raise UserError(f"--chat_template_kwargs: {unread.reason}, got {unread.got}") from None
 
@@ -65,15 +65,22 @@ class ChatTemplate:
         """
         tools = json_value(record, "tools", list, "a list of tools")
         own = json_value(record, "chat_template_kwargs", dict, "an object")
-        settings = {**self.settings, **{name: value for name, value in own.items() if value is not None}}
+        own = {name: value for name, value in own.items() if value is not None}
+        if not tools and not own:
+            return {**self.settings}
+        self.require_read(own, tools)
+        for field, value in (("tools", tools), ("chat_template_kwargs", own)):
+            if self.special.search(json.dumps(value, ensure_ascii=False, default=str)):
+                raise RecordError(field, "no text of a special token", Found("one with it"))
+        return {**self.settings, **own} | ({"tools": tools} if tools else {})
+
+    def require_read(self, own: Fields, tools: list) -> None:
+        """Raises RecordError unless the template names all settings, a record's own, and tools if there are some."""
         template = self.tokenizer.get_chat_template(tools=tools or None)
-        places = {name: f"chat_template_kwargs.{name}" for name in settings} | ({"tools": "tools"} if tools else {})
-        for name, place in places.items():
+        places = {name: f"chat_template_kwargs.{name}" for name in [*self.settings, *own]}
+        for name, place in (places | ({"tools": "tools"} if tools else {})).items():
             if not re.search(rf"\b{re.escape(name)}\b", template) or name in RESERVED:
                 raise RecordError(place, "what the chat template reads", Found("a name that is not in it"))
-        if self.special.search(json.dumps([tools, own], ensure_ascii=False, default=str)):
-            raise RecordError("tools", "no text of a special token", Found("one with it"))
-        return settings | ({"tools": tools} if tools else {})
 
     def prompt(self, prompt: Part, variables: Fields = NO_FIELDS) -> str:
         """The text of the messages and of the beginning of the reply."""
@@ -255,17 +262,17 @@ class Encoder:
 
     def encode_one(self, texts: Texts, prompt_and_response_ids: list[list[int]]) -> Encoded | RecordError:
         prompt_ids, *response_ids = prompt_and_response_ids
-        plain_text = not texts.prompt and bool(response_ids)
-        if plain_text and not self.first_ids:
-            prompt_ids, response_ids = response_ids[0][:1], [response_ids[0][1:]]
+        plain_text = not texts.prompt and not texts.templated and bool(response_ids)
+        if plain_text:
+            (ids,) = response_ids
+            prompt_ids, response_ids = (self.first_ids, [ids]) if self.first_ids else (ids[:1], [ids[1:]])
         try:
             for field, ids in zip(texts.fields, prompt_and_response_ids, strict=True):
                 if not texts.templated and not self.special_ids.isdisjoint(ids):
                     raise RecordError(field, "text that the tokenizer has text tokens for", Found("a special token"))
-            if plain_text and self.first_ids:
-                prompt, ids, prompt_truncated = "", self.first_ids, False
-            else:
-                prompt, ids, prompt_truncated = self.encode_prompt(texts, prompt_ids)
+            prompt, ids, prompt_truncated = (
+                ("", prompt_ids, False) if plain_text else self.encode_prompt(texts, prompt_ids)
+            )
             whole = [self.end_with_eos(*response) for response in zip(response_ids, texts.fields[1:], strict=True)]
         except RecordError as problem:
             return problem

@@ -5,7 +5,7 @@ from typing import Any
 from fastp3o.config import LARGEST_INT, TOKENS_PER_ROW, Flags, PolicyConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
-from fastp3o.rewards.config import RemoteConfig
+from fastp3o.rewards.config import RemoteConfig, reward_names
 
 
 @options
@@ -128,4 +128,4 @@ class EvaluateConfig(RemoteConfig, SamplingConfig):
 
     @property
     def scorers(self) -> list[str]:
-        return [name.strip() for name in self.reward.split(",")]
+        return reward_names(self.reward)

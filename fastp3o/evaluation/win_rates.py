@@ -43,8 +43,7 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
     (chat template, length limit): they would not respond to the same prompts.
     """
     checkpoints = config.checkpoints
-    remote, template = config.trust_remote_code, config.chat_template
-    tokenizers = [load_tokenizer(name, trust_remote_code=remote, chat_template=template) for name in checkpoints]
+    tokenizers = [load_tokenizer(name, **config.tokenizer_options) for name in checkpoints]
     prompts = [prompts_for(tokenizer, config) for tokenizer in tokenizers]
     texts_of_first = [prompt.text for prompt in prompts[0]]
     for name, others in zip(checkpoints, prompts, strict=True):

@@ -51,9 +51,7 @@ def generate(config: GenerateConfig) -> Generated:
     precision = choose_precision(config.precision, automatic="fp16")
     accelerator = make_accelerator(config.seed, precision)
     check_output_dir(accelerator, config)
-    tokenizer = load_tokenizer(
-        config.model, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
-    )
+    tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
     prompts, report = load_prompts(
         config.prompts, tokenizer, columns=asked_columns(config.scorers, config), as_given=True, **config.reading

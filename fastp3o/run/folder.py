@@ -153,18 +153,18 @@ def release(folder: Path) -> None:
 
 def keep_newest(folder: Path, count: int) -> None:
     """Removes all checkpoints but the newest ones. count: how many stay; 0: all."""
-    for checkpoint in sorted(folder.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))[
-        : -count or None
-    ]:
-        if count and OURS.fullmatch(checkpoint.name):
-            replaced = temporary_sibling(checkpoint, UNFINISHED)
-            checkpoint.rename(replaced)
-            remove(replaced)
+    checkpoints = [path for path in folder.glob("checkpoint-*") if OURS.fullmatch(path.name)]
+    checkpoints.sort(key=lambda path: int(path.name.partition("-")[2]))
+    for checkpoint in checkpoints[:-count] if count else []:
+        removed = checkpoint.rename(temporary_sibling(checkpoint, UNFINISHED))
+        remove(removed)
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Writes all options except those that are None, so that scripts can read the file again."""
-    options = {name: value for name, value in config.plain().items() if value is not None}
+    """Writes all options except those that are None, so that commands can read the file again, and `overwrite`: read
+    again, it would remove the run.
+    """
+    options = {name: value for name, value in config.plain().items() if value is not None and name != "overwrite"}
     write_file(folder / CONFIG, yaml.safe_dump(options, sort_keys=False))
 
 

@@ -97,7 +97,7 @@ class Run:
         done = self.progress.step
         trackers: dict[str, dict[str, Any]] = {"tensorboard": {"purge_step": done + 1}} if done else {}
         if config.run_name is not None:
-            trackers |= {tracker: {"name": config.run_name} for tracker in ("wandb", "trackio", "swanlab")}
+            trackers |= {tracker: {"name": config.run_name} for tracker in ("wandb", "trackio")}
         self.accelerator.init_trackers("trackers", config=config.plain(), init_kwargs=trackers)
         self.reporter = Reporter(
             self.accelerator,
@@ -147,7 +147,6 @@ class Run:
         write_config(self.folder, self.config)
 
     def __iter__(self) -> Iterator[int]:
-        config = self.config
         with self.stops:
             try:
                 self.evaluate_after(self.progress.step)
@@ -169,7 +168,9 @@ class Run:
                         self.read_late_step()
                         self.save_state()
                         self.save_model(checkpoint)
-                        on_main_process(self.accelerator, lambda: keep_newest(self.folder, config.keep_checkpoints))
+                        on_main_process(
+                            self.accelerator, lambda: keep_newest(self.folder, self.config.keep_checkpoints)
+                        )
                 self.read_late_step()
                 self.call_back(step)
                 self.stop_or_save()

@@ -49,9 +49,7 @@ def make_context(config: StageConfig, automatic: str, caller: Caller | None, **d
             raise UserError(f"--{flag} ({total}) must be a multiple of the number of processes ({processes})")
     check_output_dir(accelerator, config)
     on_main_process(accelerator, lambda: require_repository(config))
-    tokenizer = load_tokenizer(
-        config.model, trust_remote_code=config.trust_remote_code, chat_template=config.chat_template
-    )
+    tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     return Context(accelerator, precision, tokenizer, process_mesh(accelerator.device, config.shard_size), caller)
 
 

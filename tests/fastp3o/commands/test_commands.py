@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from fastp3o.__main__ import COMMANDS, main
 
@@ -71,4 +70,6 @@ def test_evaluate_gives_means_over_prompts(workplace, tiny_model, monkeypatch, c
     assert "greedy" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         run(monkeypatch, "evaluate", *flags, *both, "--greedy", "--top_k", "3")
-    assert torch.is_grad_enabled()
+    Path("folder").mkdir()
+    with pytest.raises(SystemExit, match="--output folder is a folder, and must be a file"):
+        run(monkeypatch, "evaluate", *flags, *both, "--output", "folder")

@@ -183,6 +183,8 @@ def test_what_the_template_would_not_read_is_refused(fields: dict[str, Any], sai
 def test_a_tool_has_no_text_of_a_special_token():
     with pytest.raises(RecordError, match="no text of a special token"):
         ChatTemplate(byte_tokenizer(template=THINKING)).variables({"tools": [{"name": f"add{EOS}"}]})
+    with pytest.raises(RecordError, match=r"chat_template_kwargs.*no text of a special token"):
+        ChatTemplate(byte_tokenizer(template=THINKING)).variables({"chat_template_kwargs": {"enable_thinking": EOS}})
 
 
 def test_settings_that_no_template_reads_are_refused():

@@ -67,6 +67,7 @@ def test_overwrite_removes_what_runs_have_written_and_nothing_else():
             function(Accelerator(cpu=True), config(overwrite=True))
     Path("run/notes.txt").unlink()
     start(overwrite=True)
+    assert "overwrite" not in Path("run/config.yaml").read_text()  # read again, it would remove the run
     assert sorted(path.name for path in Path("run").iterdir()) == ["config.yaml", "fastp3o.lock"]
     with pytest.raises(UserError, match="--resume and --overwrite exclude each other"):
         config(overwrite=True, resume=True)

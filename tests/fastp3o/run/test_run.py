@@ -141,6 +141,13 @@ def test_so_many_checkpoints_are_kept(workplace, tiny_model, tokenizer, kept, le
     assert sorted(path.name for path in Path("run").glob("checkpoint*")) == [f"checkpoint-{n:06}" for n in left]
 
 
+def test_a_runs_name_reaches_the_trackers_that_have_names(workplace, tiny_model, tokenizer, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(Accelerator, "init_trackers", lambda self, project, **options: asked.update(options))
+    start(tiny_model, tokenizer, run_name="first")
+    assert asked["init_kwargs"] == {"wandb": {"name": "first"}, "trackio": {"name": "first"}}
+
+
 def whole(tiny_model, tokenizer, **changes) -> dict[str, torch.Tensor]:
     """The weights of an unbroken run."""
     folder = "whole"
