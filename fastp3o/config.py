@@ -11,16 +11,18 @@ from inspect import cleandoc, get_annotations
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import (
     Any,
     ClassVar,
+    Literal,
     Self,
     TypedDict,
     TypeVar,
     Unpack,
     dataclass_transform,
     get_args,
+    get_origin,
     get_type_hints,
 )
 
@@ -31,15 +33,15 @@ from fastp3o.trl_names import hint
 Kind = TypeVar("Kind", bound=type)
 
 # transformers' schedules that need only the learning rate, the warm-up and the number of steps.
-SCHEDULES = ("constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt")
+ScheduleName = Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
 
 # Names of `fastp3o.precision.choose_precision`.
-PRECISIONS = ("auto", "fp32", "bf16-autocast", "bf16", "fp16")
+PrecisionName = Literal["auto", "fp32", "bf16-autocast", "bf16", "fp16"]
+PRECISIONS = get_args(PrecisionName)
 
 TOKENS_PER_ROW = 8192
 LONGEST_TEXT = 1_000_000  # characters; one of this length takes seconds to tokenise
 LARGEST_INT = 2**32
-SAMPLERS = ("engine", "transformers", "vllm")
 EVALUATION_DATA = ("eval_data", "eval_prompts")  # flags that need evaluation data need one of them
 DATA = ("prompts", "eval_prompts", "train_data", "eval_data", "ptx_data")
 REWARDS = ("reward", "gold_reward")
@@ -91,7 +93,6 @@ class Rules(TypedDict, total=False):
     at_least: float
     below: float
     at_most: float
-    choices: Sequence[str]
     needs: Needs
     changeable: bool
     required: bool
@@ -111,6 +112,16 @@ def objective_name(name: str) -> Any:
     return option(name, "What trains.")
 
 
+def field_type(hint: Any) -> Any:
+    """The type of a field that may be None, too; of one with choices it is text."""
+    return str if literals(hint) else next((part for part in get_args(hint) if part is not NoneType), hint)
+
+
+def literals(hint: Any) -> tuple[str, ...]:
+    """The choices of a field, which its type names as a Literal, for editors, too; none for any other type."""
+    return next((get_args(part) for part in (hint, *get_args(hint)) if get_origin(part) is Literal), ())
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(kind: Kind) -> Kind:
     """Makes a class a frozen dataclass. Its own options come before those of the groups that it is made of. A plain
@@ -128,6 +139,9 @@ def options(kind: Kind) -> Kind:
     names = (name for group in made.__mro__ for name in get_annotations(group))
     flags = made.__dataclass_fields__
     made.__dataclass_fields__ = {name: flags[name] for name in names if name in flags}
+    for name, kind_of_value in get_annotations(kind).items():
+        if name in flags and (choices := literals(kind_of_value)):
+            flags[name].metadata = MappingProxyType({**flags[name].metadata, "choices": choices})
     helps = (f"    {flag.name} (default {flag.default!r}): {flag.metadata.get('help', '')}" for flag in fields(made))
     made.summary, made.__doc__ = summary, "\n\n".join([summary, "Options:", *helps])
     return made
@@ -220,7 +234,7 @@ def is_name(value: str) -> bool:
 def plain_value(name: str, value: Any, hint: Any) -> Any:
     """The value of a field as the type of its hint. Raises UserError for a value of another type."""
     kind = field_type(hint)
-    if value is None and hint is not kind:
+    if value is None and NoneType in get_args(hint):
         return None
     taken, words = KINDS[kind]
     if not isinstance(value, taken) or isinstance(value, bool) != (kind is bool):
@@ -228,11 +242,6 @@ def plain_value(name: str, value: Any, hint: Any) -> Any:
     if type(value) in KINDS or isinstance(value, Named):
         return value
     return str.__str__(fspath(value)) if kind is str else kind(value)  # str() of an enum would be its name
-
-
-def field_type(hint: Any) -> Any:
-    """The type of a field that may be None, too."""
-    return next((part for part in get_args(hint) if part is not NoneType), hint)
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
@@ -282,12 +291,11 @@ class SamplerConfig(Flags):
         at_least=0,
         at_most=1,
     )
-    sampler: str = option(
+    sampler: Literal["engine", "transformers", "vllm"] = option(
         "engine",
         "Samples responses with fastp3o's own engine, with transformers' generate, or on vLLM servers, which the user "
         "starts (fastp3o/rollouts/README.md). On a GPU the engine launches each step as one CUDA graph where the model "
         "allows it.",
-        choices=SAMPLERS,
     )
     vllm_url: str | None = option(
         None,
@@ -347,8 +355,8 @@ class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
-    lr_schedule: str = option(
-        "constant", "Schedule after the warm-up, by transformers' name.", choices=SCHEDULES, changeable=True
+    lr_schedule: ScheduleName = option(
+        "constant", "Schedule after the warm-up, by transformers' name.", changeable=True
     )
     warmup_steps: int = option(
         0, "Optimizer steps over which the learning rate rises from 0, in every schedule.", at_least=0, changeable=True
@@ -440,18 +448,16 @@ class TrainableConfig(Flags):
         below=1,
         needs="lora_rank",
     )
-    quantize: str | None = option(
+    quantize: Literal["4bit", "8bit"] | None = option(
         None,
         "Bits of the frozen base's linear layers, by bitsandbytes: 4bit (QLoRA: NF4, double quantization) or 8bit. In "
         "one process; by default the base is not quantized.",
-        choices=("4bit", "8bit"),
         needs="lora_rank",
     )
-    lora_save: str = option(
+    lora_save: Literal["both", "merged", "adapter"] = option(
         "both",
         "What is saved. merged: the whole model, adapters merged, in model/. adapter: the adapter alone, in adapter/, "
         "as peft has it, which needs its base. both: each in its folder.",
-        choices=("both", "merged", "adapter"),
         needs="lora_rank",
         changeable=True,
     )
@@ -484,14 +490,13 @@ class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
-    precision: str = option(
+    precision: PrecisionName = option(
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
         "bf16-autocast: fp32 weights, and on a GPU a bf16 copy of them that is sampled. "
         "bf16, fp16: half-precision weights, with fp32 master copies of what trains. "
         "auto: on a GPU fp16 for P3O and bf16-autocast for the other stages (fp16 where the GPU has no bf16), "
         "else fp32. Half precision on a GPU also takes fast attention over packed rows, flash-attn if installed.",
-        choices=PRECISIONS,
         changeable=True,
     )
     tokens_per_row: int = option(
@@ -549,10 +554,9 @@ class EvaluationConfig(Flags):
         needs=EVALUATION_DATA,
         changeable=True,
     )
-    best_is: str | None = option(
+    best_is: Literal["highest", "lowest"] | None = option(
         None,
         "Whether the highest or the lowest value is the best; by default the lowest loss, and the highest of all else.",
-        choices=("highest", "lowest"),
         needs="keep_best",
         changeable=True,
     )

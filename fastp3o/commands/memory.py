@@ -5,13 +5,13 @@ fastp3o memory --model MODEL --prompt_tokens 350 --response_tokens 40 --precisio
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from fastp3o.cli import parse
-from fastp3o.config import PRECISIONS, TrainableConfig, option, options, required
+from fastp3o.config import TrainableConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.packing.settings import Packing
 
@@ -30,7 +30,7 @@ class MemoryConfig(TrainableConfig):
     responses_per_prompt: int = option(2, "Responses to each prompt.", at_least=1)
     tokens_per_row: int = option(8192, "As in training.", at_least=1)
     share_prompts: bool = option(True, "As in training.")
-    precision: str = option("fp16", "As in training.", choices=PRECISIONS[1:])
+    precision: Literal["fp32", "bf16-autocast", "bf16", "fp16"] = option("fp16", "As in training.")
     gradient_checkpointing: bool = option(False, "As in training.")
     max_prompt_tokens: int = option(512, "As in training, for rollouts.", at_least=1)
     max_response_tokens: int = option(128, "As in training, for rollouts.", at_least=1)

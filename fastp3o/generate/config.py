@@ -1,6 +1,8 @@
 """The options of sampling without training."""
 
-from fastp3o.config import PRECISIONS, Flags, RunConfig, option, options, required
+from typing import Literal
+
+from fastp3o.config import Flags, PrecisionName, RunConfig, option, options, required
 from fastp3o.errors import UserError
 from fastp3o.evaluation.config import JudgeConfig, SamplingConfig
 from fastp3o.rewards.config import RemoteConfig
@@ -14,13 +16,12 @@ REJECTION_SAMPLING = ("keep=rejection_sampling", "keep=rso")
 class SelectionConfig(Flags):
     """Choice of the sampled responses to keep."""
 
-    keep: str = option(
+    keep: Literal["all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", "judged"] = option(
         "best",
         "What is kept of the responses to a prompt. Written for SFT: all of them; the best; those with a reward above "
         "--threshold (rest); a sample of the policy that is optimal for the reward (rejection_sampling). Written as "
         "preferences: random pairs of that sample (rso), or all pairs whose rewards are more than --min_gap apart "
         "(rs_dpo), or random pairs of all responses that a judge finds one of to be better (judged).",
-        choices=("all", "best", "rest", "rejection_sampling", "rso", "rs_dpo", JUDGED),
         changeable=True,
     )
     threshold: float = option(
@@ -72,10 +73,9 @@ class GenerateConfig(RemoteConfig, JudgeConfig, SelectionConfig, SamplingConfig,
         "module:function, or a URL.",
     )
     responses_per_prompt: int = option(8, "n: responses to each prompt.", at_least=1)
-    precision: str = option(
+    precision: PrecisionName = option(
         "auto",
         "Arithmetic of policy and reward model. auto: on a GPU fp16, as P3O samples, else fp32.",
-        choices=PRECISIONS,
     )
     offload: bool = option(False, "Keep the reward model on the CPU between uses.", changeable=True)
 

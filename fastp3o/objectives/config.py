@@ -1,7 +1,7 @@
 """Flags that online objectives share."""
 
 from math import gcd
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from fastp3o.config import PolicyConfig, StageConfig, option, options, required
 from fastp3o.errors import UserError
@@ -60,11 +60,10 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     )
     inner_epochs: int = option(4, "Passes over each round's rollouts (first author: 4).", at_least=1)
 
-    old_logprobs: str = option(
+    old_logprobs: Literal["policy", "sampler"] = option(
         "policy",
         "Old log-probs, which ratios compare with. policy: the policy's own before an update's first step. sampler: "
         "those with which the responses were sampled, so that ratios are exact to what sampled.",
-        choices=("policy", "sampler"),
     )
     sampler_ratio_cap: float = option(
         0.0,
@@ -229,11 +228,10 @@ class KLConfig(OnlineConfig):
 class RewardScalingConfig(OnlineConfig):
     """Scaling of rewards for objectives that see only their differences."""
 
-    reward_scaling: str = option(
+    reward_scaling: Literal["difference", "absolute", "none"] = option(
         "difference",
         "Divide rewards by the running standard deviation of the reward differences of a pair; absolute: "
         "of the rewards themselves (first author's code; breaks the invariance to shifts per prompt); none.",
-        choices=("difference", "absolute", "none"),
     )
     reward_clip: float = option(
         10.0,

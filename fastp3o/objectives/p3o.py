@@ -1,6 +1,7 @@
 """Pairwise Proximal Policy Optimization (P3O) and its unclipped gradient (PPG), arXiv 2310.00212."""
 
 from dataclasses import fields, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from fastp3o.objectives.config import KLConfig, RewardScalingConfig
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels import Head, P3OLossOutput, P3OSettings, linear_p3o_loss, sequence_logprobs
-from fastp3o_kernels.p3o.settings import CLIPPING, DEFAULTS, KL_REWARD
+from fastp3o_kernels.p3o.settings import DEFAULTS, Clipping, KLReward
 
 HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings)}
 
@@ -21,11 +22,11 @@ HELP = {setting.name: setting.metadata["help"] for setting in fields(P3OSettings
 class P3OConfig(RewardScalingConfig, KLConfig):
     """P3O (arXiv 2310.00212): clipped differences of rewards. Defaults are the first author's for a 1 B model."""
 
-    clipping: str = option(DEFAULTS.clipping, HELP["clipping"], choices=CLIPPING)
+    clipping: Clipping = option(DEFAULTS.clipping, HELP["clipping"])
     clip_range: float = option(DEFAULTS.clip_range, HELP["clip_range"], above=0, changeable=True)
     ratio_cap: float = option(DEFAULTS.ratio_cap, HELP["ratio_cap"], at_least=1)
     kl_coef: float = option(DEFAULTS.kl_coef, HELP["kl_coef"], at_least=0, changeable=True)
-    kl_reward: str = option(DEFAULTS.kl_reward, HELP["kl_reward"], choices=KL_REWARD)
+    kl_reward: KLReward = option(DEFAULTS.kl_reward, HELP["kl_reward"])
     objective: str = objective_name("p3o")
 
     def build(self) -> "P3O":
@@ -99,7 +100,7 @@ class PPGConfig(P3OConfig):
     """PPG (arXiv 2310.00212, equation 6): P3O's gradient before clipping; one step a round."""
 
     objective: str = objective_name("ppg")
-    clipping: str = option("none", "The gradient has nothing to clip.", choices=("none",))
+    clipping: Literal["none"] = option("none", "The gradient has nothing to clip.")
     prompts_per_minibatch: int = 0
     inner_epochs: int = 1
 

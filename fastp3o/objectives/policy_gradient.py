@@ -8,7 +8,7 @@ Shapes: P prompts with K responses each, n tokens of some of these prompts.
 from abc import abstractmethod
 from dataclasses import replace
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from fastp3o_kernels.losses import (
     truncated_ratios,
 )
 
+KLEstimator = Literal["k1", "k2", "k3"]
+LossMean = Literal["sequence", "token", "constant"]
 TOKEN_KL = {"k2": k2, "k3": k3}
 
 
@@ -46,14 +48,13 @@ TOKEN_KL = {"k2": k2, "k3": k3}
 class PolicyGradientConfig(RewardScalingConfig, KLConfig):
     """Advantages, KL and entropy."""
 
-    reward_scaling: str = "none"
+    reward_scaling: Literal["difference", "absolute", "none"] = "none"
     reward_clip: float = 0.0
-    kl_estimator: str = option(
+    kl_estimator: KLEstimator = option(
         "k1",
         "k1: log π_old − log π_ref of a response, subtracted from its reward. So scale_advantages divides by its "
         "deviation, too, and it decides where rewards are equal, whatever kl_coef. k2, k3: Schulman's estimators, of "
         "each token, in the loss; k2's gradient is that of the KL, k3's that of the opposite KL.",
-        choices=("k1", *TOKEN_KL),
         needs="kl_coef",
     )
     entropy_coef: float = option(
@@ -192,11 +193,10 @@ class REINFORCEConfig(RLOOConfig):
     """REINFORCE (Williams 1992): the baseline is the mean reward of all responses of an update."""
 
     objective: str = objective_name("reinforce")
-    reward_scaling: str = option(
+    reward_scaling: Literal["absolute", "none"] = option(
         "none",
         "absolute: divide rewards by their running standard deviation; none. Differences within a prompt, which other "
         "objectives scale, would be a baseline of their own.",
-        choices=("absolute", "none"),
     )
 
     def scaler(self) -> Scaler:
@@ -253,12 +253,11 @@ class GRPOConfig(ClippedConfig):
 
     objective: str = objective_name("grpo")
     kl_coef: float = 0.04
-    kl_estimator: str = "k3"
-    loss_mean: str = option(
+    kl_estimator: KLEstimator = "k3"
+    loss_mean: LossMean = option(
         "sequence",
         "sequence: the mean over a response's tokens, then over responses (GRPO); token: the mean over all tokens of a "
         "minibatch (DAPO); constant: the sum over a response's tokens by max_response_tokens (Dr. GRPO).",
-        choices=("sequence", "token", "constant"),
     )
 
     def build(self) -> "GRPO":
@@ -271,7 +270,7 @@ class DrGRPOConfig(GRPOConfig):
 
     objective: str = objective_name("dr_grpo")
     kl_coef: float = 0.0
-    loss_mean: str = "constant"
+    loss_mean: LossMean = "constant"
     scale_advantages: bool = False
 
 
@@ -283,7 +282,7 @@ class DAPOConfig(GRPOConfig):
     objective: str = objective_name("dapo")
     clip_high: float = 0.28
     kl_coef: float = 0.0
-    loss_mean: str = "token"
+    loss_mean: LossMean = "token"
     dynamic_sampling: int = 3
 
 
@@ -334,7 +333,7 @@ class GSPOConfig(ClippedConfig):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
     kl_coef: float = 0.0
-    kl_estimator: str = "k3"
+    kl_estimator: KLEstimator = "k3"
 
     def build(self) -> "GSPO":
         return GSPO(self, loss_mean="sequence")

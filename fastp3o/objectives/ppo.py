@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,10 @@ class PPOConfig(KLConfig):
         needs=("step_bound=clip", "step_bound=both"),
         changeable=True,
     )
-    step_bound: str = option(
+    step_bound: Literal["clip", "penalty", "both"] = option(
         "clip",
         "What keeps an update's steps small. clip: ratios of tokens count within 1 ± clip_range. penalty: a KL to the "
         "policy before the update, in the loss (Schulman et al. 2017, section 4); both.",
-        choices=("clip", "penalty", "both"),
     )
     step_kl_coef: float = option(
         1.0,
@@ -93,10 +92,9 @@ class PPOConfig(KLConfig):
     value_clip_range: float = option(
         0.2, "Values move at most this far from the rollout's before their loss is cut.", above=0, changeable=True
     )
-    reward_scaling: str = option(
+    reward_scaling: Literal["absolute", "none"] = option(
         "absolute",
         "absolute: divide rewards by their running standard deviation (first author's code); none.",
-        choices=("absolute", "none"),
     )
     reward_clip: float = option(
         10.0, "Bound on scaled rewards (first author: 10); 0 for none.", at_least=0, changeable=True

@@ -1,5 +1,7 @@
 """The options of fine-tuning and of reward modelling, which `--help` explains without importing torch."""
 
+from typing import Literal
+
 from fastp3o.config import SupervisedConfig, option, options
 
 
@@ -7,11 +9,10 @@ from fastp3o.config import SupervisedConfig, option, options
 class SFTConfig(SupervisedConfig):
     """Stage 1: maximum likelihood of the demonstrations."""
 
-    assistant_turns: str = option(
+    assistant_turns: Literal["last", "all"] = option(
         "last",
         "Turns of a conversation's assistant that train: the last, or all of them, each an example with what came "
         "before it as the template writes it there.",
-        choices=("last", "all"),
     )
     train_on_prompt: bool = option(
         False, "Also learn the prompt's tokens. For models trained from scratch, which must first learn the language."

@@ -2,6 +2,7 @@ import re
 import runpy
 import sys
 from dataclasses import fields, is_dataclass
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from transformers import SchedulerType, get_scheduler
 
 from fastp3o.cli import __file__ as cli_file
 from fastp3o.cli import parse, parse_chosen
-from fastp3o.config import SCHEDULES, Flags, conditions, objective_name, option, options
+from fastp3o.config import Flags, ScheduleName, conditions, objective_name, option, options
 from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig, PPGConfig
 from fastp3o.objectives.policy_gradient import (
@@ -113,7 +114,7 @@ def test_evaluations_come_regularly_at_given_updates_and_last():
 
 def test_every_schedule_warms_up_from_the_flags_alone():
     parameter = torch.nn.Parameter(torch.zeros(1))
-    for name in SCHEDULES:
+    for name in get_args(ScheduleName):
         name = "constant_with_warmup" if name == "constant" else name
         schedule = get_scheduler(name, torch.optim.SGD([parameter], 1.0), num_warmup_steps=2, num_training_steps=4)
         assert schedule.get_last_lr() == [0.0]

@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
 from fastp3o_kernels.checks import check_number
 
-CLIPPING = ("joint", "separate", "none", "token")
-KL_REWARD = ("current", "rollout")
+Clipping = Literal["joint", "separate", "none", "token"]
+KLReward = Literal["current", "rollout"]
 
 # Log-ratios are kept within this bound before `exp`: e^60 times any sensible advantage and cap is far from overflow.
 LOG_RATIO_LIMIT = 60.0
@@ -44,7 +44,7 @@ class P3OSettings:
     clipping: str = described(
         "joint",
         "joint (P3O-V2), separate (P3O-V1), none (the paper's ablation) or token (first author's variant).",
-        choices=CLIPPING,
+        choices=get_args(Clipping),
     )
     clip_range: float = described(0.2, "Epsilon of the clipping (paper: 0.2).")
     ratio_cap: float = described(10.0, "C: importance weights are kept within 1/C and C (first author: 10).")
@@ -55,7 +55,7 @@ class P3OSettings:
     kl_reward: str = described(
         "current",
         "Policy in the KL part of the reward: current (first author's code) or rollout (the paper's box).",
-        choices=KL_REWARD,
+        choices=get_args(KLReward),
     )
 
     def __post_init__(self) -> None:
