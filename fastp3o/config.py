@@ -85,8 +85,8 @@ class Rules(TypedDict, total=False):
     needs: what this flag does nothing without. What is about a flag that a configuration does not have is ignored.
     changeable: a resumed run may have another value, since each step reads it anew.
     required: there is no run without it. From Python it may come as an object, after the configuration is made.
-    python: what Python may have in the place of the text: a list of what stands between commas, or a dict of what the
-    JSON object has.
+    python: what Python may have in the place of the text: a list of what stands between commas; or what the JSON says,
+    a dict or a list.
     """
 
     above: float
@@ -173,7 +173,7 @@ class Flags:
             value = getattr(self, flag.name)
             if flag.metadata.get("python") is list and isinstance(value, list | tuple):
                 value = ",".join(map(str, value))
-            elif flag.metadata.get("python") is dict and isinstance(value, Mapping):
+            elif flag.metadata.get("python") is dict and isinstance(value, Mapping | list | tuple):
                 value = json.dumps(value)
             value = plain_value(flag.name, value, hints[flag.name])
             object.__setattr__(self, flag.name, value)
@@ -291,6 +291,12 @@ class SamplerConfig(Flags):
         at_least=0,
         at_most=1,
     )
+    stop_strings: str | None = option(
+        None,
+        'Texts that end a response, as a JSON list: ["</answer>", "\\n\\n"]. The response keeps the first of them and '
+        "counts as finished. One that takes several tokens is found once the response is sampled: the rest is cut.",
+        python=dict,
+    )
     sampler: Literal["engine", "transformers", "vllm"] = option(
         "engine",
         "Samples responses with fastp3o's own engine, with transformers' generate, or on vLLM servers, which the user "
@@ -339,11 +345,23 @@ class SamplerConfig(Flags):
         super().__post_init__()
         if self.sampler == "vllm" and not self.vllm_urls:
             raise UserError("--sampler vllm needs --vllm_url, the servers that sample")
+        _ = self.stops
 
     @property
     def truncates(self) -> bool:
         """Whether tokens are sampled from a part of the policy's distribution, so that they are no samples of it."""
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings. Raises UserError for text that is no JSON list of texts."""
+        try:
+            stops = json.loads(self.stop_strings or "[]")
+        except ValueError:
+            stops = None
+        if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise UserError(f"--stop_strings must be a JSON list of texts, got {self.stop_strings!r:.80}")
+        return tuple(stops)
 
     @property
     def vllm_urls(self) -> list[str]:
@@ -662,7 +680,9 @@ class SupervisedConfig(StageConfig):
     train_data: str = required(
         "Training data: a hub name (or name:config), or JSONL or parquet files; several with commas between."
     )
-    eval_data: str | None = option(None, "Held-out data of the same layout.")
+    eval_data: str | None = option(
+        None, "Held-out data of the same layout. Several sets with metrics of their own: NAME=SOURCE,NAME=SOURCE."
+    )
     max_response_tokens: int = option(
         512, "Tokens kept of a response; longer ones lose their end and are counted.", at_least=1
     )

@@ -1,6 +1,7 @@
 """Reward and sequence KL of a policy on a fixed set of prompts: one point of the paper's KL-reward frontier."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -25,7 +26,8 @@ EVALUATION = 2**32 - 1
 class Evaluation:
     """Samples responses to every prompt, always with the same seed, and rewards them.
 
-    rewards: keys are the names of their means. prompts: with the columns that rewards ask for.
+    rewards: keys are the names of their means. prompts: with the columns that rewards ask for. sets: places of prompts,
+    whose own means are `set/NAME/...`. greedy: samples the likeliest tokens, for `greedy/...`.
     """
 
     accelerator: Accelerator
@@ -37,6 +39,8 @@ class Evaluation:
     packing: Packing
     responses_per_prompt: int
     seed: int
+    sets: Mapping[str, range] = field(default_factory=dict)
+    greedy: Sampler | None = None
 
     def __call__(self) -> dict[str, float]:
         """Means over prompts of: rewards (no penalties), KL to the reference in nats per sequence (log π − log π_ref of
@@ -49,18 +53,25 @@ class Evaluation:
         with self.accelerator.autocast():
             with_deviation = rewarded(self.rewards, groups)
             with_deviation["kl"] = self.sequence_log_ratios(groups)
-        values = {
-            **with_deviation,
-            "response_length": lengths(groups),
-            "missing_eos": 1 - finished(groups).float(),
-        }
+        values = with_deviation | lengths_and_ends(groups)
+        if self.greedy is not None:
+            groups = self.greedy(prompts, 1, self.seed)
+            with self.accelerator.autocast():
+                likeliest = rewarded(self.rewards, groups) | lengths_and_ends(groups)
+            values |= {f"greedy/{name}": value for name, value in likeliest.items()}
+        # Of all processes, in the order of the prompts.
+        order = torch.tensor(gather_object(numbers)).argsort()
+        means = {name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order] for name, value in values.items()}
         metrics: dict[str, float] = {}
-        for name, response_values in values.items():
-            prompt_means = torch.tensor(gather_object(response_values.mean(dim=1).tolist()))
-            metrics[name] = prompt_means.mean().item()
-            if name in with_deviation:
-                metrics[f"{name}_std"] = prompt_means.std().item() if len(prompt_means) > 1 else 0.0
-        return {**metrics, "prompts": len(self.prompts)}
+        sets = {"": range(len(self.prompts))} | {f"set/{name}/": places for name, places in self.sets.items()}
+        for prefix, places in sets.items():
+            for name, prompt_means in means.items():
+                chosen = prompt_means[places.start : places.stop]
+                metrics[prefix + name] = chosen.mean().item()
+                if name in with_deviation:
+                    metrics[f"{prefix}{name}_std"] = chosen.std().item() if len(chosen) > 1 else 0.0
+            metrics[f"{prefix}prompts"] = len(places)
+        return metrics
 
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group]) -> Tensor:
@@ -72,3 +83,8 @@ class Evaluation:
             for row, policy_logprobs, ref_logprobs in zip(rows, logprobs, self.reference(rows), strict=True)
         ]
         return by_group(rows, log_ratios)
+
+
+def lengths_and_ends(groups: list[Group]) -> dict[str, Tensor]:
+    """Tokens of each response, and whether it lacks an end-of-sequence, [P, K] fp32 each."""
+    return {"response_length": lengths(groups), "missing_eos": 1 - finished(groups).float()}

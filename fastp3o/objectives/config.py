@@ -24,7 +24,11 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     paper_minibatches: ClassVar[int] = 1
 
     prompts: str = required("Training prompts: a hub name (or name:config), or JSONL or parquet files.")
-    eval_prompts: str | None = option(None, "Prompts of the evaluation; a fixed set gives comparable frontiers.")
+    eval_prompts: str | None = option(
+        None,
+        "Prompts of the evaluation; a fixed set gives comparable frontiers. Several sets with their own metrics: "
+        "NAME=SOURCE,NAME=SOURCE.",
+    )
     reference: str | None = option(
         None, "The KL's reference policy; by default the starting model, which takes no memory of its own with LoRA."
     )
@@ -107,6 +111,12 @@ class OnlineConfig(PolicyConfig, RewardConfig, PenaltyConfig, StageConfig):
     eval_batch_size: int = option(64, "Prompts evaluated at once on one device.", at_least=1, changeable=True)
     eval_responses_per_prompt: int = option(
         1, "Responses to each prompt in an evaluation.", at_least=1, needs="eval_prompts"
+    )
+    eval_greedy: bool = option(
+        False,
+        "Evaluate the likeliest response to each prompt, too, as greedy/reward and its like.",
+        needs="eval_prompts",
+        changeable=True,
     )
     eval_at: str = option(
         "",

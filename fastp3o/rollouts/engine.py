@@ -6,7 +6,6 @@ on a GPU a step is a CUDA graph. On a CPU, where looking costs nothing and each 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -53,7 +52,8 @@ class Engine:
         static: bool | None = None,
         graph: bool | None = None,
     ):
-        self.policy, self.settings = policy, asdict(settings)
+        self.policy = policy
+        self.settings = {name: getattr(settings, name) for name in ("top_k", "top_p", "min_p")}
         device = policy.model.device
         self.static = device.type != "cpu" if static is None else static
         self.room, self.cache = room, Cache(shapes, room, device)

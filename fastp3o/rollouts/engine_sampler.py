@@ -1,7 +1,7 @@
 """Responses from the engine: as many prompts at once as memory holds."""
 
 from math import isfinite
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +17,11 @@ from fastp3o.rollouts.cache import LayerShape, Room, available_memory, fitting_r
 from fastp3o.rollouts.engine import Engine, layer_shapes
 from fastp3o.rollouts.groups import (
     POLICY_ITSELF,
+    Ends,
     Group,
     Prompt,
     Sampler,
     SamplingSettings,
-    decoded,
-    end_of_sequence_ids,
     sampling_settings,
 )
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
@@ -54,7 +53,7 @@ class EngineSampler:
         memory: int | None = None,
         settings: SamplingSettings = POLICY_ITSELF,
     ):
-        self.policy, self.tokenizer, self.settings = policy, tokenizer, settings
+        self.policy, self.settings, self.ends = policy, settings, Ends(policy.model, tokenizer, settings.stops)
         self.max_response_tokens, self.batch_size, self.memory = max_response_tokens, batch_size, memory
         self.shapes: dict[int, LayerShape] = {}  # empty until the policy is tried
         self.engine: Engine | None = None
@@ -71,17 +70,16 @@ class EngineSampler:
 
     def sample(self, prompts: list[Prompt], keys: Tensor) -> list[Group]:
         """keys: [P, K] int64, of the random numbers."""
-        end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
         memory = available_memory(self.policy.model.device) if self.memory is None else self.memory
         room = self.room_for(prompts, keys.shape[1], memory)
         groups: list[Group] = []
         batches = range(0, len(prompts), room.prompts)
-        for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
+        for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4 or None):
             batch = prompts[first : first + room.prompts]
-            engine = self.engine_with(room, end_ids, memory)
+            engine = self.engine_with(room, self.ends.ids, memory)
             sampled = engine.run([prompt.ids for prompt in batch], keys[first : first + room.prompts])
             for prompt, ids, logprobs in zip(batch, *sampled, strict=True):
-                groups.append(Group(prompt, list(decoded(self.tokenizer, end_ids, ids, logprobs))))
+                groups.append(Group(prompt, list(self.ends.responses(ids, logprobs))))
         self.release_memory()
         return groups
 
@@ -153,24 +151,16 @@ def named_sampler(
     config: SamplerConfig,
     policy: PackedModel,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_response_tokens: int,
-    batch_size: int,
+    settings: SamplingSettings | None = None,
+    **options: Any,
 ) -> Sampler:
-    """The sampler that the configuration names, with its settings. Further arguments are an EngineSampler's."""
-    settings = sampling_settings(config)
+    """The sampler of this process that the configuration names. settings: by default the configuration's. options: an
+    EngineSampler's, but for its memory.
+    """
+    options["settings"] = settings or sampling_settings(config)
     if config.sampler == "transformers":
-        return TransformersSampler(
-            policy, tokenizer, max_response_tokens=max_response_tokens, batch_size=batch_size, settings=settings
-        )
-    return EngineSampler(
-        policy,
-        tokenizer,
-        max_response_tokens=max_response_tokens,
-        batch_size=batch_size,
-        memory=rollout_bytes(config),
-        settings=settings,
-    )
+        return TransformersSampler(policy, tokenizer, **options)
+    return EngineSampler(policy, tokenizer, memory=rollout_bytes(config), **options)
 
 
 def rollout_bytes(config: SamplerConfig) -> int | None:

@@ -1,10 +1,11 @@
 """Rollouts: groups of a prompt and the responses sampled to it, and the type of samplers, with their common parts."""
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -95,33 +96,56 @@ class SamplingSettings:
     policy's own (`PackedModel.temperature`).
 
     top_k: only the k most likely tokens, 0 for all. top_p: only the most likely tokens that together have this
-    probability. min_p: only tokens with this share of the most likely one's probability.
+    probability. min_p: only tokens with this share of the most likely one's probability. stops: texts that end a
+    response.
     """
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    stops: tuple[str, ...] = ()
 
 
 POLICY_ITSELF = SamplingSettings()
 
 
 def sampling_settings(config: SamplerConfig) -> SamplingSettings:
-    return SamplingSettings(config.top_k, config.top_p, config.min_p)
+    return SamplingSettings(config.top_k, config.top_p, config.min_p, config.stops)
 
 
-def end_of_sequence_ids(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokenizer's end-of-sequence and those that the checkpoint stops at (a chat model's end of turn)."""
-    ends = policy.generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+class Ends:
+    """What ends a response: the tokenizer's end-of-sequence, those that the checkpoint stops at (a chat model's end of
+    turn), and stop strings.
 
+    ids: the tokens that end a response whatever stands before them, those that hold a stop string among them.
+    """
 
-def decoded(
-    tokenizer: PreTrainedTokenizerBase, end_ids: set[int], ids: list[Ids], logprobs: list[list[float]] | None = None
-) -> Iterator[Response]:
-    """Responses to one prompt. logprobs: one for each token, in nats."""
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    # Arrays take an eighth of a list's memory, and numbers of fp32 lose nothing.
-    compact = [None] * len(ids) if logprobs is None else [array("f", values) for values in logprobs]
-    for response_ids, text, values in zip(ids, texts, compact, strict=True):
-        yield Response(response_ids, text, response_ids[-1] in end_ids, values)
+    def __init__(self, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, stops
+        ends = policy.generation_config.eos_token_id
+        self.ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [] if ends is None else [ends])}
+        if stops:
+            texts = tokenizer.batch_decode([[number] for number in range(len(tokenizer))], skip_special_tokens=True)
+            self.ids |= {number for number, text in enumerate(texts) if self.stop_in(text)}
+
+    def stop_in(self, text: str) -> bool:
+        return any(stop in text for stop in self.stops)
+
+    def text(self, ids: Ids) -> str:
+        return cast(str, self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def cut(self, ids: Ids) -> Ids:
+        """The ids up to the token that completes the first stop string."""
+        lengths = range(1, len(ids))
+        return ids[: 1 + bisect_left(lengths, True, key=lambda length: self.stop_in(self.text(ids[:length])))]
+
+    def responses(self, ids: list[Ids], logprobs: list[list[float]] | None = None) -> Iterator[Response]:
+        """Responses to one prompt, cut after their first stop string. logprobs: one for each token, in nats."""
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        # Arrays take an eighth of a list's memory, and numbers of fp32 lose nothing.
+        compact = [None] * len(ids) if logprobs is None else [array("f", values) for values in logprobs]
+        for response_ids, text, values in zip(ids, texts, compact, strict=True):
+            if stopped := self.stop_in(text):
+                response_ids = self.cut(response_ids)
+                text, values = self.text(response_ids), values and values[: len(response_ids)]
+            yield Response(response_ids, text, stopped or response_ids[-1] in self.ids, values)

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastp3o.models.packed_model import PackedModel, evaluation_mode
 from fastp3o.packing.packed_row import Ids
-from fastp3o.rollouts.groups import POLICY_ITSELF, Group, Prompt, SamplingSettings, decoded, end_of_sequence_ids
+from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, SamplingSettings
 
 
 class TransformersSampler:
@@ -29,30 +29,30 @@ class TransformersSampler:
         settings: SamplingSettings = POLICY_ITSELF,
     ):
         self.policy, self.tokenizer = policy, tokenizer
+        self.ends = Ends(policy.model, tokenizer, settings.stops)
         self.max_response_tokens, self.batch_size, self.settings = max_response_tokens, batch_size, settings
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         # Processes differ in the number of their first prompt.
         torch.manual_seed(seed + prompts[0].number)
-        end_ids = end_of_sequence_ids(self.policy.model, self.tokenizer)
         groups: list[Group] = []
         batches = range(0, len(prompts), self.batch_size)
         with sampling_mode(self.policy) as model:
-            for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4):
+            for first in tqdm(batches, desc="sampling", unit="batch", leave=False, disable=len(batches) < 4 or None):
                 batch = prompts[first : first + self.batch_size]
                 ids = generate(
                     model,
                     [prompt.ids for prompt in batch],
                     responses_per_prompt=responses_per_prompt,
                     max_response_tokens=self.max_response_tokens,
-                    end_ids=end_ids,
+                    end_ids=self.ends.ids,
                     pad_token_id=self.tokenizer.pad_token_id,
                     settings=self.settings,
                     temperature=self.policy.temperature,
                 )
                 for p, prompt in enumerate(batch):
                     responses = ids[p * responses_per_prompt : (p + 1) * responses_per_prompt]
-                    groups.append(Group(prompt, list(decoded(self.tokenizer, end_ids, responses))))
+                    groups.append(Group(prompt, list(self.ends.responses(responses))))
         return groups
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
-from tqdm import tqdm
+from tqdm import auto, tqdm
 from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
 from fastp3o.run import log
@@ -27,6 +27,7 @@ from fastp3o.run.plot import draw_progress
 
 # Off a terminal, a run prints about this many lines, and more if they would be further apart than this.
 LINES, SECONDS_BETWEEN_LINES = 20, 60.0
+IN_NOTEBOOK = "ipykernel" in sys.modules
 
 
 class ThreadsLock(TqdmDefaultWriteLock):
@@ -61,9 +62,9 @@ class Reporter:
         ends_processes: bool = True,
     ):
         self.accelerator, self.folder, self.stage, self.steps = accelerator, folder, stage, steps
-        # None: on terminals only. In a log file every redrawing would be a line.
-        disable = None if accelerator.is_main_process else True
-        self.bar = tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
+        # None: on terminals only. In a log file every redrawing would be a line; a notebook has a bar of its own.
+        disable = (False if IN_NOTEBOOK else None) if accelerator.is_main_process else True
+        self.bar = auto.tqdm(total=steps, initial=first_step, desc=stage, unit="step", disable=disable)
         self.ends_processes = ends_processes
         self.printed_at = time.monotonic()
         self.unprinted = ""  # the line of the last step, if it was not printed

@@ -42,16 +42,17 @@ class Objects(TypedDict, total=False):
 
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the run trains a copy;
     it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
-    loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files. reward: a function or a loaded
+    loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files; of evaluations also a dict of
+    several by name. reward: a function or a loaded
     reward model, or several of them, whose weights are in the configuration's `reward_weights`.
     """
 
     model: str | PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     prompts: Source
-    eval_prompts: Source
+    eval_prompts: Source | Mapping[str, Source]
     train_data: Source
-    eval_data: Source
+    eval_data: Source | Mapping[str, Source]
     ptx_data: Source
     reward: RewardSource | Sequence[RewardSource]
     gold_reward: RewardSource
@@ -138,6 +139,9 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
             continue
         if option == "model":
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
+        elif option in EVALUATION_DATA and isinstance(value, Mapping):
+            sets = {name: part if isinstance(part, str) else records(name, part) for name, part in value.items()}
+            named[option] = Named(f"<{option}>", sets)
         elif option in DATA:
             named[option] = records(option, value)
         elif option in REWARDS:

@@ -1,6 +1,7 @@
 """Loads what a stage's configuration names: the policy and its sampler, the reference, the rewards."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -130,14 +131,18 @@ def sampled_model(
     return SampledModel(policy, SamplingCopy(policy, context.device, dtype, merges=merges))
 
 
-def policy_sampler(config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int) -> Sampler:
-    """Builds the policy's sampler. batch_size: prompts sampled at once, by this process's own samplers."""
-    longest, tokenizer = config.max_response_tokens, context.tokenizer
+def policy_sampler(
+    config: PolicyConfig, policy: SampledModel, context: Context, batch_size: int, *, greedy: bool = False
+) -> Sampler:
+    """Builds the policy's sampler. batch_size: prompts sampled at once, by this process's own samplers. greedy: takes
+    the likeliest token each time.
+    """
+    longest, tokenizer, settings = config.max_response_tokens, context.tokenizer, sampling_settings(config)
+    settings = replace(settings, top_k=1) if greedy else settings
     if policy.publisher is not None:
-        settings = sampling_settings(config)
         return VLLMSampler(policy.publisher, tokenizer, max_response_tokens=longest, settings=settings)
-    sampler = named_sampler(config, policy.sampled, tokenizer, max_response_tokens=longest, batch_size=batch_size)
-    return policy.gathered(sampler)
+    limits = {"max_response_tokens": longest, "batch_size": batch_size}
+    return policy.gathered(named_sampler(config, policy.sampled, tokenizer, settings, **limits))
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------

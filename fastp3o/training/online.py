@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from datasets import Dataset
 from torch import Tensor
@@ -18,7 +19,7 @@ from fastp3o.optimizer import Optimizer
 from fastp3o.processes import require_finite
 from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
-from fastp3o.rollouts.groups import Group
+from fastp3o.rollouts.groups import Group, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
 from fastp3o.run.checkpoint import RunState
 from fastp3o.run.run import Run, Steps
@@ -34,7 +35,7 @@ from fastp3o.training.build import (
 from fastp3o.training.microbatches import Rewards, optimizer_step
 from fastp3o.training.pretraining_mix import PretrainingMix
 from fastp3o.training.rollout_buffer import RolloutBuffer
-from fastp3o.training.setup import load_examples, make_context
+from fastp3o.training.setup import HeldOut, load_examples, load_held_out, make_context
 
 Score = Callable[[list[Group]], Rewards]
 # The buffer, `score`, objective, policy and reference, the optimizer step, the run.
@@ -48,7 +49,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     context = make_context(
         config, "fp16", caller, prompts_per_update=config.prompts_per_update, ptx_batch_size=ptx_batch_size
     )
-    prompts, eval_prompts, texts = data = load_data(context, config)
+    prompts, held_out, texts = load_data(context, config)
     print_warnings(context, config, len(prompts))
     objective = config.build()
     policy = load_trained(config, partial(load_policy, trains=True))
@@ -63,7 +64,7 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         logprobs_as_drawn=config.temperature != 1 or config.truncates,
     )
     objective.add_to(policy)
-    rewards = load_rewards(context, config, prompts, eval_prompts)
+    rewards = load_rewards(context, config, prompts, held_out.examples)
     accelerator, precision, _, mesh, _ = context
     steps = config.updates * config.inner_epochs * config.minibatches_per_update
     optimizer: Optimizer = Optimizer(accelerator, policy, precision, config, steps, objective.learning_rates, mesh)
@@ -72,7 +73,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     if isinstance(config, MixtureConfig) and sampled_reference is not None:
         models, memory = (sampled.sampled, context.tokenizer, sampled_reference.sampled), rollout_bytes(config)
         longest, size = config.max_response_tokens, config.rollout_batch_size
-        mixture = MixtureSampler(*models, config.mixture, max_response_tokens=longest, batch_size=size, memory=memory)
+        options: dict[str, Any] = {"max_response_tokens": longest, "batch_size": size, "memory": memory}
+        mixture = MixtureSampler(*models, config.mixture, settings=sampling_settings(config), **options)
         mixed = sampled.gathered(sampled_reference.gathered(mixture))
         sampler = partly_from_mixture(sampler, mixed, config.from_mixture)
     buffer = RolloutBuffer(context, config, policy, sampler, prompts)
@@ -82,8 +84,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
         config,
         optimizer,
         Steps(type(objective).__name__, "update", config.updates),
-        evaluate=make_evaluation(context, config, sampled, reference, rewards, eval_prompts),
-        data=dict(zip(("prompts", "eval_prompts", "ptx_data"), data, strict=True)),
+        evaluate=make_evaluation(context, config, sampled, reference, rewards, held_out),
+        data={"prompts": prompts, "eval_prompts": held_out.examples, "ptx_data": texts},
         state=RunState(objective.stateful_parts, tensors, buffer),
     )
     score = partial(finite_rewards, context, config, rewards["reward"])
@@ -114,19 +116,17 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
         )
 
 
-def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, Dataset | None, Dataset | None]:
+def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:
     """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
     columns = asked_columns(config.rewards, config)
     load = partial(load_prompts, columns=columns)
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    eval_prompts = texts = None
-    if config.eval_prompts:
-        load = partial(load_prompts, columns=asked_columns(config.scorers, config))
-        eval_prompts = load_examples(context, config, load, config.eval_prompts, config.eval_split, config.eval_limit)
+    load = partial(load_prompts, columns=asked_columns(config.scorers, config))
+    held_out, texts = load_held_out(context, config, load, config.eval_prompts), None
     if config.ptx_data:
         load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
         texts = load_examples(context, config, load, config.ptx_data, config.split, None)
-    return prompts, eval_prompts, texts
+    return prompts, held_out, texts
 
 
 def make_evaluation(
@@ -135,18 +135,27 @@ def make_evaluation(
     sampled: SampledModel,
     reference: Reference,
     rewards: dict[str, Reward],
-    prompts: Dataset | None,
+    held_out: HeldOut,
 ) -> Evaluation | None:
     """Builds the evaluation, which measures how far the policy is from where the reference began."""
-    if prompts is None:
+    if held_out.examples is None:
         return None
     if config.reference_moves:
         frozen = load_reference_model(context, config)
         reference = SecondModel(frozen, context.device, context.mesh, offload=True)
-    sampler = policy_sampler(config, sampled, context, config.eval_batch_size)
-    responses, packing, policy = config.eval_responses_per_prompt, config.packing, sampled.model
+    build = partial(policy_sampler, config, sampled, context, config.eval_batch_size)
     return Evaluation(
-        context.accelerator, policy, reference, sampler, rewards, prompts, packing, responses, config.seed
+        context.accelerator,
+        sampled.model,
+        reference,
+        build(),
+        rewards,
+        held_out.examples,
+        config.packing,
+        config.eval_responses_per_prompt,
+        config.seed,
+        held_out.sets,
+        build(greedy=True) if config.eval_greedy else None,
     )
 
 

@@ -29,7 +29,7 @@ from fastp3o.rewards.reward import asked_columns
 from fastp3o.run.fingerprints import model_fingerprint
 from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
-from fastp3o.training.setup import load_examples
+from fastp3o.training.setup import load_held_out
 from fastp3o.training.supervised import SupervisedTask, train_supervised
 from fastp3o_kernels import Head, LinearLossOutput, linear_loss, sequence_logprobs
 from fastp3o_kernels.losses import kto_reference_point
@@ -219,11 +219,12 @@ def sampled_evaluation(
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
     load_with_columns = partial(load_prompts, columns=asked_columns(config.scorers, config))
-    examples = load_examples(
-        context, config, load_with_columns, config.eval_prompts or "", config.eval_split, config.eval_limit
-    )
-    rewards = load_rewards(context, config, examples, examples)
+    held_out = load_held_out(context, config, load_with_columns, config.eval_prompts)
+    rewards = load_rewards(context, config, held_out.examples, held_out.examples)
     # Every evaluation comes after other steps.
     sampled = sampled_model(config, model, context, version=count().__next__)
     sampler = policy_sampler(config, sampled, context, config.rollout_batch_size)
-    return Evaluation(context.accelerator, model, reference, sampler, rewards, examples, config.packing, 1, config.seed)
+    data, packing = held_out.examples, config.packing
+    return Evaluation(
+        context.accelerator, model, reference, sampler, rewards, data, packing, 1, config.seed, held_out.sets
+    )

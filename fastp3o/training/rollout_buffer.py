@@ -14,7 +14,7 @@ from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.config import OnlineConfig
 from fastp3o.packing.pack import derived_seed, examples_of_step, process_share
 from fastp3o.rewards.scaling import tied
-from fastp3o.rollouts.groups import Group, Prompt, Sampler, decoded, end_of_sequence_ids, lengths, make_prompts
+from fastp3o.rollouts.groups import Ends, Group, Prompt, Sampler, lengths, make_prompts
 from fastp3o.rollouts.vllm.sampler import VLLMSampler
 from fastp3o.rollouts.vllm.servers import OtherWeightsError
 from fastp3o.training.microbatches import Rewards, gather_groups
@@ -63,7 +63,7 @@ class RolloutBuffer:
         self, context: Context, config: OnlineConfig, policy: PackedModel, sampler: Sampler, examples: Dataset
     ):
         self.context, self.config, self.sampler, self.examples = context, config, sampler, examples
-        self.end_ids = end_of_sequence_ids(policy.model, context.tokenizer)
+        self.ends = Ends(policy.model, context.tokenizer, config.stops)
         self.buffered: dict[int, BufferedRollouts] = {}
 
     def __call__(self, update: int) -> list[Group]:
@@ -184,5 +184,5 @@ class RolloutBuffer:
             for prompt in self.prompts(int(number)):
                 ids, logprobs = map(list, zip(*content["responses"][str(prompt.number)], strict=True))
                 computed = logprobs if all(logprobs) else None
-                groups.append(Group(prompt, list(decoded(self.context.tokenizer, self.end_ids, ids, computed))))
+                groups.append(Group(prompt, list(self.ends.responses(ids, computed))))
             self.buffered[int(number)] = BufferedRollouts(content["sampled_at"], partial(list, groups))

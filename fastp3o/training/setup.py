@@ -2,18 +2,20 @@
 
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env, set_seed
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers.utils.logging import disable_progress_bar
 
-from fastp3o.config import DataConfig, StageConfig
+from fastp3o.config import DataConfig, Named, StageConfig
 from fastp3o.context import Caller, Context
 from fastp3o.data.loading import DataReport
 from fastp3o.errors import UserError
@@ -99,6 +101,41 @@ def tracker_names(report_to: str) -> list[str] | None:
             f"there are {', '.join([*available, 'none'])}"
         )
     return chosen
+
+
+class HeldOut(NamedTuple):
+    """Evaluation data, None without any. sets: the places of each named set among the examples."""
+
+    examples: Dataset | None
+    sets: dict[str, range]
+
+
+def load_held_out(context: Context, config: StageConfig, loader: Loader, source: str | None) -> HeldOut:
+    """Loads the sets of evaluation data, one after the other. Raises as `load_examples` does."""
+    if not source:
+        return HeldOut(None, {})
+    sources = evaluation_sets(source)
+    parts = [
+        load_examples(context, config, loader, one, config.eval_split, config.eval_limit) for one in sources.values()
+    ]
+    ends = [0, *accumulate(map(len, parts))]
+    sets = {name: range(*places) for name, places in zip(sources, pairwise(ends), strict=True) if name}
+    return HeldOut(parts[0] if len(parts) == 1 else concatenate_datasets(parts), sets)
+
+
+def evaluation_sets(source: str) -> dict[str, str]:
+    """The sources of evaluation data by the names of their sets (`NAME=SOURCE,NAME=SOURCE`); "" for one without a name.
+
+    Raises UserError if a name comes twice.
+    """
+    if isinstance(source, Named) and isinstance(source.content, Mapping):
+        return dict(source.content)
+    if isinstance(source, Named) or not re.match(r"[\w.-]+=", source) or os.path.exists(source):
+        return {"": source}
+    sets = re.findall(r"([\w.-]+)=(.+?)(?:,(?=[\w.-]+=)|$)", source)
+    if len(dict(sets)) < len(sets):
+        raise UserError(f"{source}: expected sets with different names, NAME=SOURCE,NAME=SOURCE")
+    return dict(sets)
 
 
 def load_examples(

@@ -24,7 +24,7 @@ from fastp3o.run.report import Moment
 from fastp3o.run.run import Run, Steps
 from fastp3o.training.build import load_trained
 from fastp3o.training.microbatches import MetricSums, Passes, mean_over_steps, optimizer_step
-from fastp3o.training.setup import load_examples, make_context
+from fastp3o.training.setup import load_examples, load_held_out, make_context
 
 Row = TypeVar("Row", bound=PackedRow)
 
@@ -109,8 +109,9 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
     context = make_context(config, "bf16-autocast", caller, batch_size=config.batch_size)
     load = partial(task.load_examples, max_response_tokens=config.max_response_tokens)
     data = {"train_data": load_examples(context, config, load, config.train_data, config.split, config.limit)}
-    if config.eval_data:
-        data["eval_data"] = load_examples(context, config, load, config.eval_data, config.eval_split, config.eval_limit)
+    examples, sets = load_held_out(context, config, load, config.eval_data)
+    if examples is not None:
+        data["eval_data"] = examples
     model = load_trained(config, task.load_model)
     task.set_up(context, model, data)
 
@@ -121,7 +122,13 @@ def train_supervised(task: SupervisedTask, caller: Caller | None) -> None:
 
     def evaluation() -> dict[str, float]:
         held_out = complete().get("eval_data")
-        metrics = {} if held_out is None else task.evaluate(optimizer.model, held_out)
+        metrics: dict[str, float] = {}
+        for name, places in sets.items():
+            assert held_out is not None
+            of_set = task.evaluate(optimizer.model, held_out.select(places))
+            metrics |= {f"set/{name}/{metric}": value for metric, value in of_set.items()}
+        # Last: a reward model's plot of its calibration is of all sets.
+        metrics |= {} if held_out is None else task.evaluate(optimizer.model, held_out)
         return metrics | (task.samples() if task.samples else {})
 
     run = Run(

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastp3o.packing.pack import derived_seed
 from fastp3o.processes import on_every_process
-from fastp3o.rollouts.groups import POLICY_ITSELF, Group, Prompt, SamplingSettings, decoded, end_of_sequence_ids
+from fastp3o.rollouts.groups import POLICY_ITSELF, Ends, Group, Prompt, SamplingSettings
 from fastp3o.rollouts.vllm.publisher import Publisher
 from fastp3o.rollouts.vllm.servers import completion_settings
 
@@ -28,10 +28,10 @@ class VLLMSampler:
         max_response_tokens: int,
         settings: SamplingSettings = POLICY_ITSELF,
     ):
-        self.publish, self.servers, self.tokenizer = publish, publish.servers, tokenizer
-        self.end_ids = end_of_sequence_ids(publish.policy.model, tokenizer)
+        self.publish, self.servers = publish, publish.servers
+        self.ends = Ends(publish.policy.model, tokenizer, settings.stops)
         temperature = publish.policy.temperature
-        self.settings = completion_settings(settings, temperature, max_response_tokens, self.end_ids)
+        self.settings = completion_settings(settings, temperature, max_response_tokens, self.ends.ids)
 
     def __call__(self, prompts: list[Prompt], responses_per_prompt: int, seed: int) -> list[Group]:
         """Raises EndpointError on all processes if a server refuses or fails, or samples from other weights."""
@@ -45,7 +45,7 @@ class VLLMSampler:
             # vLLM adds the number of a response to its prompt's seed.
             [derived_seed(seed, prompt.number) for prompt in prompts],
             self.settings | {"n": responses_per_prompt},
-            self.end_ids,
+            self.ends.ids,
         )
 
         def finish() -> list[Group]:
@@ -53,7 +53,7 @@ class VLLMSampler:
             groups = []
             for place, prompt in enumerate(prompts):
                 ids, logprobs = map(list, zip(*completions[place], strict=True))
-                groups.append(Group(prompt, list(decoded(self.tokenizer, self.end_ids, ids, logprobs))))
+                groups.append(Group(prompt, list(self.ends.responses(ids, logprobs))))
             return groups
 
         return finish
