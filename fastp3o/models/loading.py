@@ -67,9 +67,10 @@ def load_tokenizer(
         tokenizer, config = copy.deepcopy(name.content.tokenizer), name.content.model.config
         return usable_tokenizer(name, tokenizer, config, chat_template)
     with errors_naming(name):
+        # First: without the network the hub's client tries for half a minute to find each file.
+        if not Path(name).is_dir() and not (has_file(name, CONFIG_NAME) or has_file(name, ADAPTER_CONFIG_NAME)):
+            raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
         if not has_tokenizer(name):
-            if not Path(name).is_dir() and not has_file(name, CONFIG_NAME):
-                raise UserError("it is neither a folder nor in the cache, and the hub cannot be reached (or is off)")
             if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
                 raise UserError(f"it has an adapter alone: name {name}/adapter")
             raise UserError("it has no tokenizer's files")

@@ -89,8 +89,8 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
             if stopped.number != signal.SIGINT:
                 raise
             raise KeyboardInterrupt(f"{stopped.place}; resume=True goes on from there") from None
-        except FunctionError as error:
-            raise FunctionError(*error.args) from users_error(error)
+        except UserError as error:  # the message says what to change, and our frames would hide it
+            raise error.with_traceback(None) from users_error(error)
         except OSError as error:
             error.args = tuple(as_arguments(part) if isinstance(part, str) else part for part in error.args)
             raise
