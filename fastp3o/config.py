@@ -3,6 +3,7 @@ reads. A field is a flag of a script, a key of its YAML file and an argument in 
 """
 
 import json
+import os
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -613,6 +614,7 @@ class RunConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "output_dir", os.path.expanduser(self.output_dir))
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
 

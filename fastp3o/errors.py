@@ -18,6 +18,19 @@ class UserError(ValueError):
         return message if UserError.names_flags else as_arguments(message)
 
 
+def visible(text: str) -> str:
+    """The text as a terminal can show it: control characters are escapes such as \\x1b."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def text_of(error: BaseException) -> str:
+    """What an exception of others says, as a terminal can show it."""
+    try:
+        return visible(str(error))
+    except Exception:
+        return "its own text cannot be made"
+
+
 def as_arguments(message: str) -> str:
     """A message with `--learning_rate` as `learning_rate`."""
     return re.sub(r"--(?=[a-z])", "", message)

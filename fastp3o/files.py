@@ -4,6 +4,7 @@ They are written under a temporary name next to their place, synced to the disk,
 removed last.
 """
 
+import errno
 import os
 import re
 import secrets
@@ -86,6 +87,9 @@ def sync(path: Path) -> None:
     try:
         with naming(path):
             os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems sync no folders
+            raise
     finally:
         os.close(descriptor)
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from fastp3o.errors import UserError
+from fastp3o.errors import UserError, text_of
 
 Result = TypeVar("Result")
 
@@ -61,7 +61,7 @@ def import_function(name: str, role: str) -> Callable:
             function = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a module is a program of the user's and may raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        raise UserError(f"cannot load the {role} {name!r}: {kind}{error}") from error
+        raise UserError(f"cannot load the {role} {name!r}: {kind}{text_of(error)}") from error
     finally:
         with suppress(ValueError):  # the module has removed it
             sys.path.remove(folder)
@@ -101,13 +101,15 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
-        raise FunctionError(f"{name} failed in {last.filename}, line {last.lineno}: {kind}: {error}") from error
+        raise FunctionError(
+            f"{name} failed in {last.filename}, line {last.lineno}: {kind}: {text_of(error)}"
+        ) from error
     try:
         result = result.tolist() if hasattr(result, "tolist") else result
     except Exception as error:
         raise FunctionError(
             f"{name} must return a list of {expected} entries, got a {type(result).__name__} that gives no list: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {text_of(error)}"
         ) from error
     if not isinstance(result, list | tuple):
         raise FunctionError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
@@ -201,13 +203,22 @@ def restored() -> Iterator[None]:
     """Puts back what a user's code may change for the whole process: the working directory, to which a run's paths are
     relative, and how torch computes by default.
     """
-    folder, gradients = os.getcwd(), torch.is_grad_enabled()
+    with suppress(OSError):  # the folder was removed: nothing is relative to it any more
+        folder = os.getcwd()
+    gradients, threads = torch.is_grad_enabled(), torch.get_num_threads()
     device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")}
     try:
         yield
     finally:
-        os.chdir(folder)
+        with suppress(OSError, UnboundLocalError):
+            os.chdir(folder)
         torch.set_grad_enabled(gradients)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for kind, (enabled, precision) in autocast.items():
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, precision)
         torch.set_default_dtype(dtype)
         if torch.get_default_device() != device:
             # A default that somebody has set costs each call into torch a little; the CPU is the one without.

@@ -4,9 +4,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
-from fastp3o.errors import UserError
+from fastp3o.errors import UserError, text_of, visible
 
 DEBUG = "--debug"
 DEBUG_HELP = f"{DEBUG} shows the traceback of an error that is otherwise shown in one line."
@@ -40,7 +40,7 @@ def run_script(main: Callable[[], None]) -> None:
 
 def one_line(error: BaseException) -> str | None:
     """What is said of an error in place of its traceback; None for a bug."""
-    line = " ".join(str(error).split())
+    line = visible(" ".join(str(error).split()))
     if isinstance(error, UserError | OSError):
         return f"error: {line or type(error).__name__}"
     if isinstance(error, KeyboardInterrupt):
@@ -57,17 +57,17 @@ def one_line(error: BaseException) -> str | None:
 @contextmanager
 def lasting_output() -> Iterator[None]:
     """What is printed inside is dropped, once standard output or error takes no more, and raises nothing."""
-    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
-    for name, stream in before.items():
-        if stream is not None:  # None: the file was closed from the start
-            setattr(sys, name, LastingStream(stream, tells=name == "stdout"))
-    try:
-        yield
-    finally:
-        for name, stream in before.items():
-            if stream is not None:
-                getattr(sys, name).flush()
-            setattr(sys, name, stream)
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w") as nowhere:
+        # None: the file was closed from the start, or the program has no console.
+        lasting = [LastingStream(stream or nowhere, tells=stream is sys.stdout) for stream in before]
+        sys.stdout, sys.stderr = cast(Any, lasting)
+        try:
+            yield
+        finally:
+            for stream in lasting:
+                stream.flush()
+            sys.stdout, sys.stderr = before
 
 
 class LastingStream:
@@ -80,24 +80,35 @@ class LastingStream:
         self.stream, self.tells = stream, tells
 
     def write(self, text: str) -> int:
-        self.attempt(lambda: self.stream.write(text))
+        try:
+            self.attempt(lambda: self.stream.write(text))
+        except UnicodeEncodeError as error:  # of a stream that is not UTF-8
+            self.stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:
         self.attempt(self.stream.flush)
 
+    def isatty(self) -> bool:
+        with suppress(Exception):  # ValueError: it was closed
+            return self.stream.isatty()
+        return False
+
     def attempt(self, action: Callable[[], object]) -> None:
         """Leads the file to nowhere if it fails, also for what is in the stream's buffer and is flushed at the exit."""
         try:
             action()
-        except OSError as error:
-            with suppress(OSError, ValueError):
+        except UnicodeEncodeError:
+            raise
+        except Exception as error:  # ValueError: the stream was closed; a program's own stream may raise anything
+            with suppress(Exception):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
                 os.close(nowhere)
             if self.tells:
-                lost = f"standard output takes no more ({error.strerror}): the script goes on without it"
-                print(lost, file=sys.stderr)
+                self.tells = False
+                reason = error.strerror if isinstance(error, OSError) else text_of(error)
+                print(f"standard output takes no more ({reason}): the program goes on without it", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

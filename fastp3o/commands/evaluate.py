@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fastp3o.cli import parse
 from fastp3o.commands.win_rate import require_place
+from fastp3o.errors import visible
 from fastp3o.evaluation.config import EvaluateConfig
 
 SHOWN = 5  # samples
@@ -29,7 +30,7 @@ def main() -> None:
     from fastp3o.files import write_file
     from fastp3o.models.loading import load_tokenizer
     from fastp3o.rollouts.groups import finished, lengths
-    from fastp3o.run.log import prompt_end, visible
+    from fastp3o.run.log import prompt_end
 
     disable_progress_bar()
     settings = replace(config, top_k=1, greedy=False) if config.greedy else config

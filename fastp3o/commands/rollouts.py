@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fastp3o.errors import UserError
-from fastp3o.run.log import LoggedGroup, LoggedResponse, compressed, prompt_end, read_updates, visible
+from fastp3o.errors import UserError, visible
+from fastp3o.run.log import LoggedGroup, LoggedResponse, compressed, prompt_end, read_updates
 from fastp3o.run.names import ROLLOUTS
 
 WIDTH = 110  # columns off a terminal

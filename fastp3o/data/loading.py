@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
@@ -31,6 +32,7 @@ from fastp3o.data.layouts import (
 )
 from fastp3o.data.sources import Record, read_records
 from fastp3o.errors import UserError
+from fastp3o.files import naming
 
 BATCH = 1000  # records tokenised at once
 IDS = List(Value("int32"))
@@ -183,7 +185,7 @@ class Loader:
         columns = {"prompt": Value("string"), "prompt_ids": IDS, **self.response_columns, **kept}
         schema = Features(columns).arrow_schema
         digest = hashlib.sha256()
-        with tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
+        with naming(Path(tempfile.gettempdir())), tempfile.TemporaryFile(prefix="fastp3o-data-") as file:
             with pa.ipc.new_stream(pa.PythonFile(file, mode="w"), schema) as writer:
                 for batch in self.example_batches(read_records(source, self.split)):
                     digest.update("".join(map(repr, batch)).encode(errors="surrogatepass"))

@@ -47,8 +47,9 @@ class LoadedModel(NamedTuple):
             model.generation_config = copy.deepcopy(self.model.generation_config)
 
     def fingerprint(self) -> str:
-        """The hash of its settings, and of a block of each weight."""
+        """The hash of its settings and vocabulary, and of a block of each weight."""
         digest = hashlib.sha256(self.model.config.to_json_string().encode())
+        digest.update(f"{sorted(self.tokenizer.get_vocab().items())} {self.tokenizer.chat_template}".encode())
         if self.model.can_generate():
             digest.update(self.model.generation_config.to_json_string().encode())
         for name, weight in self.model.state_dict().items():

@@ -205,7 +205,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def is_endpoint(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
+    return name.lower().startswith(("http://", "https://"))
 
 
 def is_function(name: str) -> bool:

@@ -65,5 +65,8 @@ def read_best(folder: Path) -> tuple[dict[str, Any] | None, int]:
     path = folder / BEST_MODEL / BEST_EVALUATION
     if not path.exists():
         return None, 0
-    best = json.loads(path.read_text())
-    return best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
+    try:
+        best = json.loads(path.read_text())
+        return best, sum(line["step"] > best["step"] for line in read(folder / EVALUATIONS))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: restore it, or remove {path.parent} to look for the best anew") from error

@@ -60,7 +60,7 @@ class Training:
             datasets=sorted({name for source in data_names(config) if (name := hub_name(source))}) or None,
             tags=["fastp3o", re.sub(r"\W|_", "-", objective.lower()), *more_tags],
         )
-        title = f"{base or Path(start).name}, trained with {objective}"
+        title = f"{base or plain(Path(start).name)}, trained with {objective}"
         text = "\n\n".join(filter(None, [f"# {title}", self.origin(objective, adapter), *self.tables()]))
         return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n"))
 
@@ -128,4 +128,9 @@ def public_name(name: str) -> str:
     """The name to publish: without what only its owner should know."""
     if is_endpoint(name):
         return "an endpoint"
-    return hub_name(name) or f"`{Path(name).name}`, a local one"
+    return hub_name(name) or f"`{plain(Path(name).name)}`, a local one"
+
+
+def plain(name: str) -> str:
+    """A name on one line, without marks of HTML and Markdown."""
+    return re.sub(r"[^\w.,:+-]+", " ", name).strip() or "unnamed"

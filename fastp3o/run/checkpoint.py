@@ -10,7 +10,7 @@ import json
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from fastp3o.errors import UserError
 from fastp3o.files import LEFTOVER, clear_leftovers, remove, sync, temporary_sibling, write_file
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import on_every_process, on_main_process, require_all_finite, whole_folder
-from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, listed_files, read_manifest, require_files
+from fastp3o.run.manifest import CorruptStateError, Manifest, checksum, read_manifest, require_files
 
 BYTES_PER_FILE = 2**30  # a file is put together in memory before it is written
 
@@ -180,7 +180,8 @@ class States:
         with whole_folder(self.accelerator, place) as unfinished:
             save_tensors(unfinished, tensors)
             on_every_process(self.accelerator, lambda: self.write_numbers(unfinished, progress, pending))
-            checksums = self.checksums(unfinished)
+            files = on_main_process(self.accelerator, lambda: sorted(path.name for path in unfinished.iterdir()))
+            checksums = self.checksums(unfinished, files)
             processes = self.accelerator.num_processes
             manifest = Manifest(progress.step, progress.evaluated, processes, config, fingerprints, checksums)
             on_main_process(self.accelerator, lambda: manifest.write(unfinished))
@@ -198,9 +199,8 @@ class States:
             if pending:
                 write_file(folder / PENDING, json.dumps(pending))
 
-    def checksums(self, folder: Path) -> dict[str, str]:
-        """The checksums of all files in a folder; each process reads its share of them."""
-        files = on_main_process(self.accelerator, lambda: listed_files(folder))
+    def checksums(self, folder: Path, files: Sequence[str]) -> dict[str, str]:
+        """The checksums of files in a folder; each process reads its share of them."""
         share = files[self.accelerator.process_index :: self.accelerator.num_processes]
         sums = on_every_process(self.accelerator, lambda: [(name, checksum(folder / name)) for name in share])
         return dict(gather_object(sums))
@@ -257,7 +257,7 @@ class States:
     def mismatch(self, path: Path, manifest: Manifest) -> str | None:
         """The problem with the files of a state, None if there is none."""
         try:
-            checksums = self.checksums(path)
+            checksums = self.checksums(path, sorted(manifest.checksums))
         except OSError as error:
             return f"{Path(error.filename).name} cannot be read ({error.strerror})"
         changed = sorted(name for name, expected in manifest.checksums.items() if checksums[name] != expected)

@@ -18,14 +18,14 @@ from huggingface_hub import snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.config import Named
-from fastp3o.models.loading import base_model_name, errors_naming, weight_files
+from fastp3o.models.loading import TOKENIZER_FILES, base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
 FUNCTION = " function"
 ENDPOINT = "endpoint"  # of every endpoint: a service may move to another host
 
-SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME), "*.py"
+SETTINGS, CODE = (CONFIG_NAME, GENERATION_CONFIG_NAME, ADAPTER_CONFIG_NAME, *TOKENIZER_FILES), "*.py"
 
 # This much of each tensor is read: reading all would take as long as loading, and a step moves most of a tensor.
 BLOCK_BYTES = 2**16
@@ -52,8 +52,8 @@ def names_in(config: Any, option: str) -> list[str]:
 
 
 def model_fingerprint(name: str) -> str:
-    """The hash of a folder's or a hub model's weights, configuration and code. LoRA adapters include their base model.
-    Raises ValueError if one of them cannot be read.
+    """The hash of the weights, settings, tokenizer and code of a folder or hub model. LoRA adapters include their base
+    model. Raises ValueError if one of them cannot be read.
 
     A block of every tensor is read, or all of a smaller one. Training that moves only other parts of a large tensor,
     such as single rows of an embedding, goes unnoticed. So does a change of code in another hub model.

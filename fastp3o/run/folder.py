@@ -49,6 +49,7 @@ OURS = re.compile(
 
 # All that a run writes, and what there is only once it has made a step or a sample.
 WRITTEN = re.compile(rf"{OURS.pattern}|{LOCK}|{STATES}|trackers|{VERDICTS}")
+FILES = {LOCK, CONFIG, PROGRESS, *LOGS}
 MADE = (STATES, METRICS, EVALUATIONS, FINISHED_MODEL, ADAPTER, BEST_MODEL, SAMPLES, f"{ROLLOUTS}.gz", ROLLOUTS)
 
 # This process's locks by folder. They are global because something may still hold the objects of a run that failed.
@@ -66,6 +67,12 @@ def check_output_dir(accelerator: Accelerator, config: RunConfig) -> None:
 
 def require_usable(config: RunConfig) -> None:
     folder = Path(config.output_dir)
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            raise FileExistsError(
+                f"--output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: make that "
+                "folder, or name another --output_dir"
+            )
     for option in MODELS:
         for name in names_in(config, option):
             inside = os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve())
@@ -74,22 +81,20 @@ def require_usable(config: RunConfig) -> None:
                     f"--{option} {name} lies in --output_dir {folder}, where this run writes its own models: name "
                     "another --output_dir"
                 )
-    for path in (folder, *folder.parents):
-        if path.is_symlink() and not path.exists():
-            raise FileExistsError(
-                f"--output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: make that "
-                "folder, or name another --output_dir"
-            )
     if not folder.exists():
         return
     if not folder.is_dir():
         raise FileExistsError(f"--output_dir {folder} is a file: name another --output_dir")
     names = sorted(path.name for path in folder.iterdir())
-    if names and LOCK not in names:
+    is_a_run = LOCK in names or {CONFIG, STATES} <= set(names)  # a lock that somebody has removed is made again
+    if names and not is_a_run:
         raise FileExistsError(
             f"--output_dir {folder} is no run of this version of fastp3o, and not empty ({names[0]}): name a new or "
             "empty folder. Nothing in it was touched"
         )
+    for path in (folder / name for name in names if name in FILES or name.removesuffix(".gz") in FILES):
+        if path.is_symlink() or not path.is_file():
+            raise FileExistsError(f"{path} is a link, a pipe or a folder, and a run writes a file there: remove it")
     if config.overwrite:
         if others := [name for name in names if not (WRITTEN.fullmatch(name) or LEFTOVER.fullmatch(name))]:
             raise FileExistsError(
@@ -129,20 +134,36 @@ def claim(accelerator: Accelerator, config: RunConfig) -> Path:
 
 def lock(folder: Path) -> None:
     release(folder)
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = os.read(descriptor, 1000).decode(errors="replace").strip()
         os.close(descriptor)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise FileExistsError(
-            f"another process trains in {folder} ({holder}): wait for it, or name another --output_dir"
-        ) from error
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise FileExistsError(
+                f"another process trains in {folder} ({holder}): wait for it, or name another --output_dir"
+            ) from error
+        print(f"{folder}: its file system has no locks ({error.strerror}): train there in one process at a time")
+        return
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     locks[folder.resolve()] = descriptor
+
+
+def require_claimed(folder: Path) -> None:
+    """Raises FileNotFoundError if the folder is another than the one that this process has locked: unmounted, replaced
+    or removed while it trains.
+    """
+    descriptor = locks.get(folder.resolve())
+    if descriptor is None:
+        return
+    try:
+        same = os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK))
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise FileNotFoundError(f"{folder} is no longer the folder in which this run began: bring it back and --resume")
 
 
 def release(folder: Path) -> None:

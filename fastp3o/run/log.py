@@ -10,7 +10,7 @@ import math
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import compress, groupby
 from operator import itemgetter
 from pathlib import Path
@@ -126,17 +126,26 @@ class LoggedGroup:
 
 
 def read_updates(path: Path) -> Iterator[list[LoggedGroup]]:
-    """Yields the groups of one update after the other."""
+    """Yields the groups of one update after the other. Lines that hold no group are left out."""
     for _, update in groupby(read(path), itemgetter("step")):
-        yield [
-            LoggedGroup(**values | {"responses": [LoggedResponse(**one) for one in values["responses"]]})
-            for values in update
-        ]
+        if groups := [group for values in update if (group := logged_group(values)) is not None]:
+            yield groups
 
 
-def visible(text: str) -> str:
-    """The text as a terminal can show it: control characters are escapes such as \\x1b."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+def logged_group(values: dict[str, Any]) -> LoggedGroup | None:
+    """The group of a line; None for a line of something else. Fields of a newer version are left out."""
+
+    def known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
+        return {field.name: content[field.name] for field in fields(kind)}
+
+    try:
+        responses = [LoggedResponse(**known(LoggedResponse, one)) for one in values["responses"]]
+        whole = responses and all(
+            isinstance(one.text, str) and isinstance(one.reward, float | int) for one in responses
+        )
+        return LoggedGroup(**known(LoggedGroup, values) | {"responses": responses}) if whole else None
+    except (LookupError, TypeError):
+        return None
 
 
 def prompt_end(prompt: str, characters: int = 120) -> str:

@@ -107,7 +107,7 @@ def draw(panels: Mapping[str, tuple[Line, Line]], path: Path, *, title: str, uni
         axes.set_visible(False)
     for axes in all_axes[max(len(panels) - columns, 0) : len(panels)]:
         axes.set_xlabel(unit, fontsize=9)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, parse_math=False)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=9)
     with whole_file(path) as file:
         figure.savefig(file, dpi=120, format="png")

@@ -20,8 +20,10 @@ from torch import Tensor
 from tqdm import auto, tqdm
 from tqdm.std import TqdmDefaultWriteLock  # type: ignore[attr-defined]
 
+from fastp3o.errors import visible
 from fastp3o.run import log
-from fastp3o.run.log import LoggedGroup, prompt_end, visible
+from fastp3o.run.folder import require_claimed
+from fastp3o.run.log import LoggedGroup, prompt_end
 from fastp3o.run.names import EVALUATIONS, METRICS, PROGRESS, ROLLOUTS
 from fastp3o.run.plot import draw_progress
 
@@ -94,6 +96,7 @@ class Reporter:
 
     def write(self, name: str, step: int, metrics: dict[str, float]) -> None:
         if self.accelerator.is_main_process:
+            require_claimed(self.folder)
             values = {name: log.finite_or_none(value) for name, value in metrics.items()}
             log.append(self.folder / name, [{"step": step, **values}])
 
@@ -136,7 +139,7 @@ class Reporter:
 
     def print(self, line: str) -> None:
         if self.accelerator.is_main_process:
-            tqdm.write(line)
+            tqdm.write(visible(line))
 
     def close(self) -> None:
         """Prints the metrics of the last step, draws the run's plot and ends the trackers."""

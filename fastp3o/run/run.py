@@ -33,7 +33,7 @@ from fastp3o.run.best import Best, read_best
 from fastp3o.run.card import Training
 from fastp3o.run.checkpoint import Progress, RunState, States
 from fastp3o.run.fingerprints import run_fingerprints
-from fastp3o.run.folder import claim, clear_away, keep_newest, release, write_config
+from fastp3o.run.folder import claim, clear_away, keep_newest, release, require_claimed, write_config
 from fastp3o.run.hub import upload
 from fastp3o.run.log import cut_after, sync_logs
 from fastp3o.run.manifest import ResumeError, require_same_run
@@ -403,6 +403,7 @@ class Run:
     def save_state(self) -> None:
         """Writes the state of the noted progress, after syncing the logs."""
         assert not self.moved
+        on_main_process(self.accelerator, lambda: require_claimed(self.folder))
         on_main_process(self.accelerator, lambda: sync_logs(self.folder))
         self.states.save(self.progress, self.config.plain(), self.fingerprints)
         self.saved_at = time.monotonic()

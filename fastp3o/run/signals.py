@@ -1,5 +1,6 @@
 """Ends a run on SIGTERM, SIGINT, SIGHUP, or SIGUSR1, which Slurm sends before its time limit."""
 
+import faulthandler
 import os
 import signal
 import threading
@@ -41,6 +42,7 @@ class Stops:
         self.accelerator = accelerator
         self.received, self.received_at = 0, 0.0
         self.before: dict[signal.Signals, object] = {}
+        self.dumps: list[signal.Signals] = []  # on which the program has faulthandler print its threads
         self.exchange: LateNumbers | None = None  # of all processes, at the last call of `agreed`
 
     def __enter__(self) -> "Stops":
@@ -48,6 +50,9 @@ class Stops:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
+                    # Python does not give back its handler.
+                    if faulthandler.unregister(number):  # type: ignore[func-returns-value]
+                        self.dumps.append(number)
                     self.before[number] = signal.signal(number, self.note)
             noting.add(self)
         return self
@@ -58,7 +63,9 @@ class Stops:
         noting.discard(self)
         for number, handler in self.before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self.before = {}
+        for number in self.dumps:
+            faulthandler.register(number)
+        self.before, self.dumps = {}, []
 
     def note(self, number: int, frame: FrameType | None) -> None:
         if self.received:

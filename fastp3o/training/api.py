@@ -1,6 +1,7 @@
 """A configuration and objects to a finished run: an option whose place an object takes has the object with its name."""
 
 import copy
+import os
 import signal
 import threading
 import traceback
@@ -24,12 +25,14 @@ from fastp3o.objectives.preferences import PreferenceConfig
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.run.result import Result
 from fastp3o.run.signals import StoppedError
+from fastp3o.script import lasting_output
 from fastp3o.training import loop as online
 from fastp3o.training import preferences as preference
 from fastp3o.training import reward_model, sft
 from fastp3o.training.config import RewardModelConfig, SFTConfig
 
-RUNNING = threading.Lock()
+RUNNING = threading.Lock()  # held by the run of this process
+os.register_at_fork(after_in_child=lambda: globals().update(RUNNING=threading.Lock()))
 PACKAGE = Path(__file__).parents[1]
 CALLBACKS = ("on_update", "on_evaluation")
 
@@ -74,7 +77,7 @@ def train(config: StageConfig, **objects: Unpack[Objects]) -> Result:
     Raises what the commands print in one line, UserError or OSError; KeyboardInterrupt once an interrupted run has
     saved its state, from which `resume=True` goes on; StoppedError after other signals.
     """
-    with as_the_command():
+    with as_the_command(), lasting_output():
         stages = {OnlineConfig: online, PreferenceConfig: preference, SFTConfig: sft, RewardModelConfig: reward_model}
         stage = next((stage for kind, stage in stages.items() if isinstance(config, kind)), None)
         if stage is None:
@@ -185,6 +188,28 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
 
 
+def own_code(model: PreTrainedModel) -> str:
+    """What a copy of the weights would lack, in words: a class, a patched method or a hook; "" if nothing."""
+    if not type(model).__module__.startswith("transformers"):  # transformers_modules: code that came with a checkpoint
+        return f"a class of its own, {type(model).__name__}"
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            return f"a forward method of its own in {name or type(model).__name__}"
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return f"a hook in {name or type(model).__name__}"
+    return ""
+
+
+def tokenizer_of(model: PreTrainedModel) -> Any:
+    """The tokenizer of the place that a model was loaded from. Raises UserError if it has none."""
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except Exception as error:  # transformers' and the hub's errors share no base class
+        raise UserError(
+            f"model was loaded from {model.name_or_path}, which has no tokenizer ({error}): give tokenizer="
+        ) from error
+
+
 def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
     """A loaded reward model by the name of where it came from, whose tokenizer it has."""
     if not hasattr(model, "score"):
@@ -193,7 +218,7 @@ def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
         raise UserError(
             f"{option} is a model that was not loaded from anywhere, so nobody knows its tokenizer: save it"
         )
-    return Named(model.name_or_path, LoadedModel(model, AutoTokenizer.from_pretrained(model.name_or_path)))
+    return Named(model.name_or_path, LoadedModel(model, tokenizer_of(model)))
 
 
 def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
@@ -204,6 +229,11 @@ def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
         raise UserError(f"model must be a transformers model or what --model takes, got a {kind}{merged}")
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError("model has no weights: they are on the meta device")
+    if changed := own_code(model):
+        raise UserError(
+            f"model has {changed}, and the run would train a plain copy without it: take it off, or use the losses of "
+            "fastp3o_kernels in a loop of your own"
+        )
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise UserError(f"tokenizer must be a transformers tokenizer, got a {type(tokenizer).__name__}")
     if config.lora_rank and config.lora_save == "adapter":
@@ -211,7 +241,7 @@ def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
     if tokenizer is None:
         if not model.name_or_path:
             raise UserError("a model that was not loaded from anywhere needs its tokenizer=")
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+        tokenizer = tokenizer_of(model)
     if model.can_generate():
         try:
             copy.deepcopy(model.generation_config).validate(strict=True)

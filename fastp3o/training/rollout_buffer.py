@@ -71,7 +71,12 @@ class RolloutBuffer:
         self.buffered = {number: sampled for number, sampled in self.buffered.items() if number >= update}
         for number in range(update, min(update + self.config.rounds_ahead, self.config.updates) + 1):
             if number not in self.buffered:
-                self.buffered[number] = BufferedRollouts(update, self.begin(number))
+                try:
+                    self.buffered[number] = BufferedRollouts(update, self.begin(number))
+                except OtherWeightsError as error:  # of the rounds that were sampled last
+                    for earlier in self.buffered.values():
+                        earlier.error = error
+                    raise
         return self.buffered[update].wait()
 
     def prompts(self, update: int, numbers: list[int] | None = None) -> list[Prompt]:

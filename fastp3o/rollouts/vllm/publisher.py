@@ -5,7 +5,9 @@ import re
 import shutil
 import socket
 from collections.abc import Callable
+from itertools import chain, takewhile
 from pathlib import Path
+from statistics import fmean
 
 import httpx
 import psutil  # type: ignore[import-untyped]
@@ -13,6 +15,7 @@ import torch
 
 from fastp3o.config import SamplerConfig
 from fastp3o.context import Context
+from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
 from fastp3o.models.packable import PROMPTS, TOLERANCE, within_vocabulary
 from fastp3o.models.packed_model import PackedModel, evaluation_mode, labelled_logprobs, untempered
@@ -63,12 +66,15 @@ class Publisher:
     ):
         self.accelerator, self.precision, self.tokenizer, *_ = context
         self.policy, self.version, self.probes_always = policy, version, probes_always
-        self.servers = Servers(config.vllm_urls, requests=config.vllm_requests, time_limit=config.vllm_time_limit)
+        tokens = policy.model.config.get_text_config().vocab_size
+        limits = {"requests": config.vllm_requests, "time_limit": config.vllm_time_limit, "vocabulary": tokens}
+        self.servers = Servers(config.vllm_urls, **limits)
         passes = self.precision.autocast or self.precision.weights
         self.tolerance = TOLERANCE[torch.bfloat16 if tolerant else passes]
         self.published: int | None = None
         self.reloads = 0
         self.gap: float | None = None  # of the last probe
+        self.answers: list[list[list[Completion]]] = []  # to the last probe, by server and prompt
         on_main_process(self.accelerator, lambda: self.servers.require_usable(longest_sequence))
         if logprobs_as_drawn:
             on_main_process(self.accelerator, self.require_logprobs_as_drawn)
@@ -84,6 +90,8 @@ class Publisher:
         # Other weights would change the responses that are under way.
         self.servers.wait()
         self.accelerator.wait_for_everyone()
+        if self.published is not None and self.probes_always:
+            self.require_unmoved(self.published)
         self.published = None
         self.bring()
         on_main_process(self.accelerator, self.servers.reset_prefix_cache)
@@ -94,10 +102,12 @@ class Publisher:
     def bring(self) -> None:
         """Has the servers read the weights from a folder, which is there only as long as they do."""
         place = self.folder / "policy"
-        on_main_process(self.accelerator, self.folder.mkdir)
         try:
+            on_main_process(self.accelerator, self.folder.mkdir)
             save_model(self.accelerator, self.policy, self.tokenizer, place, self.precision.weights)
             on_main_process(self.accelerator, lambda: self.servers.load(str(place)))
+        except OSError as error:  # such as a folder that is gone, or memory that is full
+            raise EndpointError(f"the weights cannot be brought to the servers through {place}: {error}") from error
         finally:
             if self.accelerator.is_main_process:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -121,21 +131,45 @@ class Publisher:
         """Compares log-probs of a few responses from each server with the policy's own, at temperature 1: whether a
         server's are after the temperature does not matter then.
         """
-        prompts = [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
+        self.answers = self.probe_answers(seed)
+        gaps = [self.mean_gap(self.probe_prompts, answers) for answers in self.answers]
+        on_every_process(self.accelerator, lambda: self.require_small(gaps))
+        self.gap = max(gaps)
+
+    @property
+    def probe_prompts(self) -> list[list[int]]:
+        return [within_vocabulary(self.policy.model, ids) for ids in PROMPTS]
+
+    def probe_answers(self, seed: int) -> list[list[list[Completion]]]:
+        """Each server's completions of each prompt of the probe."""
+        servers = len(self.servers.urls)
         # The servers take turns, so each gets every prompt.
-        requests = [ids for ids in prompts for _ in self.servers.urls]
+        requests = [ids for ids in self.probe_prompts for _ in range(servers)]
         settings = completion_settings(POLICY_ITSELF, 1.0, PROBE_TOKENS, set()) | {"n": 2}
         seeds = [seed] * len(requests)
         answers = on_main_process(
             self.accelerator, lambda: dict(self.servers.complete(requests, seeds, settings, end_ids=set()))
         )
-        servers = len(self.servers.urls)
-        gaps = [
-            self.mean_gap(prompts, [answers[place] for place in range(n, len(requests), servers)])
-            for n in range(servers)
-        ]
-        on_every_process(self.accelerator, lambda: self.require_small(gaps))
-        self.gap = max(gaps)
+        return [[answers[place] for place in range(n, len(requests), servers)] for n in range(servers)]
+
+    def require_unmoved(self, seed: int) -> None:
+        """Raises OtherWeightsError if a server no longer has the weights with which it answered the last probe: what it
+        has sampled since is nobody's. The policy itself has moved; the same requests have the same answers.
+        """
+        for url, before, now in zip(self.servers.urls, self.answers, self.probe_answers(seed), strict=True):
+            pairs = list(zip(chain.from_iterable(before), chain.from_iterable(now), strict=True))
+            # Rounding may part two responses somewhere; up to there they can be compared.
+            same = [list(takewhile(lambda ids: ids[0] == ids[1], zip(old.ids, new.ids))) for old, new in pairs]  # noqa: B905
+            gaps = [
+                abs(old.logprobs[n] - new.logprobs[n])
+                for (old, new), prefix in zip(pairs, same, strict=True)
+                for n in range(len(prefix))
+            ]
+            if sum(map(bool, same)) < len(pairs) / 2 or fmean(gaps) > self.tolerance:
+                raise OtherWeightsError(
+                    f"{url} has lost the policy's weights since it took them, and sampled from others: was it started "
+                    "anew?"
+                )
 
     def require_small(self, gaps: list[float]) -> None:
         for url, gap in zip(self.servers.urls, gaps, strict=True):

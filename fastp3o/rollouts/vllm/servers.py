@@ -58,9 +58,11 @@ class Servers:
         urls: without a path. The environment variable VLLM_API_KEY holds their key, if they have one.
         requests: prompts that this process asks for at once. Each is one request for all of its responses.
         time_limit: seconds that an answer may take, and a reload of weights.
+        vocabulary: number of the policy's tokens.
     """
 
-    def __init__(self, urls: Sequence[str], *, requests: int, time_limit: float):
+    def __init__(self, urls: Sequence[str], *, requests: int, time_limit: float, vocabulary: int):
+        self.vocabulary = vocabulary
         self.urls = [url.rstrip("/") for url in urls]
         self.requests, self.time_limit = requests, time_limit
         self.under_way: list[Answers] = []
@@ -100,7 +102,7 @@ class Servers:
 
         def ask(question: Question, stopped: threading.Event) -> tuple[int, list[Completion]]:
             def read(answer: bytes) -> list[Completion]:
-                return read_completions(answer, settings["n"], settings["max_tokens"], end_ids)
+                return read_completions(answer, question.prompt_ids, settings, end_ids, self.vocabulary)
 
             body = {**settings, "prompt": question.prompt_ids, "seed": question.seed}
             return question.place, endpoints[question.server].post(body, read, stopped)
@@ -178,24 +180,33 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def read_completions(answer: bytes, count: int, max_tokens: int, end_ids: set[int]) -> list[Completion]:
+def read_completions(
+    answer: bytes, prompt_ids: Ids, settings: Mapping[str, Any], end_ids: set[int], vocabulary: int
+) -> list[Completion]:
     """The completions of an answer, in vLLM's order.
 
-    Raises AnswerError if they are not `count` whole ones with a log-prob of each token, and ValueError if another
-    attempt may help.
+    Raises AnswerError if they are not as many whole ones as `settings` asks for, of this prompt, with a log-prob of
+    each token, and ValueError if another attempt may help.
     """
+    count, max_tokens = settings["n"], settings["max_tokens"]
     try:
         choices = sorted(json.loads(answer)["choices"], key=itemgetter("index"))
         completions = [Completion(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
         reasons = {choice["finish_reason"] for choice in choices}
+        numbers = [choice["index"] for choice in choices]
+        others = [ids for choice in choices if (ids := choice.get("prompt_token_ids")) not in (None, prompt_ids)]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError("which is not one of vLLM's completions with token ids and log-probs") from error
     if reasons - {"stop", "length"}:
         raise ValueError("which was cut short")
     if len(completions) != count:
         raise AnswerError(f"which has {len(completions)} responses, and {count} were asked for")
+    if others or numbers != list(range(count)):
+        raise AnswerError("which has responses to another prompt, or one of them twice")
     for completion in completions:
         require_whole(completion, max_tokens, end_ids)
+        if max(completion.ids) >= vocabulary:
+            raise AnswerError(f"which has token {max(completion.ids)}, and the policy has {vocabulary} tokens")
     return completions
 
 

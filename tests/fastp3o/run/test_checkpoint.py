@@ -159,11 +159,11 @@ def test_a_state_of_another_version_is_not_taken(tmp_path):
         Trainer(tmp_path).resume()
 
 
-def test_a_file_that_the_run_did_not_write_is_not_read(tmp_path):
+def test_what_file_systems_and_tools_leave_in_a_state_is_no_damage(tmp_path):
     Trainer(tmp_path).train(1, 2)
-    source = next((tmp_path / "step-000001").glob("*.safetensors"))
-    shutil.copy(source, tmp_path / "step-000002" / "more.safetensors")
-    assert Trainer(tmp_path).resume()[0] == 1
+    (tmp_path / "step-000002" / ".nfs0000000000000001").touch()
+    (tmp_path / "step-000002" / "@eaDir").mkdir()
+    assert Trainer(tmp_path).resume()[0] == 2
 
 
 def test_a_whole_state_is_taken_before_it_was_renamed(tmp_path):

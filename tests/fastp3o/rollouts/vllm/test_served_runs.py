@@ -150,8 +150,8 @@ def test_one_round_ahead_is_sampled_from_the_weights_before_each_update(workplac
     assert all(step["sampler_gap"] > 1e-3 for step in metrics("served")[1:])
     order = [path for path in server.paths() if path == "/collective_rpc" or path == "/v1/completions"]
     rounds = "".join("r" if path == "/collective_rpc" else "c" for path in order).split("r")[1:]
-    # Probes ask for 2 prompts, rounds for 8, evaluations for 4. Weights go four times.
-    assert [len(part) for part in rounds] == [2 + 4 + 8 + 8, 2 + 8, 2 + 4 + 8, 2 + 4]
+    # Probes ask for 2 prompts, before and after a round that was sampled ahead, rounds for 8, evaluations for 4.
+    assert [len(part) for part in rounds] == [2 + 4 + 8 + 8 + 2, 2 + 8 + 2, 2 + 4 + 8 + 2, 2 + 4]
 
 
 @pytest.mark.nightly
