@@ -346,6 +346,12 @@ class SamplerConfig(Flags):
 class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
+    optimizer: str = option(
+        "adamw",
+        "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861), where they take memory: those "
+        "of embeddings, and of tensors below 4096 elements, stay in fp32. In one process.",
+        choices=("adamw", "adamw_8bit"),
+    )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
     lr_schedule: str = option(
         "constant", "Schedule after the warm-up, by transformers' name.", choices=SCHEDULES, changeable=True

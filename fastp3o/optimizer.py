@@ -18,7 +18,6 @@ from fastp3o.models.sharding import shard
 from fastp3o.precision import Precision
 from fastp3o.processes import NotFiniteError, local_part, not_finite_error, sum_over_processes
 
-KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
 # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
 FIRST_SCALE = 2.0**12
 # The rule of torch.amp.GradScaler.
@@ -33,6 +32,8 @@ class Optimizer:
 
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
     learning_rate: the first group's in the last step, or before any step in the next one.
+
+    Raises UserError if `adamw_8bit` cannot be, and for a warm-up longer than the run.
     """
 
     def __init__(
@@ -48,18 +49,33 @@ class Optimizer:
         self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
         self.model, self.steps, self.asked = model, 0, 0
         half = precision.weights if precision.half else None
+        if config.optimizer == "adamw_8bit" and mesh is not None:
+            raise UserError(
+                "--optimizer adamw_8bit trains in one process: bitsandbytes takes no tensors that are spread over several"
+            )
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
         compute_in(model, precision.autocast or precision.weights)
         self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
-        self.optimizer = DividingAdamW(
-            parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        groups = parameter_groups(self.parameters, config.learning_rate, learning_rates or {})
+        settings: dict[str, Any] = {
+            "lr": config.learning_rate,
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+            "weight_decay": config.weight_decay,
+        }
+        self.optimizer: Any = None
+        if config.optimizer == "adamw_8bit":
+            try:
+                from fastp3o.adamw_8bit import DividingAdamW8bit
+            except ImportError as error:
+                raise UserError("--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'") from error
+            modules = model.named_modules()
+            embeddings = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
+            kept = [parameter for name, parameter in self.parameters.items() if name in embeddings]
+            self.optimizer = DividingAdamW8bit(groups, kept, **settings)
+        else:
+            self.optimizer = DividingAdamW(groups, **settings, fused=True)
         if config.warmup_steps > steps:
             raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
         # transformers' constant schedule leaves out the warm-up.
@@ -138,8 +154,8 @@ class Optimizer:
         """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
         tensors = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            for kind, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{kind}.{name}"] = value
+            state = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{kind}.{name}": state[kind] for kind in self.optimizer.kinds if kind in state}
         return tensors
 
     def fill(self, names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
@@ -147,11 +163,10 @@ class Optimizer:
         for name in names:
             kind, _, parameter_name = name.partition(".")
             parameter = self.parameters.get(parameter_name)
-            if parameter is None or kind not in KINDS:
+            if parameter is None or kind not in ("weights", *self.optimizer.kinds):
                 raise UserError(f"the state has {name}, which is nothing that this model trains")
-            if kind != "weights":
-                like = torch.zeros((), device=parameter.device) if kind == "step" else torch.zeros_like(parameter)
-                self.optimizer.state[parameter].setdefault(kind, like)
+            if kind != "weights" and not self.optimizer.state.get(parameter):
+                self.optimizer.begin(parameter)
         read(self.tensors())
         if self.masters is not None:
             self.masters.round()
@@ -244,7 +259,12 @@ class StepGuard:
 
 
 class DividingAdamW(torch.optim.AdamW):
-    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
+    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own.
+
+    kinds: of the tensors of a parameter's state.
+    """
+
+    kinds = ("step", "exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
     def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
@@ -260,6 +280,11 @@ class DividingAdamW(torch.optim.AdamW):
                 super().step()
         finally:
             self.param_groups = groups
+
+    def begin(self, parameter: nn.Parameter) -> None:
+        """Makes the state of a parameter that has made no step."""
+        moments = {kind: torch.zeros_like(parameter) for kind in self.kinds[1:]}
+        self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
 
 def parameter_groups(

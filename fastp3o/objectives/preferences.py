@@ -156,6 +156,27 @@ class PairConfig(PairLoss, PreferenceConfig):
 
 
 @options
+class PairWithSFTConfig(PairConfig):
+    """Learning from fixed pairs by a loss that has no likelihood of its own."""
+
+    sft_coef: float = option(
+        0.0,
+        "Weight of fine-tuning on the chosen response, its mean negative log-likelihood per token (RPO, arXiv "
+        "2404.19733, whose alpha is 1 / this).",
+        at_least=0,
+        changeable=True,
+    )
+
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        """sft_loss: the mean negative log-likelihood of the chosen response's tokens, if it has a weight."""
+        total, metrics = super().sums(groups)
+        if not self.sft_coef:
+            return total, metrics
+        sft_loss = -groups.means(groups.token_logprobs)[:, 0].sum()
+        return total + self.sft_coef * sft_loss, metrics | with_count({"sft_loss": sft_loss}, len(groups.lengths))
+
+
+@options
 class FreshPairConfig(PairLoss, OnlineConfig):
     """Learning from fresh pairs that rewards label."""
 
@@ -192,7 +213,7 @@ def square_kl(groups: Groups) -> Tensor:
 
 
 @options
-class DPOConfig(PairConfig):
+class DPOConfig(PairWithSFTConfig):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
     objective: str = objective_name("dpo")
@@ -223,7 +244,7 @@ class IPO(PairLoss):
 
 
 @options
-class IPOConfig(IPO, PairConfig):
+class IPOConfig(IPO, PairWithSFTConfig):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
     Log-ratios are means over a response's tokens, as the authors advise.
@@ -250,7 +271,7 @@ class SimPO(PairLoss):
 
 
 @options
-class SimPOConfig(SimPO, PairConfig):
+class SimPOConfig(SimPO, PairWithSFTConfig):
     objective: str = objective_name("simpo")
 
 
@@ -344,7 +365,7 @@ class APOZero(PairLoss):
 
 
 @options
-class APOZeroConfig(APOZero, PairConfig):
+class APOZeroConfig(APOZero, PairWithSFTConfig):
     objective: str = objective_name("apo_zero")
 
 
@@ -362,7 +383,7 @@ class APODown(APOZero):
 
 
 @options
-class APODownConfig(APODown, PairConfig):
+class APODownConfig(APODown, PairWithSFTConfig):
     objective: str = objective_name("apo_down")
 
 
@@ -394,7 +415,7 @@ class DiscoPOP(PairLoss):
 
 
 @options
-class DiscoPOPConfig(DiscoPOP, PairConfig):
+class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig):
     objective: str = objective_name("discopop")
 
 
