@@ -11,6 +11,7 @@ from inspect import cleandoc, get_annotations
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
+from os.path import exists
 from types import NoneType
 from typing import (
     Any,
@@ -71,6 +72,12 @@ class Condition:
     flag: str
     words: str
     holds: Callable[[Any], bool]
+
+
+class Revised(str):
+    """A hub name with a revision: a branch, a tag or a commit."""
+
+    revision: str
 
 
 # A flag ("lora_rank"), a flag with a value ("sampler=vllm") or a condition; or several, one of which is enough.
@@ -348,8 +355,8 @@ class OptimizerConfig(Flags):
 
     optimizer: str = option(
         "adamw",
-        "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861), where they take memory: those "
-        "of embeddings, and of tensors below 4096 elements, stay in fp32. In one process.",
+        "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861); those of embeddings and of "
+        "tensors below 4096 elements stay in fp32. In one process.",
         choices=("adamw", "adamw_8bit"),
     )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
@@ -490,6 +497,9 @@ class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
+    model_revision: str | None = option(
+        None, "Branch, tag or commit of the model's repository on the hub; by default the main branch."
+    )
     precision: str = option(
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
@@ -523,6 +533,17 @@ class ModelConfig(LoadingConfig):
         "on CPUs are of correctness.",
         changeable=True,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_revision and not isinstance(self.model, Named):
+            object.__setattr__(self, "model", Revised(self.model))
+            vars(self.model)["revision"] = self.model_revision
+
+    def check_complete(self) -> None:
+        super().check_complete()
+        if self.model_revision and (isinstance(self.model, Named) or exists(self.model)):
+            raise UserError(f"--model_revision needs a hub name as --model, and {self.model} is a folder or an object")
 
     @property
     def packing(self) -> Packing:

@@ -50,9 +50,7 @@ class Optimizer:
         self.model, self.steps, self.asked = model, 0, 0
         half = precision.weights if precision.half else None
         if config.optimizer == "adamw_8bit" and mesh is not None:
-            raise UserError(
-                "--optimizer adamw_8bit trains in one process: bitsandbytes takes no tensors that are spread over several"
-            )
+            raise UserError("--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors")
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
         compute_in(model, precision.autocast or precision.weights)
