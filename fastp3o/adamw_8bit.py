@@ -1,6 +1,7 @@
 """AdamW with moments in 8 bits, by bitsandbytes (arXiv 2110.02861), for one process."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,16 +10,13 @@ from torch import Tensor, nn
 
 
 class DividingAdamW8bit(AdamW8bit):  # type: ignore[misc,unused-ignore]
-    """Steps as those of `fastp3o.optimizer.DividingAdamW`.
+    """Steps as `DividingAdamW`. Moments of embeddings stay in fp32, as transformers' Trainer has them."""
 
-    embeddings: parameters whose moments stay in fp32, as transformers' Trainer has them.
-    """
-
-    kinds = ("step", "state1", "state2", "absmax1", "absmax2")  # what a saved state has: quantiles are constants
-
-    def __init__(self, groups: list[dict], embeddings: Sequence[nn.Parameter], **settings: Any):
+    def __init__(self, embeddings: Sequence[nn.Parameter], groups: list[dict], **settings: Any):
         super().__init__(groups, **settings)
-        self.embeddings = {id(parameter) for parameter in embeddings}
+        # bitsandbytes has one manager a process, and other optimizers' settings in it.
+        bits = {id(parameter): {"optim_bits": 32} for parameter in embeddings}
+        self.mng = SimpleNamespace(pid2config=bits, index2config={}, module_weight_config_triple=[])
 
     @torch.no_grad()
     def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override,unused-ignore]
@@ -32,22 +30,6 @@ class DividingAdamW8bit(AdamW8bit):  # type: ignore[misc,unused-ignore]
         super().step()
 
     def begin(self, parameter: nn.Parameter) -> None:
-        places = ((g, n) for g, group in enumerate(self.param_groups) for n in range(len(group["params"])))
-        group, number = next((g, n) for g, n in places if self.param_groups[g]["params"][n] is parameter)
+        places = [(g, n, p) for g, group in enumerate(self.param_groups) for n, p in enumerate(group["params"])]
+        group, number = next((g, n) for g, n, p in places if p is parameter)
         self.init_state(self.param_groups[group], parameter, group, number)
-
-    # --- what bitsandbytes calls for each parameter ---
-
-    def get_config(self, gindex: int, pindex: int, group: dict) -> dict[str, Any]:
-        whole = id(group["params"][pindex]) in self.embeddings
-        return super().get_config(gindex, pindex, group) | {"optim_bits": 32 if whole else 8}
-
-    def init_state(self, group: dict, p: nn.Parameter, gindex: int, pindex: int) -> None:
-        super().init_state(group, p, gindex, pindex)
-        self.state[p]["step"] = torch.zeros(())  # a state is saved as tensors
-
-    def update_step(self, group: dict, p: nn.Parameter, gindex: int, pindex: int) -> None:
-        state = self.state[p]
-        state["step"] = int(state["step"])
-        super().update_step(group, p, gindex, pindex)
-        state["step"] = torch.tensor(float(state["step"]))

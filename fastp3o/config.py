@@ -439,6 +439,9 @@ class TrainableConfig(Flags):
         0, "Rank of LoRA adapters; only the adapters train then (needs peft). 0 for none.", at_least=0
     )
     lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
+    use_rslora: bool = option(
+        False, "LoRA's scale is alpha / √rank instead (rsLoRA, arXiv 2312.03732).", needs="lora_rank"
+    )
     lora_targets: str = option(
         "all-linear",
         "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
@@ -536,14 +539,11 @@ class ModelConfig(LoadingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.model_revision and not isinstance(self.model, Named):
+        if self.model_revision:
+            if isinstance(self.model, Named) or exists(self.model):
+                raise UserError(f"--model_revision is of a hub's repository, and --model {self.model} is none")
             object.__setattr__(self, "model", Revised(self.model))
             vars(self.model)["revision"] = self.model_revision
-
-    def check_complete(self) -> None:
-        super().check_complete()
-        if self.model_revision and (isinstance(self.model, Named) or exists(self.model)):
-            raise UserError(f"--model_revision needs a hub name as --model, and {self.model} is a folder or an object")
 
     @property
     def packing(self) -> Packing:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from fastp3o.models.sharding import shard
 from fastp3o.precision import Precision
 from fastp3o.processes import NotFiniteError, local_part, not_finite_error, sum_over_processes
 
+# A parameter's tensors in a state: its value, and AdamW's state, as torch and as bitsandbytes names it.
+KINDS = ("weights", "step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
 # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
 FIRST_SCALE = 2.0**12
 # The rule of torch.amp.GradScaler.
@@ -32,8 +35,6 @@ class Optimizer:
 
     parameters: the fp32 parameters that the optimizer moves, by their names in the model. steps: taken by this object.
     learning_rate: the first group's in the last step, or before any step in the next one.
-
-    Raises UserError if `adamw_8bit` cannot be, and for a warm-up longer than the run.
     """
 
     def __init__(
@@ -49,31 +50,27 @@ class Optimizer:
         self.accelerator, self.precision, self.max_grad_norm = accelerator, precision, config.max_grad_norm
         self.model, self.steps, self.asked = model, 0, 0
         half = precision.weights if precision.half else None
-        if config.optimizer == "adamw_8bit" and mesh is not None:
-            raise UserError("--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors")
         self.masters = Masters(model, half, accelerator.device) if half is not None and mesh is None else None
         shard(model, accelerator.device, mesh, dtype=half)
         compute_in(model, precision.autocast or precision.weights)
         self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
-        groups = parameter_groups(self.parameters, config.learning_rate, learning_rates or {})
-        settings: dict[str, Any] = {
-            "lr": config.learning_rate,
-            "betas": (config.adam_beta1, config.adam_beta2),
-            "eps": config.adam_eps,
-            "weight_decay": config.weight_decay,
-        }
-        self.optimizer: Any = None
+        make: Callable[..., Any] = partial(DividingAdamW, fused=True)
         if config.optimizer == "adamw_8bit":
+            if mesh is not None:
+                raise UserError("--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors")
             try:
                 from fastp3o.adamw_8bit import DividingAdamW8bit
             except ImportError as error:
                 raise UserError("--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'") from error
-            modules = model.named_modules()
-            embeddings = {f"{name}.weight" for name, module in modules if isinstance(module, nn.Embedding)}
-            kept = [parameter for name, parameter in self.parameters.items() if name in embeddings]
-            self.optimizer = DividingAdamW8bit(groups, kept, **settings)
-        else:
-            self.optimizer = DividingAdamW(groups, **settings, fused=True)
+            embeddings = [f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+            make = partial(DividingAdamW8bit, [self.parameters[name] for name in embeddings if name in self.parameters])
+        self.optimizer = make(
+            parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+        )
         if config.warmup_steps > steps:
             raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
         # transformers' constant schedule leaves out the warm-up.
@@ -153,7 +150,7 @@ class Optimizer:
         tensors = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             state = self.optimizer.state.get(parameter, {})
-            tensors |= {f"{kind}.{name}": state[kind] for kind in self.optimizer.kinds if kind in state}
+            tensors |= {f"{kind}.{name}": torch.as_tensor(state[kind]) for kind in KINDS if kind in state}
         return tensors
 
     def fill(self, names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
@@ -161,11 +158,15 @@ class Optimizer:
         for name in names:
             kind, _, parameter_name = name.partition(".")
             parameter = self.parameters.get(parameter_name)
-            if parameter is None or kind not in ("weights", *self.optimizer.kinds):
+            if parameter is None or kind not in KINDS:
                 raise UserError(f"the state has {name}, which is nothing that this model trains")
             if kind != "weights" and not self.optimizer.state.get(parameter):
                 self.optimizer.begin(parameter)
-        read(self.tensors())
+        read(tensors := self.tensors())
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), int):  # bitsandbytes has a number, of which the tensor is a copy
+                state["step"] = int(tensors[f"step.{name}"])
         if self.masters is not None:
             self.masters.round()
 
@@ -257,12 +258,7 @@ class StepGuard:
 
 
 class DividingAdamW(torch.optim.AdamW):
-    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own.
-
-    kinds: of the tensors of a parameter's state.
-    """
-
-    kinds = ("step", "exp_avg", "exp_avg_sq")
+    """Fused AdamW that divides gradients as it reads them, so that scaling and clipping take no pass of their own."""
 
     @torch.no_grad()
     def step(self, divisors: Tensor, skip: Tensor) -> None:  # type: ignore[override]
@@ -281,8 +277,8 @@ class DividingAdamW(torch.optim.AdamW):
 
     def begin(self, parameter: nn.Parameter) -> None:
         """Makes the state of a parameter that has made no step."""
-        moments = {kind: torch.zeros_like(parameter) for kind in self.kinds[1:]}
-        self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+        step, moments = torch.zeros((), device=parameter.device), map(torch.zeros_like, [parameter] * 2)
+        self.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
 
 
 def parameter_groups(

@@ -386,10 +386,8 @@ def weight_files(name: str) -> list[Path]:
     ):
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name))
         if path is not None:
-            shards = (
-                get_checkpoint_shard_files(name, path, **at(name))[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
-            )
-            return [Path(shard) for shard in shards]
+            files = get_checkpoint_shard_files(name, path, **at(name))[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
+            return [Path(file) for file in files]
     raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
 

@@ -115,7 +115,9 @@ def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) ->
     if loss.per_token:
         anchor = anchor / groups.lengths.clamp(min=1)
     labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
-    values = loss.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
+    # The chosen response comes first: a label is −1 if it is the second one.
+    compared, second = [pairs(values) for values in (logprobs, anchor)], labels.unsqueeze(-1) < 0
+    values = loss.losses(*(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared))
     values = values.view_as(labels)
     scores = logprobs.detach() - anchor
     margins = labels * differences(scores)
@@ -128,11 +130,6 @@ def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) ->
     total = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
     sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
     return total, with_count(sums, loss_mask.sum())
-
-
-def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
-    """Puts the chosen response of pairs [P, M, 2] first; labels [P, M] is −1 if it is the second one."""
-    return values.flip(-1).where(labels.unsqueeze(-1) < 0, values)
 
 
 @options

@@ -32,6 +32,10 @@ from fastp3o.training.config import RewardModelConfig, SFTConfig
 RUNNING = threading.Lock()
 PACKAGE = Path(__file__).parents[1]
 CALLBACKS = ("on_update", "on_evaluation")
+# Fields of peft's LoraConfig by the options that they stand for, and those that follow from the run.
+LORA = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora")}
+LORA |= {"r": "lora_rank", "target_modules": "lora_targets"}
+FOLLOWING = {"task_type", "inference_mode", "base_model_name_or_path", "peft_version"}
 
 Source = str | Iterable[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any] | PreTrainedModel
@@ -43,7 +47,8 @@ class Objects(TypedDict, total=False):
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the run trains a copy;
     it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
     loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files. reward: a function or a loaded
-    reward model, or several of them, whose weights are in the configuration's `reward_weights`.
+    reward model, or several of them, whose weights are in the configuration's `reward_weights`. peft_config: a
+    LoraConfig of peft, in the place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -55,6 +60,7 @@ class Objects(TypedDict, total=False):
     ptx_data: Source
     reward: RewardSource | Sequence[RewardSource]
     gold_reward: RewardSource
+    peft_config: Any
     on_update: Callback
     on_evaluation: Callback
 
@@ -139,9 +145,18 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
         if option == "model":
             named[option] = loaded_model(value, objects.get("tokenizer"), config)
         elif option in DATA:
-            named[option] = records(option, value)
+            # A table's rows are not what iterating over it gives, and an iterator cannot be read twice.
+            table = isinstance(value, Mapping) or type(value).__name__ == "DataFrame"
+            if table or not isinstance(value, Iterable) or iter(value) is value:
+                raise UserError(
+                    f"{option} must be a Dataset or a list of records, such as splits['train'] or a DataFrame's "
+                    f"to_dict('records'), got a {type(value).__name__}"
+                )
+            named[option] = Named(f"<{option}>", value)
         elif option in REWARDS:
             named[option] = named_rewards(option, value, getattr(config, "call_seconds", None))
+    if "peft_config" in objects:
+        named |= lora_options(config, objects["peft_config"])
     config = replace(config, **named)
     config.check_complete()
     if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
@@ -149,16 +164,24 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
     return config
 
 
-def records(option: str, content: Any) -> Named:
-    """Raises UserError for what is no list of records."""
-    # A table's rows are not what iterating over it gives, and an iterator cannot be read twice.
-    table = isinstance(content, Mapping) or type(content).__name__ == "DataFrame"
-    if table or not isinstance(content, Iterable) or iter(content) is content:
-        raise UserError(
-            f"{option} must be a Dataset or a list of records, such as splits['train'] or a DataFrame's "
-            f"to_dict('records'), got a {type(content).__name__}"
-        )
-    return Named(f"<{option}>", content)
+def lora_options(config: StageConfig, lora: Any) -> dict[str, Any]:
+    """The options that stand for peft's configuration. Raises UserError for what no option does."""
+    if getattr(lora, "peft_type", None) != "LORA":
+        raise UserError(f"peft_config must be a LoraConfig of peft, got a {type(lora).__name__}")
+    targets, plain = lora.target_modules, vars(type(lora)())
+    if not targets or (isinstance(targets, str) and targets != "all-linear"):
+        raise UserError(f"peft_config needs target_modules: names in a list, or 'all-linear', got {targets!r}")
+    others = {name for name, value in vars(lora).items() if value != plain.get(name)} - LORA.keys() - FOLLOWING
+    if isinstance(config, RewardModelConfig) and lora.modules_to_save == ["score"]:
+        others.discard("modules_to_save")  # the head trains in any case
+    if others:
+        raise UserError(f"peft_config has {', '.join(sorted(others))}, which no option of LoRA does here")
+    chosen = {option: getattr(lora, name) for name, option in LORA.items()}
+    chosen["lora_targets"] = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    for option, value in chosen.items():
+        if getattr(config, option) not in (value, type(config).__dataclass_fields__[option].default):
+            raise UserError(f"{option} is {getattr(config, option)} in the configuration, and {value} in peft_config")
+    return chosen
 
 
 def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
@@ -168,7 +191,7 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
         if isinstance(reward, str):
             parts.append(reward)
             continue
-        if isinstance(reward, PreTrainedModel):
+        if isinstance(reward, PreTrainedModel) or hasattr(reward, "peft_config"):
             parts.append(loaded_reward_model(option, reward))
             continue
         if not callable(reward):
@@ -181,8 +204,14 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
     return parts[0] if len(parts) == 1 else Named(",".join(parts), parts)
 
 
+def refuse_adapters(option: str, model: Any) -> None:
+    if hasattr(model, "peft_config") or any(hasattr(part, "base_layer") for part in model.modules()):
+        raise UserError(f"{option} has adapters: save it and its tokenizer, and name their folder, to merge them")
+
+
 def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
     """A loaded reward model by the name of where it came from, whose tokenizer it has."""
+    refuse_adapters(option, model)
     if not hasattr(model, "score"):
         raise UserError(f"{option} must be a reward model, with a head `score`, got a {type(model).__name__}")
     if not model.name_or_path:
@@ -194,10 +223,9 @@ def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
 
 def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
     """A loaded model by the name of where it came from. Raises UserError if no run can begin with it."""
-    if not isinstance(model, PreTrainedModel):
-        merged = ", whose merge_and_unload() gives one" if hasattr(model, "merge_and_unload") else ""
-        kind = type(model).__name__
-        raise UserError(f"model must be a transformers model or what --model takes, got a {kind}{merged}")
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        raise UserError(f"model must be a transformers model or what --model takes, got a {type(model).__name__}")
+    refuse_adapters("model", model)
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError("model has no weights: they are on the meta device")
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):

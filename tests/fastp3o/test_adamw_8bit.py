@@ -114,6 +114,7 @@ def test_it_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.delitem(sys.modules, "fastp3o.adamw_8bit", raising=False)
     with pytest.raises(UserError, match=r"--optimizer adamw_8bit needs bitsandbytes: pip install '\.\[quantized\]'"):
         optimizer_for(Large(0), torch.float32, **SETTINGS)
+    monkeypatch.setattr("fastp3o.optimizer.shard", lambda *_, **__: None)
     config, precision = SFTConfig(model="m", output_dir="o", **SETTINGS), choose_precision("fp32", "fp32")
     with pytest.raises(UserError, match="--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards"):
         Optimizer(Accelerator(cpu=True), Large(0), precision, config, steps=9, mesh=object())

@@ -19,14 +19,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastp3o
 from fastp3o import DPOConfig, KTOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
 from fastp3o.cli import parse
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.models.loading import load_policy
 from fastp3o.training import loop as online
-from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.together import together
 
 CALLS = 0
@@ -450,7 +452,7 @@ def test_models_that_cannot_train_are_refused(tiny_model, workplace):
         train(settings, **given, model=model)
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-    with pytest.raises(UserError, match="got a PeftModel, whose merge_and_unload"):
+    with pytest.raises(UserError, match="model has adapters: save it and its tokenizer, and name their folder"):
         train(settings, **given, model=adapted)
     assert not Path("run").exists()
 
@@ -541,3 +543,76 @@ def test_the_readmes_ten_lines_train(workplace, tiny_model):
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["result"].history) == 1
+
+
+# --- peft's objects -------------------------------------------------------------------------------------------------
+
+TUNING = {"output_dir": "run", "batch_size": 4, "epochs": 2, "report_to": "none", "precision": "fp32"}
+TUNING |= {"train_data": "sft.jsonl", "learning_rate": 0.01}
+
+
+def test_peft_config_trains_merges_and_resumes_as_the_options_do(tiny_model, workplace):
+    lora = pytest.importorskip("peft").LoraConfig(
+        r=4, lora_alpha=6, lora_dropout=0.1, target_modules=["v_proj", "q_proj"], use_rslora=True, task_type="CAUSAL_LM"
+    )
+    settings = SFTConfig(model=tiny_model, **TUNING, save_every=3)
+    train(settings, peft_config=lora)
+    options = {"lora_rank": 4, "lora_alpha": 6.0, "lora_dropout": 0.1, "lora_targets": "q_proj,v_proj"}
+    train(replace(settings, **options, use_rslora=True, output_dir="options"))
+    assert metrics("run") == metrics("options")
+    assert_equal(weights("run"), weights("options"))
+    copy_at_save_before("run", "resumed")
+    train(replace(settings, output_dir="resumed", resume=True), peft_config=lora)
+    assert_equal(weights("run"), weights("resumed"))
+    # The scale is alpha / √4, in the merged model, and where peft or fastp3o reads the adapter.
+    adapter, name = load_file("run/adapter/adapter_model.safetensors"), "model.layers.0.self_attn.q_proj"
+    down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    expected = start.state_dict()[f"{name}.weight"] + 3 * up @ down
+    assert (up @ down).abs().max() > 1e-3
+    torch.testing.assert_close(weights("run")[f"{name}.weight"], expected)
+    read = load_policy("run/adapter").model.state_dict()
+    torch.testing.assert_close({key: read[key] for key in weights("run")}, weights("run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True, "bias": "all"}, "peft_config has bias, use_dora, which no option of LoRA does here"),
+        ({"init_lora_weights": "gaussian", "modules_to_save": ["score"]}, "has init_lora_weights, modules_to_save, "),
+        ({"target_modules": None}, "peft_config needs target_modules: names in a list, or 'all-linear', got None"),
+        ({"target_modules": ".*_proj"}, "or 'all-linear', got '.\\*_proj'"),
+        ({"lora_alpha": 5}, "lora_alpha is 4.0 in the configuration, and 5 in peft_config"),
+    ],
+)
+def test_a_peft_config_that_no_option_stands_for_is_refused(tiny_model, workplace, changes, message):
+    peft = pytest.importorskip("peft")
+    config = SFTConfig(model=tiny_model, **TUNING, lora_rank=8, lora_alpha=4.0)
+    given = {"r": 8, "lora_alpha": 4, "target_modules": "all-linear"}
+    with pytest.raises(UserError, match=message):
+        train(config, peft_config=peft.LoraConfig(**(given | changes)))
+    with pytest.raises(UserError, match="peft_config must be a LoraConfig of peft, got a IA3Config"):
+        train(config, peft_config=peft.IA3Config())
+    pairs = RewardModelConfig(model=tiny_model, **(TUNING | {"train_data": "preferences.jsonl"}))
+    train(pairs, peft_config=peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["score"]))
+    assert Path("run/adapter").exists()
+
+
+def test_a_model_with_adapters_is_refused_and_its_folder_trains_from_them(tiny_model, workplace):
+    peft, model = pytest.importorskip("peft"), AutoModelForCausalLM.from_pretrained(tiny_model)
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    settings = SFTConfig(model="", **TUNING)
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora)
+    model.add_adapter(lora)
+    for adapted in (wrapped, wrapped.get_base_model(), model):
+        with pytest.raises(UserError, match="model has adapters: save it and its tokenizer, and name their folder"):
+            train(settings, model=adapted)
+    with pytest.raises(UserError, match="reward has adapters"):
+        train(without_data(tiny_model, "run"), prompts="prompts.jsonl", reward=wrapped)
+    wrapped.save_pretrained("adapted")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("adapted")
+    train(replace(settings, eval_data="sft.jsonl"), model="adapted")
+    wrapped.merge_and_unload().save_pretrained("merged")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("merged")
+    train(replace(settings, eval_data="sft.jsonl", output_dir="whole"), model="merged")
+    assert metrics("run", "eval.jsonl")[0]["loss"] == pytest.approx(metrics("whole", "eval.jsonl")[0]["loss"], rel=1e-5)

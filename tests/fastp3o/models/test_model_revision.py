@@ -67,12 +67,10 @@ def test_the_reference_has_the_revision(older):
 
 
 def test_it_is_refused_where_it_says_nothing(older, tiny_model):
-    config = SFTConfig(**(SETTINGS | {"model": tiny_model}), model_revision="older", output_dir="run")
-    for model in (tiny_model, AutoModelForCausalLM.from_pretrained(tiny_model)):
-        with pytest.raises(
-            UserError, match=r"--model_revision needs a hub name as --model, and .* is a folder or an obj"
-        ):
-            fastp3o.train(config, model=model, train_data="sft.jsonl")
-    config = replace(config, model="owner/base", model_revision="no-such")
+    settings = SETTINGS | {"model_revision": "older", "train_data": "sft.jsonl", "output_dir": "run"}
+    with pytest.raises(UserError, match=f"--model_revision is of a hub's repository, and --model {tiny_model} is none"):
+        SFTConfig(**(settings | {"model": tiny_model}))
+    with pytest.raises(UserError, match=f"--model_revision is of a hub's repository, and --model {tiny_model} is none"):
+        fastp3o.train(SFTConfig(**settings), model=AutoModelForCausalLM.from_pretrained(tiny_model))
     with pytest.raises(UserError, match="cannot load owner/base"):
-        fastp3o.train(config, train_data="sft.jsonl")
+        fastp3o.train(SFTConfig(**(settings | {"model_revision": "no-such"})))
