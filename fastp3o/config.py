@@ -439,9 +439,7 @@ class TrainableConfig(Flags):
         0, "Rank of LoRA adapters; only the adapters train then (needs peft). 0 for none.", at_least=0
     )
     lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
-    use_rslora: bool = option(
-        False, "LoRA's scale is alpha / √rank instead (rsLoRA, arXiv 2312.03732).", needs="lora_rank"
-    )
+    use_rslora: bool = option(False, "LoRA's scale is alpha / √rank (rsLoRA, arXiv 2312.03732).", needs="lora_rank")
     lora_targets: str = option(
         "all-linear",
         "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
@@ -500,9 +498,7 @@ class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
-    model_revision: str | None = option(
-        None, "Branch, tag or commit of the model's repository on the hub; by default the main branch."
-    )
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub; by default main.")
     precision: str = option(
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "

@@ -158,8 +158,7 @@ class PairWithSFTConfig(PairConfig):
 
     sft_coef: float = option(
         0.0,
-        "Weight of fine-tuning on the chosen response, its mean negative log-likelihood per token (RPO, arXiv "
-        "2404.19733, whose alpha is 1 / this).",
+        "Weight of the chosen response's mean NLL per token beside the loss (RPO, arXiv 2404.19733: 1).",
         at_least=0,
         changeable=True,
     )

@@ -32,10 +32,9 @@ from fastp3o.training.config import RewardModelConfig, SFTConfig
 RUNNING = threading.Lock()
 PACKAGE = Path(__file__).parents[1]
 CALLBACKS = ("on_update", "on_evaluation")
-# Fields of peft's LoraConfig by the options that they stand for, and those that follow from the run.
-LORA = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora")}
-LORA |= {"r": "lora_rank", "target_modules": "lora_targets"}
-FOLLOWING = {"task_type", "inference_mode", "base_model_name_or_path", "peft_version"}
+# Fields of peft's LoraConfig: options of the same name, those of another one, and what follows from the run.
+SAME, OTHERWISE = ("lora_alpha", "lora_dropout", "use_rslora"), ("r", "target_modules")
+FOLLOWING = ("task_type", "inference_mode", "base_model_name_or_path", "peft_version")
 
 Source = str | Iterable[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any] | PreTrainedModel
@@ -171,12 +170,13 @@ def lora_options(config: StageConfig, lora: Any) -> dict[str, Any]:
     targets, plain = lora.target_modules, vars(type(lora)())
     if not targets or (isinstance(targets, str) and targets != "all-linear"):
         raise UserError(f"peft_config needs target_modules: names in a list, or 'all-linear', got {targets!r}")
-    others = {name for name, value in vars(lora).items() if value != plain.get(name)} - LORA.keys() - FOLLOWING
+    others = {name for name, value in vars(lora).items() if value != plain.get(name)}
+    others -= {*SAME, *OTHERWISE, *FOLLOWING}
     if isinstance(config, RewardModelConfig) and lora.modules_to_save == ["score"]:
         others.discard("modules_to_save")  # the head trains in any case
     if others:
         raise UserError(f"peft_config has {', '.join(sorted(others))}, which no option of LoRA does here")
-    chosen = {option: getattr(lora, name) for name, option in LORA.items()}
+    chosen = {"lora_rank": lora.r, **{name: getattr(lora, name) for name in SAME}}
     chosen["lora_targets"] = targets if isinstance(targets, str) else ",".join(sorted(targets))
     for option, value in chosen.items():
         if getattr(config, option) not in (value, type(config).__dataclass_fields__[option].default):
@@ -215,9 +215,7 @@ def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
     if not hasattr(model, "score"):
         raise UserError(f"{option} must be a reward model, with a head `score`, got a {type(model).__name__}")
     if not model.name_or_path:
-        raise UserError(
-            f"{option} is a model that was not loaded from anywhere, so nobody knows its tokenizer: save it"
-        )
+        raise UserError(f"{option} is a model that was not loaded from anywhere, so its tokenizer is unknown: save it")
     return Named(model.name_or_path, LoadedModel(model, AutoTokenizer.from_pretrained(model.name_or_path)))
 
 

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastp3o
@@ -545,74 +546,65 @@ def test_the_readmes_ten_lines_train(workplace, tiny_model):
     assert len(names["result"].history) == 1
 
 
-# --- peft's objects -------------------------------------------------------------------------------------------------
-
-TUNING = {"output_dir": "run", "batch_size": 4, "epochs": 2, "report_to": "none", "precision": "fp32"}
-TUNING |= {"train_data": "sft.jsonl", "learning_rate": 0.01}
+TUNING = {"output_dir": "run", "batch_size": 4, "report_to": "none", "learning_rate": 0.01, "train_data": "sft.jsonl"}
 
 
-def test_peft_config_trains_merges_and_resumes_as_the_options_do(tiny_model, workplace):
-    lora = pytest.importorskip("peft").LoraConfig(
-        r=4, lora_alpha=6, lora_dropout=0.1, target_modules=["v_proj", "q_proj"], use_rslora=True, task_type="CAUSAL_LM"
-    )
-    settings = SFTConfig(model=tiny_model, **TUNING, save_every=3)
+def test_peft_config_trains_merges_and_resumes(tiny_model, workplace):
+    named = {"lora_alpha": 6, "lora_dropout": 0.1, "use_rslora": True}
+    lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["v_proj", "q_proj"], **named)
+    settings = SFTConfig(model=tiny_model, **TUNING, epochs=2, save_every=3)
     train(settings, peft_config=lora)
-    options = {"lora_rank": 4, "lora_alpha": 6.0, "lora_dropout": 0.1, "lora_targets": "q_proj,v_proj"}
-    train(replace(settings, **options, use_rslora=True, output_dir="options"))
-    assert metrics("run") == metrics("options")
-    assert_equal(weights("run"), weights("options"))
     copy_at_save_before("run", "resumed")
-    train(replace(settings, output_dir="resumed", resume=True), peft_config=lora)
+    train(replace(settings, lora_rank=4, lora_targets="q_proj,v_proj", **named, output_dir="resumed", resume=True))
     assert_equal(weights("run"), weights("resumed"))
-    # The scale is alpha / √4, in the merged model, and where peft or fastp3o reads the adapter.
     adapter, name = load_file("run/adapter/adapter_model.safetensors"), "model.layers.0.self_attn.q_proj"
     down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
-    start = AutoModelForCausalLM.from_pretrained(tiny_model)
-    expected = start.state_dict()[f"{name}.weight"] + 3 * up @ down
-    assert (up @ down).abs().max() > 1e-3
-    torch.testing.assert_close(weights("run")[f"{name}.weight"], expected)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    torch.testing.assert_close(weights("run")[f"{name}.weight"], start[f"{name}.weight"] + 6 / 4**0.5 * up @ down)
     read = load_policy("run/adapter").model.state_dict()
     torch.testing.assert_close({key: read[key] for key in weights("run")}, weights("run"))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"use_dora": True, "bias": "all"}, "peft_config has bias, use_dora, which no option of LoRA does here"),
-        ({"init_lora_weights": "gaussian", "modules_to_save": ["score"]}, "has init_lora_weights, modules_to_save, "),
-        ({"target_modules": None}, "peft_config needs target_modules: names in a list, or 'all-linear', got None"),
-        ({"target_modules": ".*_proj"}, "or 'all-linear', got '.\\*_proj'"),
-        ({"lora_alpha": 5}, "lora_alpha is 4.0 in the configuration, and 5 in peft_config"),
-    ],
-)
-def test_a_peft_config_that_no_option_stands_for_is_refused(tiny_model, workplace, changes, message):
-    peft = pytest.importorskip("peft")
-    config = SFTConfig(model=tiny_model, **TUNING, lora_rank=8, lora_alpha=4.0)
-    given = {"r": 8, "lora_alpha": 4, "target_modules": "all-linear"}
-    with pytest.raises(UserError, match=message):
-        train(config, peft_config=peft.LoraConfig(**(given | changes)))
-    with pytest.raises(UserError, match="peft_config must be a LoraConfig of peft, got a IA3Config"):
-        train(config, peft_config=peft.IA3Config())
-    pairs = RewardModelConfig(model=tiny_model, **(TUNING | {"train_data": "preferences.jsonl"}))
-    train(pairs, peft_config=peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["score"]))
-    assert Path("run/adapter").exists()
-
-
-def test_a_model_with_adapters_is_refused_and_its_folder_trains_from_them(tiny_model, workplace):
+def test_what_of_peft_no_run_takes_is_refused(tiny_model, workplace):
     peft, model = pytest.importorskip("peft"), AutoModelForCausalLM.from_pretrained(tiny_model)
-    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
-    settings = SFTConfig(model="", **TUNING)
-    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora)
-    model.add_adapter(lora)
+    for changes, message in (
+        ({"use_dora": True, "modules_to_save": ["score"]}, "peft_config has modules_to_save, use_dora, which no opt"),
+        ({"target_modules": "x"}, "peft_config needs target_modules: names in a list, or 'all-linear', got 'x'"),
+        ({"lora_alpha": 5}, "lora_alpha is 4.0 in the configuration, and 5 in peft_config"),
+    ):
+        lora = peft.LoraConfig(**({"target_modules": ["q_proj"]} | changes))
+        with pytest.raises(UserError, match=message):
+            train(SFTConfig(model=tiny_model, **TUNING, lora_rank=8, lora_alpha=4.0), peft_config=lora)
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), peft.LoraConfig())
+    model.add_adapter(peft.LoraConfig())
     for adapted in (wrapped, wrapped.get_base_model(), model):
         with pytest.raises(UserError, match="model has adapters: save it and its tokenizer, and name their folder"):
-            train(settings, model=adapted)
+            train(SFTConfig(model="", **TUNING), model=adapted)
     with pytest.raises(UserError, match="reward has adapters"):
         train(without_data(tiny_model, "run"), prompts="prompts.jsonl", reward=wrapped)
-    wrapped.save_pretrained("adapted")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("adapted")
-    train(replace(settings, eval_data="sft.jsonl"), model="adapted")
-    wrapped.merge_and_unload().save_pretrained("merged")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained("merged")
-    train(replace(settings, eval_data="sft.jsonl", output_dir="whole"), model="merged")
-    assert metrics("run", "eval.jsonl")[0]["loss"] == pytest.approx(metrics("whole", "eval.jsonl")[0]["loss"], rel=1e-5)
+
+
+def test_a_run_begins_with_a_revision_and_says_so(tiny_model, workplace, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--base"
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in {"main": "1" * 40, "older": "2" * 40}.items():
+        older = shutil.copytree(tiny_model, repository / "snapshots" / commit)
+        (repository / "refs" / name).write_text(commit)
+    moved = {name: weight * 1.5 for name, weight in load_file(older / "model.safetensors").items()}
+    save_file(moved, older / "model.safetensors", metadata={"format": "pt"})
+    (older / "chat_template.jinja").write_text("older")
+    config = SFTConfig(model="owner/base", model_revision="older", lora_rank=2, **TUNING)
+    train(config)
+    train(SFTConfig(model=str(older), lora_rank=2, **(TUNING | {"output_dir": "folder"})))
+    assert metrics("run") == metrics("folder")
+    assert Path("run/model/chat_template.jinja").read_text() == "older"
+    assert "- its revision: older" in Path("run/model/README.md").read_text()
+    read = load_policy("run/adapter").model.state_dict()
+    torch.testing.assert_close({key: read[key] for key in weights("run")}, weights("run"))
+    pairs = TUNING | {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl", "output_dir": "dpo"}
+    train(DPOConfig(model="owner/base", model_revision="2" * 40, **pairs))
+    assert metrics("dpo", "eval.jsonl")[0]["k2"] < 1e-9  # the reference, too
+    with pytest.raises(UserError, match="model_revision is of a hub's repository"):
+        train(config, model=tiny_model)

@@ -374,35 +374,18 @@ def test_a_folder_for_a_reference_that_is_not_there_is_a_warning(workplace, tiny
     assert not Path("shared").exists()
 
 
-# --- fine-tuning beside a loss of pairs -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "apo_zero", "apo_down", "discopop"])
-def test_sft_coef_adds_the_mean_nll_of_the_chosen_responses(objective, workplace, tiny_model, other_model, tokenizer):
-    named = {"reference": other_model} if OFFLINE_OBJECTIVES[objective](model="m").needs_reference else {}
-    settings = {"batch_size": 8, "max_grad_norm": 1e9, "sft_coef": 0.5, **named}
-    run(objective, "split", tiny_model, tokens_per_row=60, **settings)
-    run(objective, "whole", tiny_model, tokens_per_row=4000, share_prompts=False, **settings)
-
+def test_sft_coef_adds_the_mean_nll_of_chosen_tokens(objective, workplace, tiny_model, other_model, tokenizer):
+    named = {"reference": other_model} if OFFLINE_OBJECTIVES[objective].anchor else {}
     policy, reference = (AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model))
     examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
-    nll = torch.stack(
-        [-plain_logprob(policy, e["prompt_ids"], e["chosen_ids"]) / len(e["chosen_ids"]) for e in examples]
-    ).mean()
+    nats = [-plain_logprob(policy, e["prompt_ids"], e["chosen_ids"]) / len(e["chosen_ids"]) for e in examples]
+    nll = torch.stack(nats).mean()
     value = pairs_loss(objective, policy, reference, tokenizer) + 0.5 * nll
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=1e-6)
     value.backward()
-    optimizer.step()
-    start = weights_of_start(tiny_model)
-    for folder in ("split", "whole"):
-        (line,) = metrics(folder)
-        assert line["loss"] == pytest.approx(value.item(), rel=1e-5)
-        assert line["sft_loss"] == pytest.approx(nll.item(), rel=1e-5)
-        for name, parameter in policy.named_parameters():
-            expected = parameter.detach() - start[name].double()
-            difference = weights(folder)[name].double() - start[name].double() - expected
-            assert difference.abs().max() < 2e-3 * expected.abs().max()
-
-
-def test_a_loss_with_a_likelihood_of_its_own_has_no_sft_coef():
-    assert not any(hasattr(OFFLINE_OBJECTIVES[name], "sft_coef") for name in ("orpo", "cpo", "slic", "kto"))
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
+    for name, packing in (("split", {"tokens_per_row": 60}), ("whole", {"share_prompts": False})):
+        run(objective, name, tiny_model, batch_size=8, sft_coef=0.5, **packing, **named)
+        (line,) = metrics(name)
+        expected = {"loss": value.item(), "sft_loss": nll.item(), "grad_norm": norm.item()}
+        assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-5)
