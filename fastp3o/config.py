@@ -3,7 +3,6 @@ reads. A field is a flag of a script, a key of its YAML file and an argument in 
 """
 
 import json
-import os
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -12,6 +11,7 @@ from inspect import cleandoc, get_annotations
 from math import inf, isfinite
 from numbers import Integral, Real
 from os import PathLike, fspath
+from os.path import exists, expanduser
 from types import MappingProxyType, NoneType
 from typing import (
     Any,
@@ -74,6 +74,12 @@ class Condition:
     flag: str
     words: str
     holds: Callable[[Any], bool]
+
+
+class Revised(str):
+    """A hub name with a revision: a branch, a tag or a commit."""
+
+    revision: str
 
 
 # A flag ("lora_rank"), a flag with a value ("sampler=vllm") or a condition; or several, one of which is enough.
@@ -373,6 +379,11 @@ class SamplerConfig(Flags):
 class OptimizerConfig(Flags):
     """AdamW and its schedule."""
 
+    optimizer: Literal["adamw", "adamw_8bit"] = option(
+        "adamw",
+        "adamw: moments in fp32. adamw_8bit: in 8 bits, by bitsandbytes (arXiv 2110.02861); those of embeddings and of "
+        "tensors below 4096 elements stay in fp32. In one process.",
+    )
     learning_rate: float = option(1e-5, "Peak learning rate of AdamW.", above=0, changeable=True)
     lr_schedule: ScheduleName = option(
         "constant", "Schedule after the warm-up, by transformers' name.", changeable=True
@@ -453,6 +464,7 @@ class TrainableConfig(Flags):
         0, "Rank of LoRA adapters; only the adapters train then (needs peft). 0 for none.", at_least=0
     )
     lora_alpha: float = option(16.0, "LoRA's scale is alpha / rank.", above=0, needs="lora_rank")
+    use_rslora: bool = option(False, "LoRA's scale is alpha / √rank (rsLoRA, arXiv 2312.03732).", needs="lora_rank")
     lora_targets: str = option(
         "all-linear",
         "Modules with adapters, separated by commas; all-linear: all linear layers except the head.",
@@ -509,6 +521,7 @@ class ModelConfig(LoadingConfig):
     """The model, its arithmetic and its rows."""
 
     model: str = required("Model to start from: a Hugging Face causal LM, as a hub name or a folder.")
+    model_revision: str | None = option(None, "Branch, tag or commit of the model on the hub; by default main.")
     precision: PrecisionName = option(
         "auto",
         "Arithmetic of the model's body; log-probabilities and the optimizer are fp32 in any case. "
@@ -541,6 +554,14 @@ class ModelConfig(LoadingConfig):
         "on CPUs are of correctness.",
         changeable=True,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_revision:
+            if isinstance(self.model, Named) or exists(self.model):
+                raise UserError(f"--model_revision is of a hub's repository, and --model {self.model} is none")
+            object.__setattr__(self, "model", Revised(self.model))
+            vars(self.model)["revision"] = self.model_revision
 
     @property
     def packing(self) -> Packing:
@@ -614,7 +635,7 @@ class RunConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "output_dir", os.path.expanduser(self.output_dir))
+        object.__setattr__(self, "output_dir", expanduser(self.output_dir))
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from fastp3o.models.sharding import shard
 from fastp3o.precision import Precision
 from fastp3o.processes import NotFiniteError, local_part, not_finite_error, sum_over_processes
 
-KINDS = ("weights", "step", "exp_avg", "exp_avg_sq")  # a parameter's tensors in a state: its value, and AdamW's state
+# A parameter's tensors in a state: its value, and AdamW's state, as torch and as bitsandbytes names it.
+KINDS = ("weights", "step", "exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
 # Gradients of a mean over pairs are small; torch's own start of 2**16 loses more first steps.
 FIRST_SCALE = 2.0**12
 # The rule of torch.amp.GradScaler.
@@ -52,13 +54,22 @@ class Optimizer:
         shard(model, accelerator.device, mesh, dtype=half)
         compute_in(model, precision.autocast or precision.weights)
         self.parameters = trained_parameters(model) if self.masters is None else self.masters.parameters
-        self.optimizer = DividingAdamW(
+        make: Callable[..., Any] = partial(DividingAdamW, fused=True)
+        if config.optimizer == "adamw_8bit":
+            if mesh is not None:
+                raise UserError("--optimizer adamw_8bit trains in one process: bitsandbytes takes no shards of tensors")
+            try:
+                from fastp3o.adamw_8bit import DividingAdamW8bit
+            except ImportError as error:
+                raise UserError("--optimizer adamw_8bit needs bitsandbytes: pip install '.[quantized]'") from error
+            embeddings = [f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+            make = partial(DividingAdamW8bit, [self.parameters[name] for name in embeddings if name in self.parameters])
+        self.optimizer = make(
             parameter_groups(self.parameters, config.learning_rate, learning_rates or {}),
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            fused=True,
         )
         if config.warmup_steps > steps:
             raise UserError(f"--warmup_steps is {config.warmup_steps}, and the run has {steps} optimizer steps")
@@ -138,8 +149,8 @@ class Optimizer:
         """The trained weights in fp32, and AdamW's step and moments of each, by names such as `exp_avg.NAME`."""
         tensors = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            for kind, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{kind}.{name}"] = value
+            state = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{kind}.{name}": torch.as_tensor(state[kind]) for kind in KINDS if kind in state}
         return tensors
 
     def fill(self, names: Iterable[str], read: Callable[[dict[str, Tensor]], None]) -> None:
@@ -149,10 +160,13 @@ class Optimizer:
             parameter = self.parameters.get(parameter_name)
             if parameter is None or kind not in KINDS:
                 raise UserError(f"the state has {name}, which is nothing that this model trains")
-            if kind != "weights":
-                like = torch.zeros((), device=parameter.device) if kind == "step" else torch.zeros_like(parameter)
-                self.optimizer.state[parameter].setdefault(kind, like)
-        read(self.tensors())
+            if kind != "weights" and not self.optimizer.state.get(parameter):
+                self.optimizer.begin(parameter)
+        read(tensors := self.tensors())
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), int):  # bitsandbytes has a number, of which the tensor is a copy
+                state["step"] = int(tensors[f"step.{name}"])
         if self.masters is not None:
             self.masters.round()
 
@@ -260,6 +274,11 @@ class DividingAdamW(torch.optim.AdamW):
                 super().step()
         finally:
             self.param_groups = groups
+
+    def begin(self, parameter: nn.Parameter) -> None:
+        """Makes the state of a parameter that has made no step."""
+        step, moments = torch.zeros((), device=parameter.device), map(torch.zeros_like, [parameter] * 2)
+        self.state[parameter] = dict(zip(("step", "exp_avg", "exp_avg_sq"), (step, *moments), strict=True))
 
 
 def parameter_groups(

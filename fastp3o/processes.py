@@ -103,8 +103,9 @@ def require_all_finite(accelerator: Accelerator, what: str, tensors: Iterable[Te
 
 @torch.no_grad()
 def largest(accelerator: Accelerator, tensors: Iterable[Tensor]) -> Tensor:
-    """The largest absolute value of each tensor, or of this process's part; NaN where one is."""
-    parts = [part.to(accelerator.device) for part in map(local_part, tensors) if part.numel()]
+    """The largest absolute value of each tensor of floats, or of this process's part; NaN where one is."""
+    local = (local_part(tensor) for tensor in tensors if tensor.is_floating_point())
+    parts = [part.to(accelerator.device) for part in local if part.numel()]
     return torch.stack(torch._foreach_norm(parts, float("inf"))) if parts else torch.zeros(1, device=accelerator.device)
 
 

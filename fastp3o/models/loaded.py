@@ -5,7 +5,6 @@ import hashlib
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastp3o.errors import UserError
@@ -28,7 +27,8 @@ class LoadedModel(NamedTuple):
         `from_pretrained`.
         """
         weights = self.model.state_dict()
-        if other := [name for name, weight in weights.items() if not takes_gradients(name, weight)]:
+        whole = [name for name, weight in weights.items() if not weight.is_floating_point()]
+        if other := [name for name in whole if name.endswith(".weight")]:
             raise UserError(f"model has {other[0]} in {weights[other[0]].dtype}; quantized weights are not loaded")
         kind = model_class._model_mapping[type(config)]
         model, loading = kind.from_pretrained(
@@ -59,7 +59,3 @@ class LoadedModel(NamedTuple):
             block = weight.detach().flatten()[first : first + length].cpu().contiguous()
             digest.update(block.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
-
-
-def takes_gradients(name: str, weight: Tensor) -> bool:
-    return weight.is_floating_point() or not name.endswith(".weight")

@@ -37,7 +37,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
-from fastp3o.config import Named
+from fastp3o.config import Named, Revised
 from fastp3o.errors import UserError
 from fastp3o.models.packable import require_packable, require_trainable
 from fastp3o.models.packed_model import PackedModel
@@ -74,7 +74,7 @@ def load_tokenizer(
             if has_file(name, f"adapter/{ADAPTER_CONFIG_NAME}") and not has_file(name, CONFIG_NAME):
                 raise UserError(f"it has an adapter alone: name {name}/adapter")
             raise UserError("it has no tokenizer's files")
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **at(name))
         config = load_config(name, trust_remote_code)
     return usable_tokenizer(name, tokenizer, config, chat_template)
 
@@ -150,7 +150,7 @@ def load_policy(
             name.content.copy_generation_config(model)
         else:
             with suppress(OSError):  # it has none of its own
-                model.generation_config = GenerationConfig.from_pretrained(base)
+                model.generation_config = GenerationConfig.from_pretrained(base, **at(base))
         return PackedModel(named(model, name, base))
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **quantized}
     model, loading = from_checkpoint(AutoModelForCausalLM, base, **options)
@@ -240,11 +240,11 @@ def from_checkpoint(model_class: Any, name: str, **options: Any) -> tuple[Any, d
             labels = {"num_labels": options.pop("num_labels")} if "num_labels" in options else {}
             return name.content.copied(model_class, name.content.config(**off, **labels), **options)
         if has_file(name, GENERATION_CONFIG_NAME):
-            GenerationConfig.from_pretrained(name)  # transformers ignores one that it cannot read
+            GenerationConfig.from_pretrained(name, **at(name))  # transformers ignores one that it cannot read
         for file in weight_files(name):  # transformers would load other formats
             require_floats(file)
         return model_class.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **off, **options
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **at(name), **off, **options
         )
 
 
@@ -257,7 +257,9 @@ def without_weights(
         if isinstance(name, Named):
             config = name.content.config(**off, **settings)
         else:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **settings, **off)
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code, **at(name), **settings, **off
+            )
         with torch.device("meta"):
             return model_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
@@ -307,6 +309,11 @@ def require_finite_weights(name: str, model: nn.Module) -> None:
         raise UserError(f"the checkpoint {name} has weights that are NaN or infinite in {dtype}: {listed(bad)}")
 
 
+def at(name: str) -> dict[str, Any]:
+    """The argument of the hub's functions that says which revision of a name is meant."""
+    return {"revision": name.revision} if isinstance(name, Revised) else {}
+
+
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,16 +322,20 @@ def base_model_name(name: str) -> str:
     if isinstance(name, Named):
         return name
     with errors_naming(name):
-        if find_adapter_config_file(name) is None:
+        if find_adapter_config_file(name, **at(name)) is None:
             return name
         from peft import PeftConfig
 
-        base = PeftConfig.from_pretrained(name).base_model_name_or_path
+        config = PeftConfig.from_pretrained(name, **at(name))
+        base = config.base_model_name_or_path
         if not base:
             raise UserError("its adapter_config.json names no base model (base_model_name_or_path)")
         if no_such_folder(base):
             raise UserError(f"its adapter_config.json names the base model {base}, and there is no such folder")
-        if find_adapter_config_file(base) is not None:
+        if config.revision and not Path(base).exists():
+            base = Revised(base)
+            base.revision = config.revision
+        if find_adapter_config_file(base, **at(base)) is not None:
             raise UserError(f"its adapter_config.json names the base model {base}, which is itself an adapter")
         return base
 
@@ -338,11 +349,11 @@ def with_adapters(model: Any, name: str) -> Any:
     with errors_naming(name):
         (file,) = weight_files(name)  # peft would load other formats
         require_floats(file)
-        config = PeftConfig.from_pretrained(name)
+        config = PeftConfig.from_pretrained(name, **at(name))
         config.task_type = None  # a reward model may begin with a language model's adapters
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(model, name, config=config)
+            adapted = PeftModel.from_pretrained(model, name, config=config, **at(name))
         lora = {re.sub(r"\.modules_to_save|\.default", "", key) for key in adapted.state_dict() if ".default" in key}
         with safe_open(file, framework="pt") as weights:
             keys = set(weights.keys())
@@ -374,10 +385,10 @@ def weight_files(name: str) -> list[Path]:
     for file in (
         (ADAPTER_SAFE_WEIGHTS_NAME,) if base_model_name(name) != name else (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     ):
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name))
         if path is not None:
-            shards = get_checkpoint_shard_files(name, path)[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
-            return [Path(shard) for shard in shards]
+            files = get_checkpoint_shard_files(name, path, **at(name))[0] if file == SAFE_WEIGHTS_INDEX_NAME else [path]
+            return [Path(file) for file in files]
     raise UserError("it has no weights in safetensors, and other formats, which can hold code, are not loaded")
 
 
@@ -395,7 +406,8 @@ def require_floats(file: Path) -> None:
 def load_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     if isinstance(name, Named):
         return name.content.config()
-    return AutoConfig.from_pretrained(base_model_name(name), trust_remote_code=trust_remote_code)
+    base = base_model_name(name)
+    return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code, **at(base))
 
 
 def has_tokenizer(name: str) -> bool:
@@ -404,7 +416,7 @@ def has_tokenizer(name: str) -> bool:
 
 
 def has_file(name: str, file: str) -> bool:
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False) is not None
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **at(name)) is not None
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

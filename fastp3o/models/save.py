@@ -112,6 +112,7 @@ def adapter_config(model: PreTrainedModel) -> Any:
     """peft's configuration of a model's adapter, for its file. A reward model's head is saved with the adapter."""
     config: Any = copy.copy(model.peft_config[model.active_adapters()[0]])
     config.base_model_name_or_path, config.inference_mode = base_name(model), True
+    config.revision = getattr(model.name_or_path, "revision", None)
     if isinstance(config.target_modules, set):
         # A set has another order in every process, and a resumed run writes the same bytes.
         config.target_modules = sorted(config.target_modules)

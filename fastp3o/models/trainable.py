@@ -32,6 +32,7 @@ def choose_trainable(model: PackedModel, config: TrainableConfig) -> None:
             alpha=config.lora_alpha,
             targets=config.lora_targets,
             dropout=config.lora_dropout,
+            rslora=config.use_rslora,
         )
     elif config.trainable_layers:
         freeze_below(model, config.trainable_layers)
@@ -63,7 +64,9 @@ def freeze_below(model: PackedModel, layers: int) -> None:
             module.requires_grad_(True)
 
 
-def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str, dropout: float = 0.0) -> None:
+def add_lora(
+    model: PackedModel, *, rank: int, alpha: float, targets: str, dropout: float = 0.0, rslora: bool = False
+) -> None:
     """Freezes the model and adds LoRA adapters (peft) to all linear layers except the head, or to those named with
     commas between. dropout: of their inputs, in passes within `dropout_on`.
 
@@ -80,6 +83,7 @@ def add_lora(model: PackedModel, *, rank: int, alpha: float, targets: str, dropo
         r=rank,
         lora_alpha=cast(int, alpha),  # peft divides it by the rank, whatever number it is
         lora_dropout=dropout,
+        use_rslora=rslora,
         target_modules=targets if targets == "all-linear" else targets.split(","),
         base_model_name_or_path=model.model.name_or_path,
         task_type="SEQ_CLS" if scores_responses(model) else "CAUSAL_LM",  # "all-linear" leaves its head

@@ -115,7 +115,9 @@ def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) ->
     if loss.per_token:
         anchor = anchor / groups.lengths.clamp(min=1)
     labels, loss_mask = differences(groups["rewards"]).sign(), pairs(groups["loss_mask"]).all(-1)
-    values = loss.losses(*(chosen_first(pairs(values), labels).flatten(0, 1) for values in (logprobs, anchor)))
+    # The chosen response comes first: a label is −1 if it is the second one.
+    compared, second = [pairs(values) for values in (logprobs, anchor)], labels.unsqueeze(-1) < 0
+    values = loss.losses(*(pair.flip(-1).where(second, pair).flatten(0, 1) for pair in compared))
     values = values.view_as(labels)
     scores = logprobs.detach() - anchor
     margins = labels * differences(scores)
@@ -128,11 +130,6 @@ def pair_sums(loss: PairLoss, groups: Groups, sampler_ratio_cap: float = 0.0) ->
     total = values.where(loss_mask & (labels != 0), 0.0).mean(1).sum()
     sums = {name: values.where(loss_mask, 0.0).sum() for name, values in metrics.items()}
     return total, with_count(sums, loss_mask.sum())
-
-
-def chosen_first(values: Tensor, labels: Tensor) -> Tensor:
-    """Puts the chosen response of pairs [P, M, 2] first; labels [P, M] is −1 if it is the second one."""
-    return values.flip(-1).where(labels.unsqueeze(-1) < 0, values)
 
 
 @options
@@ -153,6 +150,26 @@ class PairConfig(PairLoss, PreferenceConfig):
         kind = "log_ratio" if self.needs_reference else "logprob"
         metrics = {f"{kind}_chosen": scores[:, :1], f"{kind}_rejected": scores[:, 1:]}
         return metrics | ({"k2": square_kl(groups)[:, None]} if self.needs_reference else {})
+
+
+@options
+class PairWithSFTConfig(PairConfig):
+    """Learning from fixed pairs by a loss that has no likelihood of its own."""
+
+    sft_coef: float = option(
+        0.0,
+        "Weight of the chosen response's mean NLL per token beside the loss (RPO, arXiv 2404.19733: 1).",
+        at_least=0,
+        changeable=True,
+    )
+
+    def sums(self, groups: Groups) -> LossAndMetrics:
+        """sft_loss: the mean negative log-likelihood of the chosen response's tokens, if it has a weight."""
+        total, metrics = super().sums(groups)
+        if not self.sft_coef:
+            return total, metrics
+        sft_loss = -groups.means(groups.token_logprobs)[:, 0].sum()
+        return total + self.sft_coef * sft_loss, metrics | with_count({"sft_loss": sft_loss}, len(groups.lengths))
 
 
 @options
@@ -192,7 +209,7 @@ def square_kl(groups: Groups) -> Tensor:
 
 
 @options
-class DPOConfig(PairConfig):
+class DPOConfig(PairWithSFTConfig):
     """Direct preference optimization (arXiv 2305.18290): logistic loss of the difference of log-ratios."""
 
     objective: str = objective_name("dpo")
@@ -223,7 +240,7 @@ class IPO(PairLoss):
 
 
 @options
-class IPOConfig(IPO, PairConfig):
+class IPOConfig(IPO, PairWithSFTConfig):
     """Identity preference optimization (arXiv 2310.12036): the difference of log-ratios is to be 1 / (2 tau).
 
     Log-ratios are means over a response's tokens, as the authors advise.
@@ -250,7 +267,7 @@ class SimPO(PairLoss):
 
 
 @options
-class SimPOConfig(SimPO, PairConfig):
+class SimPOConfig(SimPO, PairWithSFTConfig):
     objective: str = objective_name("simpo")
 
 
@@ -344,7 +361,7 @@ class APOZero(PairLoss):
 
 
 @options
-class APOZeroConfig(APOZero, PairConfig):
+class APOZeroConfig(APOZero, PairWithSFTConfig):
     objective: str = objective_name("apo_zero")
 
 
@@ -362,7 +379,7 @@ class APODown(APOZero):
 
 
 @options
-class APODownConfig(APODown, PairConfig):
+class APODownConfig(APODown, PairWithSFTConfig):
     objective: str = objective_name("apo_down")
 
 
@@ -394,7 +411,7 @@ class DiscoPOP(PairLoss):
 
 
 @options
-class DiscoPOPConfig(DiscoPOP, PairConfig):
+class DiscoPOPConfig(DiscoPOP, PairWithSFTConfig):
     objective: str = objective_name("discopop")
 
 

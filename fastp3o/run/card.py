@@ -74,6 +74,7 @@ class Training:
         rewards = reward_names(getattr(config, "reward", None) or "")
         named = {
             "base model": [public_name(config.model)],
+            "its revision": [config.model_revision] if config.model_revision else [],
             "objective": [objective] + ([f"[paper](https://arxiv.org/abs/{paper[1]})"] if paper else []),
             "data": [public_name(name) for name in data_names(config)],
             "reward": ["a Python function" if is_function(name) else public_name(name) for name in rewards],

@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from fastp3o.config import Named
-from fastp3o.models.loading import TOKENIZER_FILES, base_model_name, errors_naming, weight_files
+from fastp3o.models.loading import TOKENIZER_FILES, at, base_model_name, errors_naming, weight_files
 from fastp3o.rewards.config import is_endpoint, is_function, reward_names
 
 MODELS = ("model", "reference", "reward", "gold_reward")
@@ -63,7 +63,7 @@ def model_fingerprint(name: str) -> str:
     digest = hashlib.sha256()
     with errors_naming(name):
         # All of these are downloaded from the hub, so that the hash does not depend on what was loaded before.
-        folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=[*SETTINGS, CODE])
+        folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns=[*SETTINGS, CODE], **at(name))
         settings = sorted(path for path in Path(folder).iterdir() if path.name in SETTINGS or path.match(CODE))
         for path in settings:
             digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())

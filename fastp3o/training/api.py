@@ -35,6 +35,9 @@ RUNNING = threading.Lock()  # held by the run of this process
 os.register_at_fork(after_in_child=lambda: globals().update(RUNNING=threading.Lock()))
 PACKAGE = Path(__file__).parents[1]
 CALLBACKS = ("on_update", "on_evaluation")
+# Fields of peft's LoraConfig: options of the same name, those of another one, and what follows from the run.
+SAME, OTHERWISE = ("lora_alpha", "lora_dropout", "use_rslora"), ("r", "target_modules")
+FOLLOWING = ("task_type", "inference_mode", "base_model_name_or_path", "peft_version")
 
 Source = str | Iterable[Mapping[str, Any]]
 RewardSource = str | Callable[..., Any] | PreTrainedModel
@@ -46,8 +49,8 @@ class Objects(TypedDict, total=False):
     None stands for none, and a Path for its text. model: a loaded transformers model, of which the run trains a copy;
     it must stay as it is until the run ends. tokenizer: its tokenizer, by default that of the place that the model was
     loaded from. Data: a Dataset, or a list of records (dicts), in the layouts of files; of evaluations also a dict of
-    several by name. reward: a function or a loaded
-    reward model, or several of them, whose weights are in the configuration's `reward_weights`.
+    several by name. reward: a function or a loaded reward model, or several of them, whose weights are in the
+    configuration's `reward_weights`. peft_config: a LoraConfig of peft, in the place of the options of LoRA.
     """
 
     model: str | PreTrainedModel
@@ -59,6 +62,7 @@ class Objects(TypedDict, total=False):
     ptx_data: Source
     reward: RewardSource | Sequence[RewardSource]
     gold_reward: RewardSource
+    peft_config: Any
     on_update: Callback
     on_evaluation: Callback
 
@@ -149,11 +153,34 @@ def with_objects(config: StageConfig, objects: dict[str, Any]) -> StageConfig:
             named[option] = records(option, value)
         elif option in REWARDS:
             named[option] = named_rewards(option, value, getattr(config, "call_seconds", None))
+    if "peft_config" in objects:
+        named |= lora_options(config, objects["peft_config"])
     config = replace(config, **named)
     config.check_complete()
     if "on_evaluation" in objects and not any(getattr(config, name, None) for name in EVALUATION_DATA):
         raise UserError("on_evaluation does nothing without eval_data or eval_prompts")
     return config
+
+
+def lora_options(config: StageConfig, lora: Any) -> dict[str, Any]:
+    """The options that stand for peft's configuration. Raises UserError for what no option does."""
+    if getattr(lora, "peft_type", None) != "LORA":
+        raise UserError(f"peft_config must be a LoraConfig of peft, got a {type(lora).__name__}")
+    targets, plain = lora.target_modules, vars(type(lora)())
+    if not targets or (isinstance(targets, str) and targets != "all-linear"):
+        raise UserError(f"peft_config needs target_modules: names in a list, or 'all-linear', got {targets!r}")
+    others = {name for name, value in vars(lora).items() if value != plain.get(name)}
+    others -= {*SAME, *OTHERWISE, *FOLLOWING}
+    if isinstance(config, RewardModelConfig) and lora.modules_to_save == ["score"]:
+        others.discard("modules_to_save")  # the head trains in any case
+    if others:
+        raise UserError(f"peft_config has {', '.join(sorted(others))}, which no option of LoRA does here")
+    chosen = {"lora_rank": lora.r, **{name: getattr(lora, name) for name in SAME}}
+    chosen["lora_targets"] = targets if isinstance(targets, str) else ",".join(sorted(targets))
+    for option, value in chosen.items():
+        if getattr(config, option) not in (value, type(config).__dataclass_fields__[option].default):
+            raise UserError(f"{option} is {getattr(config, option)} in the configuration, and {value} in peft_config")
+    return chosen
 
 
 def records(option: str, content: Any) -> Named:
@@ -175,7 +202,7 @@ def named_rewards(option: str, rewards: Any, timeout: float | None) -> str:
         if isinstance(reward, str):
             parts.append(reward)
             continue
-        if isinstance(reward, PreTrainedModel):
+        if isinstance(reward, PreTrainedModel) or hasattr(reward, "peft_config"):
             parts.append(loaded_reward_model(option, reward))
             continue
         if not callable(reward):
@@ -210,23 +237,26 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
         ) from error
 
 
+def refuse_adapters(option: str, model: Any) -> None:
+    if hasattr(model, "peft_config") or any(hasattr(part, "base_layer") for part in model.modules()):
+        raise UserError(f"{option} has adapters: save it and its tokenizer, and name their folder, to merge them")
+
+
 def loaded_reward_model(option: str, model: PreTrainedModel) -> Named:
     """A loaded reward model by the name of where it came from, whose tokenizer it has."""
+    refuse_adapters(option, model)
     if not hasattr(model, "score"):
         raise UserError(f"{option} must be a reward model, with a head `score`, got a {type(model).__name__}")
     if not model.name_or_path:
-        raise UserError(
-            f"{option} is a model that was not loaded from anywhere, so nobody knows its tokenizer: save it"
-        )
+        raise UserError(f"{option} is a model that was not loaded from anywhere, so its tokenizer is unknown: save it")
     return Named(model.name_or_path, LoadedModel(model, tokenizer_of(model)))
 
 
 def loaded_model(model: Any, tokenizer: Any, config: StageConfig) -> Named:
     """A loaded model by the name of where it came from. Raises UserError if no run can begin with it."""
-    if not isinstance(model, PreTrainedModel):
-        merged = ", whose merge_and_unload() gives one" if hasattr(model, "merge_and_unload") else ""
-        kind = type(model).__name__
-        raise UserError(f"model must be a transformers model or what --model takes, got a {kind}{merged}")
+    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        raise UserError(f"model must be a transformers model or what --model takes, got a {type(model).__name__}")
+    refuse_adapters("model", model)
     if any(weight.is_meta for weight in model.parameters()):
         raise UserError("model has no weights: they are on the meta device")
     if changed := own_code(model):

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +20,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastp3o
 from fastp3o import DPOConfig, KTOConfig, P3OConfig, RewardModelConfig, SFTConfig, UserError, train
 from fastp3o.cli import parse
 from fastp3o.generate.config import GenerateConfig
+from fastp3o.models.loading import load_policy
 from fastp3o.training import loop as online
-from tests.fastp3o.runs import assert_equal, config, metrics, weights
+from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
 from tests.fastp3o.together import together
 
 CALLS = 0
@@ -450,7 +453,7 @@ def test_models_that_cannot_train_are_refused(tiny_model, workplace):
         train(settings, **given, model=model)
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-    with pytest.raises(UserError, match="got a PeftModel, whose merge_and_unload"):
+    with pytest.raises(UserError, match="model has adapters: save it and its tokenizer, and name their folder"):
         train(settings, **given, model=adapted)
     assert not Path("run").exists()
 
@@ -541,3 +544,67 @@ def test_the_readmes_ten_lines_train(workplace, tiny_model):
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len(names["result"].history) == 1
+
+
+TUNING = {"output_dir": "run", "batch_size": 4, "report_to": "none", "learning_rate": 0.01, "train_data": "sft.jsonl"}
+
+
+def test_peft_config_trains_merges_and_resumes(tiny_model, workplace):
+    named = {"lora_alpha": 6, "lora_dropout": 0.1, "use_rslora": True}
+    lora = pytest.importorskip("peft").LoraConfig(r=4, target_modules=["v_proj", "q_proj"], **named)
+    settings = SFTConfig(model=tiny_model, **TUNING, epochs=2, save_every=3)
+    train(settings, peft_config=lora)
+    copy_at_save_before("run", "resumed")
+    train(replace(settings, lora_rank=4, lora_targets="q_proj,v_proj", **named, output_dir="resumed", resume=True))
+    assert_equal(weights("run"), weights("resumed"))
+    adapter, name = load_file("run/adapter/adapter_model.safetensors"), "model.layers.0.self_attn.q_proj"
+    down, up = (adapter[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    torch.testing.assert_close(weights("run")[f"{name}.weight"], start[f"{name}.weight"] + 6 / 4**0.5 * up @ down)
+    read = load_policy("run/adapter").model.state_dict()
+    torch.testing.assert_close({key: read[key] for key in weights("run")}, weights("run"))
+
+
+def test_what_of_peft_no_run_takes_is_refused(tiny_model, workplace):
+    peft, model = pytest.importorskip("peft"), AutoModelForCausalLM.from_pretrained(tiny_model)
+    for changes, message in (
+        ({"use_dora": True, "modules_to_save": ["score"]}, "peft_config has modules_to_save, use_dora, which no opt"),
+        ({"target_modules": "x"}, "peft_config needs target_modules: names in a list, or 'all-linear', got 'x'"),
+        ({"lora_alpha": 5}, "lora_alpha is 4.0 in the configuration, and 5 in peft_config"),
+    ):
+        lora = peft.LoraConfig(**({"target_modules": ["q_proj"]} | changes))
+        with pytest.raises(UserError, match=message):
+            train(SFTConfig(model=tiny_model, **TUNING, lora_rank=8, lora_alpha=4.0), peft_config=lora)
+    wrapped = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), peft.LoraConfig())
+    model.add_adapter(peft.LoraConfig())
+    for adapted in (wrapped, wrapped.get_base_model(), model):
+        with pytest.raises(UserError, match="model has adapters: save it and its tokenizer, and name their folder"):
+            train(SFTConfig(model="", **TUNING), model=adapted)
+    with pytest.raises(UserError, match="reward has adapters"):
+        train(without_data(tiny_model, "run"), prompts="prompts.jsonl", reward=wrapped)
+
+
+def test_a_run_begins_with_a_revision_and_says_so(tiny_model, workplace, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--owner--base"
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in {"main": "1" * 40, "older": "2" * 40}.items():
+        older = shutil.copytree(tiny_model, repository / "snapshots" / commit)
+        (repository / "refs" / name).write_text(commit)
+    moved = {name: weight * 1.5 for name, weight in load_file(older / "model.safetensors").items()}
+    save_file(moved, older / "model.safetensors", metadata={"format": "pt"})
+    (older / "chat_template.jinja").write_text("older")
+    config = SFTConfig(model="owner/base", model_revision="older", lora_rank=2, **TUNING)
+    train(config)
+    train(SFTConfig(model=str(older), lora_rank=2, **(TUNING | {"output_dir": "folder"})))
+    assert metrics("run") == metrics("folder")
+    assert Path("run/model/chat_template.jinja").read_text() == "older"
+    assert "- its revision: older" in Path("run/model/README.md").read_text()
+    read = load_policy("run/adapter").model.state_dict()
+    torch.testing.assert_close({key: read[key] for key in weights("run")}, weights("run"))
+    pairs = TUNING | {"train_data": "preferences.jsonl", "eval_data": "preferences.jsonl", "output_dir": "dpo"}
+    train(DPOConfig(model="owner/base", model_revision="2" * 40, **pairs))
+    assert metrics("dpo", "eval.jsonl")[0]["k2"] < 1e-9  # the reference, too
+    with pytest.raises(UserError, match="model_revision is of a hub's repository"):
+        train(config, model=tiny_model)

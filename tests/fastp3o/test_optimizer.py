@@ -1,11 +1,18 @@
 import json
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import AutoConfig, LlamaForCausalLM
 
+from fastp3o import SFTConfig, train
 from fastp3o.config import StageConfig
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.trainable import freeze_below
@@ -14,6 +21,7 @@ from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import PAIRS
+from tests.fastp3o.runs import assert_equal, copy_at_save_before, weights
 
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -243,9 +251,11 @@ def test_without_a_scale_an_infinite_gradient_stops_at_once(dtype):
     assert model.weight.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
 @pytest.mark.parametrize("dtype", NAMES)
-def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype):
-    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype)
+def test_after_a_failure_no_step_moves_anything_until_the_host_reads_of_it(dtype, name):
+    _ = name == "adamw" or pytest.importorskip("bitsandbytes")
+    optimizer = optimizer_for(Weights([1.0, 2.0]), dtype, optimizer=name)
     optimizer.step(backward(optimizer, [1.0, 1.0]))
     optimizer.require_finite()
     optimizer.step(backward(optimizer, [1.0, 1.0]))
@@ -340,3 +350,29 @@ def test_a_submodule_that_explodes_stops_the_step():
     with pytest.raises(NotFiniteError):
         optimizer.require_finite()
     assert model.weight.item() == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_with_8_bit_moments_is_near_adamws_and_resumes_to_the_bit(workplace, tiny_model, tokenizer, precision):
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # so that some tensors are large enough
+    LlamaForCausalLM(AutoConfig.from_pretrained(tiny_model, **sizes)).save_pretrained("larger")
+    tokenizer.save_pretrained("larger")
+    settings = {"train_data": "sft.jsonl", "batch_size": 4, "epochs": 3, "report_to": "none", "save_every": 3}
+    settings |= {"precision": precision, "learning_rate": 0.01, "adam_eps": 1e-3, "max_grad_norm": 0.1}
+    config = SFTConfig(model="larger", output_dir="eight", optimizer="adamw_8bit", **settings)
+    train(config)
+    copy_at_save_before("eight", "resumed")
+    train(replace(config, output_dir="resumed", resume=True))
+    assert_equal(weights("resumed"), weights("eight"))
+    (state,) = Path("resumed").glob("state/*6/*.safetensors")
+    assert {weight.dtype for weight in load_file(state).values()} == {torch.float32, torch.int64, torch.uint8}
+    train(replace(config, output_dir="adamw", optimizer="adamw"))
+    start, exact, eight = load_file("larger/model.safetensors"), weights("adamw"), weights("eight")
+    assert all((eight[name] - exact[name]).norm() < 0.1 * (exact[name] - start[name]).norm() for name in start)
+
+
+def test_8_bit_moments_without_bitsandbytes_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastp3o.adamw_8bit", None)
+    with pytest.raises(UserError, match="--optimizer adamw_8bit needs bitsandbytes: pip install"):
+        optimizer_for(Weights([1.0]), torch.float32, optimizer="adamw_8bit")

@@ -22,7 +22,7 @@ BOUNDED = {
     "kl_coef length_penalty length_penalty_after log_rollouts log_rollouts_prompts lora_rank min_gap "
     "missing_eos_penalty ngram_penalty nll_weight odds_weight overlong_margin prompts_per_minibatch "
     "reference_every reward_clip reward_retries rounds_ahead sampler_ratio_cap samples_every "
-    "save_every save_minutes seed shard_size tau top_k trainable_layers value_coef warmup_steps "
+    "save_every save_minutes seed sft_coef shard_size tau top_k trainable_layers value_coef warmup_steps "
     "weight_decay",
     "above 0": "adam_eps beta clip_high clip_range critic_learning_rate desirable_weight eta kl_coef "
     "learning_rate lora_alpha max_grad_norm ptx_coef reward_timeout rollout_memory step_kl_coef "

@@ -372,3 +372,20 @@ def test_a_folder_for_a_reference_that_is_not_there_is_a_warning(workplace, tiny
     run("simpo", "run", tiny_model, reference_logprobs="shared")
     assert "warning: --reference_logprobs does nothing: --objective simpo has no reference" in capsys.readouterr().out
     assert not Path("shared").exists()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "apo_zero", "apo_down", "discopop"])
+def test_sft_coef_adds_the_mean_nll_of_chosen_tokens(objective, workplace, tiny_model, other_model, tokenizer):
+    named = {"reference": other_model} if OFFLINE_OBJECTIVES[objective].anchor else {}
+    policy, reference = (AutoModelForCausalLM.from_pretrained(name).double() for name in (tiny_model, other_model))
+    examples, _ = load_preferences("preferences.jsonl", tokenizer, **LENGTHS)
+    nats = [-plain_logprob(policy, e["prompt_ids"], e["chosen_ids"]) / len(e["chosen_ids"]) for e in examples]
+    nll = torch.stack(nats).mean()
+    value = pairs_loss(objective, policy, reference, tokenizer) + 0.5 * nll
+    value.backward()
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in policy.parameters()])
+    for name, packing in (("split", {"tokens_per_row": 60}), ("whole", {"share_prompts": False})):
+        run(objective, name, tiny_model, batch_size=8, sft_coef=0.5, **packing, **named)
+        (line,) = metrics(name)
+        expected = {"loss": value.item(), "sft_loss": nll.item(), "grad_norm": norm.item()}
+        assert {key: line[key] for key in expected} == pytest.approx(expected, rel=1e-5)
