@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
@@ -76,7 +76,7 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, c
 def test_a_run_that_is_cut_anywhere_ends_with_the_bits_of_an_unbroken_one(workplace, tiny_model):
     generate(config(tiny_model, "whole"))
     samples, kept = contents("whole")
-    for cut in (0, 1, 500, samples.index(b'"number": 3') - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
+    for cut in (0, samples.index(b'"number": 3') - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
         Path("whole/samples.jsonl").write_bytes(samples[:cut])
         Path("whole/kept.jsonl").unlink(missing_ok=True)
         generate(config(tiny_model, "whole", resume=True))
@@ -96,48 +96,31 @@ def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monke
     assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"seed": 1}, {"temperature": 0.5}, {"responses_per_prompt": 5}, {"limit": 3}),
-        *({"rollout_batch_size": 4}, {"rollout_memory": 0.5}),
-    ],
-)
-def test_samples_of_something_else_are_not_gone_on_with(workplace, tiny_model, changes):
+def test_samples_of_something_else_or_of_nothing_known_are_not_gone_on_with(workplace, tiny_model):
     generate(config(tiny_model, "run"))
     before = contents("run")
-    with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
-        generate(config(tiny_model, "run", resume=True, **changes))
+    for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
+        with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
+            generate(config(tiny_model, "run", resume=True, **changes))
+    unknown = r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
+    for content in (None, b"", b"{}"):
+        Path("run/manifest.json").unlink()
+        if content is not None:
+            Path("run/manifest.json").write_bytes(content)
+        with pytest.raises(CorruptStateError, match=unknown):
+            generate(config(tiny_model, "run", resume=True))
+        Path("run/manifest.json").touch()
     assert contents("run") == before
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}"])
-def test_samples_of_which_nothing_tells_what_they_are_stay_as_they_are(workplace, tiny_model, content):
-    generate(config(tiny_model, "run"))
-    before = contents("run")
-    Path("run/manifest.json").unlink()
-    if content is not None:
-        Path("run/manifest.json").write_bytes(content)
-    with pytest.raises(
-        CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
-    ):
-        generate(config(tiny_model, "run", resume=True))
-    assert contents("run") == before
-
-
-def test_messages_stay_messages(workplace, tiny_model, tokenizer):
-    model = Path("chat")
-    model.mkdir()
-    for file in Path(tiny_model).iterdir():
-        (model / file.name).symlink_to(file)
+def test_messages_stay_messages(workplace, tiny_model):
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("chat")
     chat = AutoTokenizer.from_pretrained(tiny_model)
     chat.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).unlink()
-    chat.save_pretrained(model)
+    chat.save_pretrained("chat")
     asked = [{"role": "user", "content": "Grüß Gott " + "so " * 40}]  # its beginning is truncated for the policy
     Path("chat.jsonl").write_text(json.dumps({"messages": [*asked, {"role": "assistant", "content": "Ho"}]}) + "\n")
     generate(config("chat", "run", prompts="chat.jsonl", keep="all"))
@@ -151,22 +134,18 @@ def test_settings_of_the_sampler_are_those_of_the_responses(workplace, tiny_mode
     """With almost no temperature all responses to a prompt are the most likely one."""
     generate(config(tiny_model, "cold", temperature=1e-4))
     assert all(len(set(line["responses"])) == 1 for line in records("cold", "samples.jsonl"))
-    generate(config(tiny_model, "warm"))
-    assert all(len(set(line["responses"])) > 1 for line in records("warm", "samples.jsonl"))
 
 
-def test_a_reward_that_is_not_finite_stops_it_and_the_batches_before_stay(workplace, tiny_model):
+def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):
     with pytest.raises(NotFiniteError, match="a reward is NaN or infinite"):
         generate(config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call"))
     assert [line["number"] for line in records("run", "samples.jsonl")] == list(range(6))
     assert not Path("run/kept.jsonl").exists()
     release(Path("run"))
-
-
-def test_nothing_kept_is_an_error_that_says_what_there_was(workplace, tiny_model):
-    with pytest.raises(ValueError, match=r"nothing of 32 responses is kept by --keep rest: rewards go from .*--resume"):
-        generate(config(tiny_model, "run", keep="rest", threshold=1e6))
-    assert not list(Path("run").glob("kept*"))
+    nothing = r"nothing of 32 responses is kept by --keep rest: rewards go from .*--resume"
+    with pytest.raises(ValueError, match=nothing):
+        generate(config(tiny_model, "other", keep="rest", threshold=1e6))
+    assert not list(Path("other").glob("kept*"))
 
 
 KILLS = """
