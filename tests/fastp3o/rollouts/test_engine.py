@@ -129,26 +129,3 @@ def test_steps_look_no_further_than_slots_that_work():
     lengths = [len(response) for group in ids for response in group]
     assert len(widths) == max(lengths)
     assert sum(lengths) <= sum(widths) < 0.9 * len(lengths) * max(lengths)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_on_a_gpu_a_graph_gives_what_single_steps_give(family):
-    policy = PackedModel(random_model(family).to("cuda"))
-    expected, _ = sample(policy)
-    engine = make_engine(policy, graph=True)
-    keys = response_keys(3, torch.arange(len(PROMPTS)), K)
-    assert engine.run(PROMPTS, keys)[0] == expected
-    graph = engine.graph.graph
-    assert graph is not None
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.mul_(1.1)
-    moved, _ = sample(policy)
-    assert moved != expected
-    assert engine.run(PROMPTS, keys)[0] == moved
-    assert engine.graph.graph is graph
-    policy.model.to("cpu")
-    policy.model.to("cuda")
-    engine.release_memory()
-    assert engine.run(PROMPTS, keys)[0] == moved
