@@ -105,30 +105,18 @@ class StandIn(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def cut(choices: list[dict]) -> list[dict]:
-    """As with a --max-model-len that has no room for more."""
-    first = choices[0] | {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
-    return [first, *choices[1:]]
-
-
-def without_a_logprob(choices: list[dict]) -> list[dict]:
-    return [choice | {"logprobs": {"token_logprobs": choice["logprobs"]["token_logprobs"][1:]}} for choice in choices]
-
-
-def off(choices: list[dict]) -> list[dict]:
-    """Log-probs of other weights."""
-    return [
-        choice | {"logprobs": {"token_logprobs": [value - 0.5 for value in choice["logprobs"]["token_logprobs"]]}}
-        for choice in choices
-    ]
+def changed(choice: dict, ids: list[int], logprobs: list[float]) -> dict:
+    return choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
 
 
 FAULTS = {
-    "cut": cut,
-    "one too few": lambda choices: choices[1:],
-    "without a log-prob": without_a_logprob,
-    "off": off,
-    "aborted": lambda choices: [choice | {"finish_reason": "abort"} for choice in choices],
+    # As with a --max-model-len that has no room for more.
+    "cut": lambda choices: [changed(choices[0], [5], [-1.0]), *choices[1:]],
+    # Log-probs of other weights.
+    "off": lambda choices: [
+        changed(choice, choice["token_ids"], [value - 0.5 for value in choice["logprobs"]["token_logprobs"]])
+        for choice in choices
+    ],
     "reversed": lambda choices: choices[::-1],
 }
 
@@ -190,3 +178,9 @@ def standing_in(folder: str, **options) -> Iterator[StandIn]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def served_by(*servers: StandIn) -> dict[str, Any]:
+    """The settings of a run whose responses come from these servers."""
+    urls = ",".join(server.url for server in servers)
+    return {"sampler": "vllm", "vllm_url": urls, "vllm_time_limit": 60.0}
