@@ -3,7 +3,6 @@
 from math import log
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fastp3o.evaluation.calibration import calibration, calibration_error, judged, wilson_interval
@@ -25,17 +24,6 @@ def test_pairs_count_from_the_side_of_the_higher_score_and_equal_scores_as_half_
     assert (even.predicted, even.observed) == (0.5, 0.5)
     (certain,) = calibration([1e3, 800.0])
     assert (certain.predicted, certain.observed) == (1.0, 1.0)
-
-
-def test_draws_of_the_model_itself_are_calibrated_and_those_of_a_surer_one_are_not():
-    random = np.random.default_rng(0)
-    truth = random.normal(scale=2, size=20_000)
-    signs = np.where(random.random(truth.size) < 1 / (1 + np.exp(-truth)), 1, -1)
-    bins = calibration((signs * truth).tolist())
-    assert len(bins) == 10
-    assert calibration_error(bins) < 0.01
-    assert all(b.low < b.predicted < b.high for b in bins[1:8])
-    assert calibration_error(calibration((3 * signs * truth).tolist())) > 0.08
 
 
 def test_wilsons_interval_is_that_of_the_literature():

@@ -116,15 +116,7 @@ def test_the_last_mark_of_a_finished_answer_counts(text):
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b'{"choices": []}',
-        b'{"error": {"message": "overloaded"}}',
-        b'["choices"]',
-        b'{"choices": [{"message": "text"}]}',
-        b"[" * 100_000,
-        b"\xff\xfe\x00",
-    ],
-    ids=lambda body: str(body[:20]),
+    [b'{"choices": []}', b'{"error": 1}', b'["choices"]', b'{"choices": [{"message": "a"}]}', b"[" * 99_999, b"\xff"],
 )
 def test_what_is_no_chat_completion_may_be_asked_for_again(body):
     with pytest.raises(ValueError, match="which is not a chat completion") as refused:

@@ -73,24 +73,22 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, c
     assert min(line["margin"] for line in records("pairs")) > 0.5
 
 
-def test_a_run_that_is_cut_anywhere_ends_with_the_bits_of_an_unbroken_one(workplace, tiny_model):
-    generate(config(tiny_model, "whole"))
-    samples, kept = contents("whole")
-    for cut in (0, samples.index(b'"number": 3') - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
-        Path("whole/samples.jsonl").write_bytes(samples[:cut])
-        Path("whole/kept.jsonl").unlink(missing_ok=True)
-        generate(config(tiny_model, "whole", resume=True))
-        assert contents("whole") == [samples, kept], cut
-
-
-def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):
+def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing_and_has_the_bits_of_an_unbroken_one(
+    workplace, tiny_model, monkeypatch, capsys
+):
     generate(config(tiny_model, "run"))
     samples, kept = contents("run")
     fourth = samples.index(b'{"number": 3')
-    Path("run/samples.jsonl").write_bytes(samples[:fourth].replace(b'"rewards": [', b'"rewards": [ ') + b"no line\n")
+    for cut in (0, fourth - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
+        Path("run/samples.jsonl").write_bytes(samples[:cut])
+        Path("run/kept.jsonl").unlink(missing_ok=True)
+        generate(config(tiny_model, "run", resume=True))
+        assert contents("run") == [samples, kept], cut
+    marked = samples.replace(b'"rewards": [', b'"rewards": [ ', 3)
+    Path("run/samples.jsonl").write_bytes(marked[: fourth + 3] + b"no line\n")
     generate(config(tiny_model, "run", resume=True))
     assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
-    assert contents("run") == [samples.replace(b'"rewards": [', b'"rewards": [ ', 3), kept]
+    assert contents("run") == [marked, kept]
     # Nothing is sampled again, and no model loaded, where only what is kept is another.
     monkeypatch.setattr(loop, "load_models", None)
     assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
@@ -128,12 +126,6 @@ def test_messages_stay_messages(workplace, tiny_model):
     assert all(line["completion"][0].keys() == {"role", "content"} for line in records("run"))
     examples, _ = load_demonstrations("run/kept.jsonl", chat, max_prompt_tokens=32, max_response_tokens=9)
     assert len(examples) == len(records("run")) >= 2
-
-
-def test_settings_of_the_sampler_are_those_of_the_responses(workplace, tiny_model):
-    """With almost no temperature all responses to a prompt are the most likely one."""
-    generate(config(tiny_model, "cold", temperature=1e-4))
-    assert all(len(set(line["responses"])) == 1 for line in records("cold", "samples.jsonl"))
 
 
 def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):

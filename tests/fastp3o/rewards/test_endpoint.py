@@ -13,7 +13,7 @@ from email.utils import formatdate
 import pytest
 
 from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, retry_after_seconds
-from tests.fastp3o.local_server import Handler, Reply, Server, always, serving, time_limit
+from tests.fastp3o.local_server import Reply, Server, always, serving, time_limit
 
 VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
 FINE = Reply(body=b"3")
@@ -96,15 +96,6 @@ def test_retry_after_is_seconds_a_date_or_nonsense():
     assert retry_after_seconds(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=2)
     of_no_date = "Mon, 01 Jan 2020 00:00:00 +99999999999999999999"
     assert [retry_after_seconds(header) for header in (None, "soon", "-1", formatdate(0), "", of_no_date)] == [0] * 6
-
-
-def test_requests_share_a_connection_and_keep_no_cookie(server, monkeypatch):
-    monkeypatch.setattr(Handler, "protocol_version", "HTTP/1.1")
-    server.reply = always(body=b"3", headers={"Set-Cookie": "a=b"})
-    for _ in range(3):
-        ask(server.url)
-    assert len(server.clients) == 1
-    assert not any("Cookie" in headers for headers in server.headers)
 
 
 def test_a_running_event_loop_as_in_a_notebook_is_no_obstacle(server):

@@ -1,12 +1,9 @@
-"""What else samples: two processes, generation, win rates, evaluations of preference training."""
+"""What else samples: two processes, generation, evaluations of preference training."""
 
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from fastp3o.evaluation.win_rates import WinRateConfig, responses_of_all
 from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.objectives.preferences import DPOConfig
@@ -17,8 +14,6 @@ from tests.fastp3o.together import together
 from tests.fastp3o.training.test_distributed import FP32, ONLINE, furthest
 
 RUNS = Path(__file__).parents[2] / "training" / "runs_of_a_process.py"
-SAMPLES = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "max_prompt_tokens": 32}
-SAMPLES |= {"max_response_tokens": 6, "temperature": 0.7}  # at which no log-probs are needed
 
 
 def run(folder: str, tiny_model: str, *servers, processes: int = 2, **changes):
@@ -53,7 +48,9 @@ def test_a_server_of_one_process_ends_both(workplace, tiny_model):
 
 
 def test_generation_keeps_what_servers_sample(workplace, tiny_model):
-    settings = SAMPLES | {"model": tiny_model, "rollout_batch_size": 3, "keep_unfinished": True}
+    settings = {"prompts": "prompts.jsonl", "reward": "rewards_for_tests:varied", "rollout_batch_size": 3}
+    settings |= {"model": tiny_model, "max_prompt_tokens": 32, "max_response_tokens": 6, "keep_unfinished": True}
+    settings["temperature"] = 0.7  # at which no log-probs are needed
     with standing_in(tiny_model) as first, standing_in(tiny_model) as second:
         done = generate(GenerateConfig(output_dir="one", **settings, **served_by(first)))
         generate(GenerateConfig(output_dir="two", **settings, **served_by(first, second)))
@@ -62,20 +59,6 @@ def test_generation_keeps_what_servers_sample(workplace, tiny_model):
     # The weights stay, so they go to each server once a run.
     assert first.paths().count("/collective_rpc") == 2
     assert second.paths().count("/collective_rpc") == 1
-
-
-def test_win_rates_have_each_checkpoint_served_in_turn(workplace, tiny_model, tokenizer):
-    other = AutoModelForCausalLM.from_pretrained(tiny_model)
-    for parameter in other.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    other.save_pretrained("other")
-    tokenizer.save_pretrained("other")
-    with standing_in(tiny_model) as server:
-        settings = SAMPLES | {"first": tiny_model, "second": "other"} | served_by(server)
-        first, second = responses_of_all(WinRateConfig(**settings))
-        again, _ = responses_of_all(WinRateConfig(**settings))
-    assert [group.responses for group in first.groups] == [group.responses for group in again.groups]
-    assert [group.responses for group in first.groups] != [group.responses for group in second.groups]
 
 
 def test_evaluations_of_preference_training_are_of_the_weights_so_far(workplace, tiny_model):

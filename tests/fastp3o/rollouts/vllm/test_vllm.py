@@ -1,11 +1,9 @@
 """Runs with a real vLLM server, on a CPU: `bash scripts/test_vllm.sh`. A server takes a minute or more to start."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,19 +160,3 @@ def test_a_tied_model_is_refused_where_the_server_keeps_the_first_output_layer(w
     with serving(tied, tmp_path) as server, pytest.raises(OtherWeightsError, match="update 2"):
         train(served(tied, "run", server, learning_rate=3e-2))
     assert [step["step"] for step in metrics("run")] == [1]
-
-
-def test_a_server_that_is_killed_within_a_round_ends_the_run_with_its_state(workplace, untied, tmp_path):
-    with serving(untied, tmp_path) as server:
-
-        def kill_in_the_third_update() -> None:
-            written = Path("run/metrics.jsonl")
-            while not written.exists() or len(written.read_text().splitlines()) < 2:
-                time.sleep(0.01)
-            server.kill()
-
-        threading.Thread(target=kill_in_the_third_update, daemon=True).start()
-        with pytest.raises(EndpointError, match=r"update \d: .* --resume goes on"):
-            train(served(untied, "run", server, updates=200))
-    done = len(metrics("run"))
-    assert json.loads(Path(f"run/state/step-{done:06}/manifest.json").read_text())["step"] == done
