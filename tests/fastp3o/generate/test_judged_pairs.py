@@ -109,14 +109,8 @@ def test_an_endpoints_verdicts_are_kept_and_not_asked_for_again(workplace, tiny_
     run(lambda asked: Reply(body=says("[[A]]" if "tree" in asked.prompt else "no idea")), undecided, resume=True)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reward": None}, "--keep best keeps responses by their rewards: give --reward"),
-        (JUDGED, "--keep judged asks a judge: give --judge, or --judge_url with --judge_model"),
-        ({"judge": "m:f", "responses_per_prompt": 1, **JUDGED}, "--responses_per_prompt must be at least 2 for pairs"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        config("m", "run", **changes)
+def test_what_keeps_responses_must_be_there():
+    with pytest.raises(ValueError, match="--keep best keeps responses by their rewards: give --reward"):
+        config("m", "run", reward=None)
+    with pytest.raises(ValueError, match="--keep judged asks a judge: give --judge, or --judge_url with --judge_model"):
+        config("m", "run", **JUDGED)

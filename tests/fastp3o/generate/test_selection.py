@@ -38,21 +38,15 @@ def test_pairs_apart_are_those_of_rs_dpo(rewards, tau, eta):
 
 def rejection_sampling_of_rso(texts, rewards, beta, count, random) -> list[str]:
     """Algorithm 1 of arXiv 2309.06657, on a dictionary of the candidates."""
-    candidates = {}
-    for text, reward in zip(texts, rewards, strict=True):
-        candidates.setdefault(text, reward)
+    candidates = dict(reversed(list(zip(texts, rewards, strict=True))))
+    candidates = {text: candidates[text] for text in texts}
     chosen: list[str] = []
     while candidates and len(chosen) < count:
-        highest, removed = max(candidates.values()), []
-        for text, reward in candidates.items():
-            if random.random() >= np.exp((reward - highest) / beta):
-                continue
-            chosen.append(text)
-            removed.append(text)
-            if len(chosen) == count:
-                break
-        for text in removed:
-            candidates.pop(text)
+        highest = max(candidates.values())
+        for text, reward in list(candidates.items()):
+            if len(chosen) < count and random.random() < np.exp((reward - highest) / beta):
+                chosen.append(text)
+                candidates.pop(text)
     return chosen
 
 
@@ -80,8 +74,7 @@ def test_random_pairs_are_disjoint_and_the_higher_reward_is_better(order, reward
     assert len(set(members)) == len(members)
     assert set(members) <= set(chosen)
     assert all(rewards[better] > rewards[worse] for better, worse in pairs)
-    apart = pairs_at_random(chosen, list(range(6)), np.random.default_rng(seed))
-    assert len(apart) == 2
+    assert len(pairs_at_random(chosen, list(range(6)), np.random.default_rng(seed))) == 2
 
 
 @pytest.mark.parametrize(
