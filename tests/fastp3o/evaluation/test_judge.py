@@ -215,9 +215,8 @@ def test_an_unfinished_last_line_is_asked_again(tmp_path, length):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ('{"prompt": "my data"}\n', 1),
         ('{"key": "k", "verdict": "tie"}\n{"key": "k", "verdict": "both"}\n', 2),
-        ('{"key": "k", "verdict": "tie"}\n[1]\n', 2),
+        ("[1]\n", 1),
         ('{"key": "k", "verdict": "tie"}\n{"prompt": "without end"}', 2),
     ],
 )

@@ -76,16 +76,6 @@ def test_tasks_that_differ_do_not_widen_the_interval():
     assert interval([apart.ravel()]).high - interval([apart.ravel()]).low > 50
 
 
-def test_more_comparisons_widen_the_interval_in_its_shape():
-    values = [np.random.default_rng(2).exponential(size=8)]
-    one, many = interval(values), interval(values, comparisons=20)
-    assert many.low < one.low < one.mean < one.high < many.high
-    assert (many.high - many.mean) / (many.mean - many.low) == pytest.approx(
-        (one.high - one.mean) / (one.mean - one.low)
-    )
-    assert interval(values) == one, "the same values give the same interval"
-
-
 def test_too_few_seeds_have_a_mean_and_no_interval():
     assert interval([[1.0, 3.0]]) == (2.0, -math.inf, math.inf, 2)
     assert interval([[1.0], [3.0, 3.0, 3.0, 3.0]])[1:3] == (-math.inf, math.inf)

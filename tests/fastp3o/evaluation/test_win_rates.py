@@ -114,12 +114,6 @@ def test_all_pairs_have_the_rates_that_each_has_alone(workplace, tiny_model, mon
         assert text in printed
 
 
-def test_an_output_that_is_a_folder_is_refused_before_anything_is_sampled(workplace):
-    Path("folder").mkdir()
-    with pytest.raises(UserError, match="--output folder is a folder"):
-        play(first="a", second="b", output="folder")
-
-
 def test_different_texts_of_a_prompt_are_refused(workplace, tiny_model):
     Path("messages.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Say tree:"}]}) + "\n")
     for name, end in (("plain", ""), ("loud", "!")):

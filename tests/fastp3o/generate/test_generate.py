@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,7 @@ from fastp3o.run.folder import release
 from fastp3o.run.manifest import CorruptStateError, ResumeError
 from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.together import together
-from tests.fastp3o.torchrun import ROOT
 
-SCRIPT = ROOT / "scripts" / "generate.py"
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 SETTINGS = {
     "prompts": "prompts.jsonl",  # eight of them
@@ -41,7 +37,7 @@ def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
 
 def flags(tiny_model: str, folder: str, reward: str) -> list[str]:
     settings = SETTINGS | {"model": tiny_model, "output_dir": folder, "reward": reward}
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return ["generate.py", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
 
 
 def records(folder: str, name: str = "kept.jsonl") -> list[dict]:
@@ -155,23 +151,16 @@ def kills(prompts, responses):
 def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
     """Eight prompts are three batches: two processes share them unevenly. The reward model is spread over them."""
     Path("killing.py").write_text(KILLS)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
-    model.save_pretrained("judge")
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("judge")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
     begun, fresh, judged = (
         flags(tiny_model, *run)
         for run in (("begun", "killing:kills"), ("fresh", "rewards_for_tests:varied"), ("judged", "judge"))
     )
-    killed = subprocess.run(
-        [sys.executable, str(SCRIPT), *begun],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), "."])},
-        capture_output=True,
-        timeout=300,
-    )
+    killed = together(RUNS, *begun, processes=1)
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6
-    script = SCRIPT.name
-    done = together(RUNS, script, *begun, "--resume", "+", script, *fresh, "+", script, *judged)
+    done = together(RUNS, *begun, "--resume", "+", *fresh, "+", *judged)
     assert done.returncode == 0, done.stdout
     assert "resuming on another number of processes: 1 before, 2 now" in done.stdout
     assert contents("begun") == contents("fresh")
@@ -193,8 +182,8 @@ def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workp
         return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
 
     with serving("/score", reply, lambda body, number: body) as server:
-        runs = ([SCRIPT.name, *flags(tiny_model, folder, server.url)] for folder in ("whole", "stopped"))
-        done = together(RUNS, *next(runs), "+", *next(runs))
+        whole, stopped = (flags(tiny_model, folder, server.url) for folder in ("whole", "stopped"))
+        done = together(RUNS, *whole, "+", *stopped)
     assert len(records("whole", "samples.jsonl")) == 8
     assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
     assert done.returncode != 0

@@ -25,13 +25,10 @@ def test_a_sum_is_scored_with_its_parts_and_a_single_reward_alone(rollouts):
     assert values["reward"].tolist() == total(rollouts).tolist() == [[0.5, 2.0], [3.0, 3.0]]
     assert values["reward/b:g"].tolist() == second(rollouts).tolist()
     assert rewarded({"reward": first}, rollouts).keys() == {"reward"}
-
-
-def test_a_reward_that_is_only_watched_counts_for_nothing(rollouts):
-    def not_finite(rollouts):
-        return torch.tensor([[torch.nan, 1], [torch.inf, 0]])
-
-    assert torch.equal(WeightedSum({"a:f": first, "b:g": not_finite}, [1.0, 0.0])(rollouts), first(rollouts))
+    # A reward that is only watched counts for nothing.
+    not_finite = torch.tensor([[torch.nan, 1], [torch.inf, 0]])
+    watched = WeightedSum({"a:f": first, "b:g": lambda rollouts: not_finite}, [1.0, 0.0])
+    assert torch.equal(watched(rollouts), first(rollouts))
 
 
 @pytest.mark.parametrize("reward", [first, WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])])

@@ -115,15 +115,3 @@ def test_one_engine_serves_batches_smaller_than_its_room_and_follows_the_weights
     ids, logprobs = engine.run(PROMPTS, keys)
     assert ids != expected
     assert largest_difference(policy, ids, logprobs) < 2e-5
-
-
-def test_steps_look_no_further_than_slots_that_work():
-    policy = PackedModel(random_model("llama"))
-    engine = make_engine(policy)
-    widths = []
-    step = engine.step
-    engine.step = lambda: (widths.append(len(engine.queue.response)), step())
-    ids, _ = engine.run(PROMPTS, response_keys(3, torch.arange(len(PROMPTS)), K))
-    lengths = [len(response) for group in ids for response in group]
-    assert len(widths) == max(lengths)
-    assert sum(lengths) <= sum(widths) < 0.9 * len(lengths) * max(lengths)

@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean, stdev
 
 import httpx
 import pytest
@@ -15,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from fastp3o.endpoint import EndpointError
 from fastp3o.rollouts.vllm.servers import OtherWeightsError, Servers
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config, metrics
@@ -89,40 +87,17 @@ def test_log_probs_stay_the_policys_over_reloads_and_equal_seeds_give_equal_runs
         assert one["reward"] == pytest.approx(two["reward"], abs=1e-5)
 
 
-def test_rewards_rise_as_with_the_engine(workplace, model, url):
-    """The two draw other random numbers: ends of runs differ by no more than seeds do."""
-    ends: dict[str, list[float]] = {"engine": [], "vllm": [], "ahead": []}
-    for seed in range(3):
-        longer = {"updates": 16, "seed": seed, "responses_per_prompt": 4}
-        train(config(model, f"engine{seed}", **longer))
-        train(served(model, f"vllm{seed}", url, **longer))
-        train(served(model, f"ahead{seed}", url, rounds_ahead=1, **longer))
-        for name in ends:
-            ends[name].append(fmean(step["reward"] for step in metrics(f"{name}{seed}")[-4:]))
-    begin = fmean(metrics(f"engine{seed}")[0]["reward"] for seed in range(3))
-    spread = max(stdev(rewards) for rewards in ends.values())
-    assert min(fmean(rewards) for rewards in ends.values()) > begin
-    for name in ("vllm", "ahead"):
-        assert abs(fmean(ends[name]) - fmean(ends["engine"])) < 4 * spread / 3**0.5 + 0.02, ends
-
-
-@pytest.mark.parametrize("damage", ["cut", "lacks a layer"])
-def test_a_damaged_folder_ends_the_run(workplace, model, url, monkeypatch, damage):
-    """A cut file is refused by the server. It loads a folder without a layer, which the probe finds."""
+def test_a_folder_that_lacks_a_layer_which_the_server_loads_ends_the_run(workplace, model, url, monkeypatch):
     load = Servers.load
 
     def damaged(servers: Servers, folder: str) -> None:
         file = Path(folder, "model.safetensors")
-        if damage == "cut":
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        else:
-            kept = {name: weight for name, weight in load_file(file).items() if "layers.1" not in name}
-            save_file(kept, file)
+        save_file({name: weight for name, weight in load_file(file).items() if "layers.1" not in name}, file)
         load(servers, folder)
 
     train(served(model, "before", url, updates=2, learning_rate=3e-2))  # leaves other weights on the server
     monkeypatch.setattr(Servers, "load", damaged)
-    with pytest.raises(EndpointError if damage == "cut" else OtherWeightsError):
+    with pytest.raises(OtherWeightsError):
         train(served(model, "run", url))
     monkeypatch.setattr(Servers, "load", load)
     train(served(model, "after", url, updates=1))  # a good folder heals it
