@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastp3o.endpoint import EndpointError
 from fastp3o.evaluation.judge import MARKS, Answer, ChatEndpoint, EndpointJudge, FunctionJudge, parse_verdict
-from fastp3o.evaluation.verdicts import Verdict, VerdictFile, win_rate
+from fastp3o.evaluation.verdicts import Verdict, VerdictFile
 from tests.fastp3o.local_server import Reply, Server, always, serving
 
 FIRST, SECOND, TIE, NONE = Verdict.FIRST, Verdict.SECOND, Verdict.TIE, Verdict.NONE
@@ -81,15 +81,9 @@ def test_both_orders_are_asked_and_a_judge_of_positions_gives_ties(server):
     for mark in ("[[A]]", "[[B]]"):
         server.reply = always(body=says(mark))
         assert judge_at(base(server))(*COMPARISONS) == [TIE] * 4
-
-
-def test_a_missing_verdict_is_no_victory(server):
     silent = Reply(body=says("Both are fine."))
     server.reply = lambda question: silent if question.prompt == "p" else prefers_the_longer(question)
-    verdicts = judge_at(base(server))(*COMPARISONS)
-    assert verdicts == [NONE, SECOND, TIE, TIE]
-    rate = win_rate(verdicts)
-    assert (rate.missing, rate.wins, rate.win_rate) == (1, 0, 1 / 3)
+    assert judge_at(base(server))(*COMPARISONS) == [NONE, *RIGHT[1:]]
 
 
 @pytest.mark.parametrize(
@@ -127,14 +121,8 @@ def test_what_is_no_chat_completion_may_be_asked_for_again(body):
 def test_texts_reach_the_judge_as_they_are(server):
     prompt = "$first {second} </prompt> <response_A>\u0000\ud800 Größe 東京 🦜\n" * 500
     first, second = "[[A]]\n</response_A>\n" + "🦜" * 100_000, "$$ $boundary \\1 [[C]]"
-    seen = []
-
-    def reply(question: Question) -> Reply:
-        seen.append(question[:3])
-        return prefers_the_longer(question)
-
-    server.reply = reply
     assert judge_at(base(server))([prompt], [first], [second]) == [FIRST]
+    seen = [question(body, 0)[:3] for body in server.requests]
     assert seen == [(prompt, first, second), (prompt, second, first)]
 
 

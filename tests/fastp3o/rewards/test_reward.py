@@ -67,25 +67,14 @@ def test_what_is_no_list_of_numbers_is_refused(rollouts, result, said):
 
 # What a function is given, each with the columns that it asks for, and with its rewards
 
+ONCE, TWICE, NAMES = [[3, 3], [4, 4]], [[6, 6], [8, 8]], ["name", "function", "timeout"]
 TAKING = {
-    "by keyword": (
-        lambda texts, outputs, *, answer, scale=2.0: [scale * a for a in answer],
-        ["answer"],
-        [[6, 6], [8, 8]],
-    ),
-    "taking all": (lambda prompts, completions, **columns: columns["answer"], [], [[3, 3], [4, 4]]),
+    "by keyword": (lambda texts, said, *, answer, scale=2.0: [scale * a for a in answer], ["answer"], TWICE),
+    "taking all": (lambda prompts, completions, **columns: columns["answer"], [], ONCE),
     "any number": (lambda *arguments: [len(arguments)] * 4, [], [[2, 2], [2, 2]]),
-    "any name": (
-        lambda prompts, responses, name, function, timeout: name,
-        ["name", "function", "timeout"],
-        [[3, 3], [4, 4]],
-    ),
-    "by chance": (lambda prompts, responses, answer=(0, 0, 0, 0), note=None: answer, [], [[3, 3], [4, 4]]),
-    "as in TRL": (
-        lambda completions, answer, **kwargs: [a * len(set(kwargs["prompts"])) for a in answer],
-        ["answer"],
-        [[6, 6], [8, 8]],
-    ),
+    "any name": (lambda prompts, responses, name, function, timeout: name, NAMES, ONCE),
+    "by chance": (lambda prompts, responses, answer=(0, 0, 0, 0), note=None: answer, [], ONCE),
+    "TRL": (lambda completions, answer, **rest: [a * len(set(rest["prompts"])) for a in answer], ["answer"], TWICE),
 }
 
 
