@@ -9,7 +9,7 @@ from fastp3o.evaluation.evaluate import Evaluation
 from fastp3o.models.loading import load_policy
 from fastp3o.models.reference import SecondModel
 from fastp3o.packing.pack import Packing
-from fastp3o.rollouts.groups import lengths
+from fastp3o.rollouts.groups import finished, lengths
 from fastp3o.rollouts.transformers_sampler import TransformersSampler
 from tests.fastp3o.models.model_families import logprobs_alone
 
@@ -37,7 +37,7 @@ def evaluation(tiny_model, tokenizer) -> Evaluation:
     )
 
 
-def test_the_kl_is_the_mean_log_ratio_of_the_samples(evaluation):
+def test_the_kl_is_the_mean_log_ratio_of_the_same_samples_each_time_and_all_are_means_over_prompts(evaluation):
     sampled = []
 
     def recording(*request):
@@ -58,24 +58,9 @@ def test_the_kl_is_the_mean_log_ratio_of_the_samples(evaluation):
     assert metrics["kl"] == pytest.approx(prompt_means.mean().item(), abs=1e-5)
     assert metrics["kl_std"] == pytest.approx(prompt_means.std().item(), abs=1e-5)
     assert metrics["kl"] != 0
-
-
-def test_rewards_lengths_and_missing_ends_are_means_over_prompts(evaluation):
-    metrics = evaluation()
-    assert metrics["reward"] == metrics["response_length"]
-    assert 1 <= metrics["response_length"] <= 5
-    assert 0 <= metrics["missing_eos"] <= 1
+    assert metrics["reward"] == metrics["response_length"] == lengths(groups).mean().item()
+    assert metrics["missing_eos"] == 1 - finished(groups).float().mean().item()
     assert metrics["prompts"] == 3
-    assert metrics.keys() == {
-        "reward",
-        "reward_std",
-        "kl",
-        "kl_std",
-        "response_length",
-        "missing_eos",
-        "prompts",
-    }
-
-
-def test_evaluations_repeat_themselves(evaluation):
-    assert evaluation() == evaluation()
+    means = {"reward", "reward_std", "kl", "kl_std", "response_length", "missing_eos", "prompts"}
+    assert metrics.keys() == means
+    assert evaluation() == metrics

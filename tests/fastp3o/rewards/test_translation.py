@@ -49,16 +49,11 @@ def translated(
     ids=["text", "hostile text", "messages"],
 )
 def test_prompts_and_responses_have_the_ids_that_the_loader_makes(adds, prompt):
-    own = tokenizer(adds, own="<turn>")
+    """Names of special tokens in a response are text."""
+    own, said = tokenizer(adds, own="<turn>"), f" Ho {BOS}<turn>" if isinstance(prompt, str) else " Ho"
     for policy in (tokenizer(), tokenizer("$A", own="<sep>")):
         assert policy.get_vocab() != own.get_vocab()
-        assert translated(policy, own, prompt, " Ho") == loaded(own, prompt, " Ho")[1:]
-
-
-def test_names_of_special_tokens_in_a_response_are_text():
-    own = tokenizer(own="<turn>")
-    said = f" Ho {BOS}<turn>"
-    assert translated(tokenizer(), own, "Hi", said)[1] == loaded(own, "Hi", said)[2]
+        assert translated(policy, own, prompt, said) == loaded(own, prompt, said)[1:]
 
 
 def test_a_name_that_only_the_other_model_has_a_token_for_is_text_in_a_message():

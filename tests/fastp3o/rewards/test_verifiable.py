@@ -1,4 +1,4 @@
-"""Sums with known answers: the data, the reward that reads them, and the stages of the arithmetic quickstart, tiny."""
+"""Sums with known answers, and the rewards of tasks whose answers are known."""
 
 import json
 import runpy
@@ -8,60 +8,27 @@ from pathlib import Path
 import pytest
 
 from fastp3o.rewards.verifiable import exact_match, word_overlap
-from tests.fastp3o.runs import metrics
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_arithmetic.py"
 
 
 def test_the_whole_answer_and_nothing_else_is_a_match():
-    responses = ["42", " 42\n", "42.", "4 2", "", "forty-two", "042"]
-    assert exact_match([""] * 7, responses, [42] * 7) == [1, 1, 0, 0, 0, 0, 0]
+    responses = ["42", " 42\n", "42.", "4 2", "", "042"]
+    assert exact_match([""] * 6, responses, [42] * 6) == [1, 1, 0, 0, 0, 0]
     assert exact_match([""] * 2, ["forty-two", "2.5"], ["forty-two ", 2.5]) == [1, 1]
 
 
-@pytest.fixture
-def script(workplace, monkeypatch):
-    def run(name: str, **flags: object) -> None:
-        arguments = [f"--{flag}={value}" for flag, value in flags.items()]
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        runpy.run_path(str(SCRIPTS / name), run_name="__main__")
-
-    return run
-
-
-def records(name: str) -> list[dict]:
-    return [json.loads(line) for line in Path(name).read_text().splitlines()]
-
-
-def test_every_sum_is_there_in_both_forms(script):
-    script("make_arithmetic.py", output="one/sums.jsonl", largest=12)
-    script("make_arithmetic.py", output="two/sums.jsonl", largest=12)
-    sums = records("one/sums.jsonl")
+def test_every_sum_is_there_in_both_forms_and_in_the_same_order(workplace, monkeypatch):
+    written = []
+    for folder in ("one", "two"):
+        monkeypatch.setattr(sys, "argv", [SCRIPT.name, f"--output={folder}/sums.jsonl", "--largest=12"])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        written.append(Path(folder, "sums.jsonl").read_text())
+    sums = [json.loads(line) for line in written[0].splitlines()]
     forms = {(record["prompt"], record["label"], record["answer"]) for record in sums}
     assert forms == {(f"{a}+{b}=", f"{a + b}{end}", a + b) for a in range(13) for b in range(13) for end in ("", ".")}
     assert len(sums) == len(forms)
-    assert sums == records("two/sums.jsonl")
-
-
-def test_the_stages_of_the_quickstart_run_on_the_sums(script):
-    script("make_arithmetic.py", output="sums.jsonl", largest=1)
-    sizes = {"vocab_size": 258, "hidden_size": 16, "intermediate_size": 16, "layers": 1, "heads": 2, "max_tokens": 32}
-    script("make_tiny_llama.py", text="sums.jsonl", output_dir="init", **sizes)
-    lengths = {"max_prompt_tokens": 8, "max_response_tokens": 4, "report_to": "none"}
-    script("sft.py", model="init", train_data="sums.jsonl", output_dir="sft", batch_size=4, **lengths)
-    script(
-        "p3o.py",
-        model="sft/model",
-        reward="fastp3o.rewards.verifiable:exact_match",
-        prompts="sums.jsonl",
-        eval_prompts="sums.jsonl",
-        output_dir="p3o",
-        updates=1,
-        prompts_per_update=4,
-        samples_every=0,
-        **lengths,
-    )
-    assert all(0 <= line["reward"] <= 1 for line in metrics("p3o", "eval.jsonl"))
+    assert written[0] == written[1]
 
 
 def test_words_overlap_as_in_rouge_1():

@@ -1,6 +1,7 @@
 """Tests when a step is captured, and what a failure leaves; the capture itself needs a GPU."""
 
 from contextlib import contextmanager
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -11,134 +12,74 @@ from fastp3o.rollouts.steps import StepGraph
 DEVICE = torch.device("cuda")
 
 
-class FakeGraph:
-    def __init__(self):
-        self.replays = 0
-
-    def replay(self):
-        self.replays += 1
-
-
-class FakeStream:
-    def __init__(self, device=0):
-        self.waited_for = []
-
-    def wait_stream(self, other):
-        self.waited_for.append(other)
-
-
-class FakeCuda:
-    """What a capture needs of `torch.cuda`. waits: to be called by a step where it waits for the device."""
-
-    Stream, CUDAGraph = FakeStream, FakeGraph
-
-    def __init__(self):
-        self.default_stream = self.current = FakeStream()
-        self.captured = []
-        self.mode = 1
-
-    def current_device(self):
-        return 0
+@pytest.fixture
+def cuda(monkeypatch) -> MagicMock:
+    """What a capture needs of `torch.cuda`; `streams` are those that are entered, `mode` that of waits for a device."""
+    fake = MagicMock(streams=[], mode=1)
 
     @contextmanager
-    def device(self, device):
-        yield
-
-    def current_stream(self):
-        return self.current
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
+    def within(stream):
+        fake.streams.append(stream)
         try:
             yield
         finally:
-            self.current = before
+            fake.streams.pop()
 
-    def get_sync_debug_mode(self):
-        return self.mode
-
-    def set_sync_debug_mode(self, mode):
-        self.mode = {"error": 2}.get(mode, mode)
-
-    def synchronize(self):
-        pass
-
-    @contextmanager
-    def graph(self, graph, stream, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        self.captured.append(graph)
-        with self.stream(stream):
-            yield
-
-    def waits(self):
-        if self.mode == 2:
-            raise RuntimeError("called a synchronizing CUDA operation")
-
-
-@pytest.fixture
-def cuda(monkeypatch) -> FakeCuda:
-    fake = FakeCuda()
+    fake.get_sync_debug_mode.side_effect = lambda: fake.mode
+    fake.set_sync_debug_mode.side_effect = lambda mode: setattr(fake, "mode", mode)
+    fake.stream.side_effect = within
+    fake.graph.side_effect = lambda graph, stream, capture_error_mode: within(stream)
+    fake.CUDAGraph.side_effect = lambda: MagicMock()
     monkeypatch.setattr(steps_module.torch, "cuda", fake)
+    monkeypatch.setattr(steps_module.logger, "warning", fake.warning)
     steps_module.side_stream.cache_clear()
     yield fake
     steps_module.side_stream.cache_clear()
-
-
-@pytest.fixture
-def said(monkeypatch) -> list[str]:
-    warnings: list[str] = []
-    monkeypatch.setattr(steps_module.logger, "warning", warnings.append)
-    return warnings
+    assert (fake.streams, fake.mode) == ([], 1)
 
 
 def test_a_graph_serves_until_a_tensor_moves(cuda):
-    weight, steps = torch.zeros(3), []
-    step_graph = StepGraph(DEVICE)
+    weight, steps, step_graph = torch.zeros(3), [], StepGraph(DEVICE)
 
     def step():
-        steps.append(cuda.current)
+        steps.append(cuda.streams[-1])
 
     advance = step_graph.ready(step, [weight])
     # Two steps as they come, and the one that is captured.
-    assert (len(steps), len(cuda.captured)) == (3, 1)
+    assert (len(steps), cuda.graph.call_count) == (3, 1)
+    first = step_graph.graph
     advance()
     weight.add_(1.0)
     step_graph.ready(step, [weight])()
-    assert (len(steps), cuda.captured[0].replays) == (3, 2)
+    assert (len(steps), first.replay.call_count) == (3, 2)
     weight.data = torch.ones(3)
     step_graph.ready(step, [weight])()
-    assert (len(steps), len(cuda.captured), cuda.captured[1].replays) == (6, 2, 1)
+    assert (len(steps), cuda.graph.call_count, step_graph.graph.replay.call_count) == (6, 2, 1)
     # All captures share a stream, each waits for the work before it, and the work after it for that.
-    (side,) = set(steps)
-    assert side is not cuda.default_stream
-    assert side.waited_for == [cuda.default_stream] * 2
-    assert cuda.default_stream.waited_for == [side] * 2
-    assert (cuda.current, cuda.mode) == (cuda.default_stream, 1)
+    side, before = cuda.Stream.return_value, cuda.current_stream.return_value
+    assert (set(steps), cuda.Stream.call_count) == ({side}, 1)
+    assert side.wait_stream.call_args_list == [call(before)] * 2
+    assert before.wait_stream.call_args_list == [call(side)] * 2
+    assert cuda.graph.call_args.kwargs["capture_error_mode"] == "thread_local"
+    assert cuda.set_sync_debug_mode.call_args_list == [call("error"), call(1)] * 2
 
 
-def test_a_step_that_waits_is_not_captured(cuda, said):
-    steps = []
+def test_a_step_that_waits_is_not_captured(cuda):
+    steps, step_graph = [], StepGraph(DEVICE)
 
     def step():
-        cuda.waits()
+        if cuda.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
         steps.append(None)
 
-    step_graph = StepGraph(DEVICE)
-    assert step_graph.ready(step, []) is step
-    assert step_graph.ready(step, []) is step
-    assert (len(steps), len(cuda.captured)) == (1, 0)
-    assert (cuda.current, cuda.mode) == (cuda.default_stream, 1)
-    (message,) = said
-    assert "without a CUDA graph" in message
-    assert "synchronizing CUDA operation" in message
+    for _ in range(2):
+        assert step_graph.ready(step, []) is step
+    assert (len(steps), cuda.graph.call_count) == (1, 0)
+    cuda.warning.assert_called_once()
+    assert "synchronizing CUDA operation" in cuda.warning.call_args.args[0]
 
 
-def test_the_first_step_is_not_excused(cuda, said):
-    def step():
-        raise MemoryError("none is left")
-
+def test_the_first_step_is_not_excused(cuda):
     with pytest.raises(MemoryError):
-        StepGraph(DEVICE).ready(step, [])
-    assert cuda.current is cuda.default_stream
-    assert not said
+        StepGraph(DEVICE).ready(MagicMock(side_effect=MemoryError), [])
+    cuda.warning.assert_not_called()

@@ -23,7 +23,7 @@ def test_slots_take_responses_in_turn_and_keep_what_they_sample(lengths, slots, 
     for _ in range(100):
         if not queue.working().any():
             break
-        attended = queue.slots(bounds=False)
+        attended, bounded = queue.slots(bounds=False), queue.slots(bounds=True)
         tokens, logprobs = [], []
         for response, step, token in zip(queue.response, queue.steps, queue.tokens, strict=True):
             n, t = int(response), int(step)
@@ -37,7 +37,11 @@ def test_slots_take_responses_in_turn_and_keep_what_they_sample(lengths, slots, 
             tokens.append(END if t + 1 == wanted[n] else 100 * n + 10 + t)
             logprobs.append(-float(t))
         working = queue.response < queue.room.responses
-        assert torch.equal(attended.prompt_lengths[working], queue.response[working] // K + 1)
+        at_work = queue.response[working] // K
+        assert torch.equal(attended.prompt_lengths[working], at_work + 1)
+        assert bounded.prompts == range(int(at_work.min()), int(at_work.max()) + 1)
+        assert bounded.longest_prompt == int(at_work.max()) + 1
+        assert bounded.longest_response == int(queue.steps[working].max()) + 1
         queue.take(torch.tensor(tokens), torch.tensor(logprobs))
         if drops and queue.working().any():
             queue.keep_slots(queue.working().nonzero().squeeze(1))
@@ -49,18 +53,3 @@ def test_slots_take_responses_in_turn_and_keep_what_they_sample(lengths, slots, 
         expected = [100 * n + 10 + t for t in range(min(length, LONGEST) - 1)] + end
         assert ids[n // K][n % K] == expected
         assert logprobs[n // K][n % K] == [-float(t) for t in range(len(expected))]
-
-
-def test_bounds_cover_the_slots_that_work():
-    queue = Queue(Room(4, 9, K, 3, LONGEST), {END}, torch.device("cpu"))
-    queue.fill([[1] * 10, [1, 2], [1, 2, 3], [4]], torch.zeros(4, K, dtype=torch.int64))
-    assert queue.slots(bounds=True).prompts == range(2)
-    # The first ends at once: response 3, of the second prompt, is next.
-    queue.take(torch.tensor([END, 1, 1]), torch.zeros(3))
-    bounded = queue.slots(bounds=True)
-    assert queue.response.tolist() == [3, 1, 2]
-    assert (bounded.prompts, bounded.longest_prompt, bounded.longest_response) == (range(2), 9, 2)
-    queue.take(torch.tensor([1, END, 1]), torch.zeros(3))
-    bounded = queue.slots(bounds=True)
-    assert queue.response.tolist() == [3, 4, 2]
-    assert (bounded.prompts, bounded.longest_prompt, bounded.longest_response) == (range(1, 3), 2, 3)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,31 +31,18 @@ class StandIn(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    fault, from_completion, version, room, processed = "", 0, "0.32.0", 1024, False
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        fault: str = "",
-        from_completion: int = 0,
-        version: str = "0.32.0",
-        room: int = 1024,
-        processed: bool = False,
-    ):
+    def __init__(self, folder: str, **options):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.fault, self.from_completion, self.version, self.room = fault, from_completion, version, room
-        self.processed = processed
+        vars(self).update(options)
+        self.url = f"http://127.0.0.1:{self.server_port}"
         self.lock, self.tokenizer = threading.Lock(), load_tokenizer(folder)
         self.requests: list[tuple[str, Any]] = []
         self.completions = 0
         self.load(folder)
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
     def load(self, folder: str) -> None:
-        assert Path(folder, "model.safetensors").exists()
         with LOADING:
             self.policy = load_policy(folder)
 
@@ -68,30 +54,21 @@ class StandIn(ThreadingHTTPServer):
 
     def complete(self, body: dict) -> dict:
         self.completions += 1
-        self.policy.model.generation_config.eos_token_id = body["stop_token_ids"]
+        ends = self.policy.model.generation_config.eos_token_id = body["stop_token_ids"]
         # No token ends a response if none is named.
-        tokenizer = SimpleNamespace(
-            eos_token_id=next(iter(body["stop_token_ids"]), -1), batch_decode=self.tokenizer.batch_decode
-        )
+        tokenizer = SimpleNamespace(eos_token_id=(ends or [-1])[0], batch_decode=self.tokenizer.batch_decode)
         self.policy.temperature = body["temperature"]
         settings = SamplingSettings(body["top_k"], body["top_p"], body["min_p"])
-        sampler = EngineSampler(
-            self.policy, tokenizer, max_response_tokens=body["max_tokens"], batch_size=1, settings=settings
-        )
+        limits = {"max_response_tokens": body["max_tokens"], "batch_size": 1}
+        sampler = EngineSampler(self.policy, tokenizer, settings=settings, **limits)
         ((_, responses),) = sampler([Prompt("", body["prompt"])], body["n"], body["seed"])
         if not self.processed and (body["temperature"] != 1 or settings != POLICY_ITSELF):
             responses = [r._replace(logprobs=self.raw_logprobs(body["prompt"], r.ids)) for r in responses]
         choices = [
-            {
-                "index": index,
-                "token_ids": list(response.ids),
-                "logprobs": {"token_logprobs": list(response.logprobs)},
-                "finish_reason": "stop" if response.finished else "length",
-            }
-            for index, response in enumerate(responses)
+            changed({"index": index, "finish_reason": "stop" if r.finished else "length"}, r.ids, list(r.logprobs))
+            for index, r in enumerate(responses)
         ]
-        fault = FAULTS.get(self.broken())
-        return {"choices": choices if fault is None else fault(choices)}
+        return {"choices": FAULTS.get(self.broken(), list)(choices)}
 
     @torch.no_grad()
     def raw_logprobs(self, prompt: list[int], ids: list[int]) -> list[float]:
@@ -105,30 +82,18 @@ class StandIn(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def cut(choices: list[dict]) -> list[dict]:
-    """As with a --max-model-len that has no room for more."""
-    first = choices[0] | {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}
-    return [first, *choices[1:]]
-
-
-def without_a_logprob(choices: list[dict]) -> list[dict]:
-    return [choice | {"logprobs": {"token_logprobs": choice["logprobs"]["token_logprobs"][1:]}} for choice in choices]
-
-
-def off(choices: list[dict]) -> list[dict]:
-    """Log-probs of other weights."""
-    return [
-        choice | {"logprobs": {"token_logprobs": [value - 0.5 for value in choice["logprobs"]["token_logprobs"]]}}
-        for choice in choices
-    ]
+def changed(choice: dict, ids: list[int], logprobs: list[float]) -> dict:
+    return choice | {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}
 
 
 FAULTS = {
-    "cut": cut,
-    "one too few": lambda choices: choices[1:],
-    "without a log-prob": without_a_logprob,
-    "off": off,
-    "aborted": lambda choices: [choice | {"finish_reason": "abort"} for choice in choices],
+    # As with a --max-model-len that has no room for more.
+    "cut": lambda choices: [changed(choices[0], [5], [-1.0]), *choices[1:]],
+    # Log-probs of other weights.
+    "off": lambda choices: [
+        changed(choice, choice["token_ids"], [value - 0.5 for value in choice["logprobs"]["token_logprobs"]])
+        for choice in choices
+    ],
     "reversed": lambda choices: choices[::-1],
 }
 
@@ -190,3 +155,9 @@ def standing_in(folder: str, **options) -> Iterator[StandIn]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def served_by(*servers: StandIn) -> dict[str, Any]:
+    """The settings of a run whose responses come from these servers."""
+    urls = ",".join(server.url for server in servers)
+    return {"sampler": "vllm", "vllm_url": urls, "vllm_time_limit": 60.0}

@@ -1,0 +1,180 @@
+"""An endpoint, of a reward or of a judge, that answers well, badly, slowly, or not at all."""
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from email.utils import formatdate
+
+import pytest
+
+from fastp3o.endpoint import AnswerError, Endpoint, EndpointError, retry_after_seconds
+from tests.fastp3o.local_server import Reply, Server, always, serving, time_limit
+
+VARIABLE, KEY = "KEY_OF_TESTS", "sk-secret-of-the-tests"
+FINE = Reply(body=b"3")
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving("/answer", lambda number: FINE, lambda body, number: number) as server:
+        yield server
+
+
+def read(answer: bytes) -> int:
+    number = json.loads(answer)
+    if number < 0:
+        raise AnswerError("which is below 0")
+    return number
+
+
+def ask(url: str, **patience) -> int:
+    patience = {"timeout": 5.0, "retries": 2, "backoff": 0.01, "longest_wait": 2.0} | patience
+    return Endpoint(url, VARIABLE, **patience).post({"question": "?"}, read, threading.Event())
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (Reply(500, b"<h1>away</h1>\n\x1b[31mfor long"), r"answered with status 500: <h1>away</h1> \[31mfor long"),
+        (Reply(408), r"answered with status 408: \(nothing\)"),
+        (Reply(429, headers={"Retry-After": "0"}), r"answered with status 429: \(nothing\)"),
+        (Reply(body=b"<html>Welcome</html>"), "answered with status 200: <html>Welcome</html> — "),
+        (Reply(body=b"[" * 100_000), r"answered with status 200: \[{300}… — "),
+        (Reply(body=b"3", delay=0.8), "does not answer: TimeoutError: timed out, no end of the answer within 0.4 s"),
+        (Reply(body=b"3" * 30, drop=0.02), "no end of the answer within 0.4 s"),
+        (Reply(body=b"3", head_drop=0.05), "no end of the answer within 0.4 s"),
+        (Reply(body=b"3", lacks=10), "does not answer: RemoteProtocolError"),
+        (Reply(body=b"x" * (2**24 + 1)), "sends an answer that is longer than 16777216 bytes"),
+    ],
+    ids=["broken", "slow", "busy", "other page", "nested", "late", "drops", "dropped head", "cut", "endless"],
+)
+def test_trouble_is_sat_out_if_it_passes_and_named_after_all_attempts_if_it_stays(server, trouble, said):
+    server.reply = lambda number: trouble if number == 1 else FINE
+    assert ask(server.url, timeout=time_limit(trouble)) == 3
+    assert len(server.requests) == 2
+    server.reply = lambda number: trouble
+    with pytest.raises(EndpointError, match=rf"(?s){server.url} .*{said}.* \(attempts: 2\)"):
+        ask(server.url, retries=1, timeout=time_limit(trouble))
+    assert len(server.requests) == 4
+
+
+@pytest.mark.parametrize("status", [301, 307, 400, 401, 404])
+def test_a_refusal_stops_at_once_goes_nowhere_else_and_never_shows_the_key(server, monkeypatch, status):
+    monkeypatch.setenv(VARIABLE, KEY + "\n")
+    server.reply = always(status=status, body=f"no, {KEY}: ".encode() + b"x" * 5000, headers={"Location": server.url})
+    with pytest.raises(EndpointError, match=f"{server.url} answered with status {status}: no") as refused:
+        ask(server.url)
+    assert len(server.requests) == 1
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_an_answer_of_another_form_stops_at_once(server):
+    server.reply = always(body=b"-1")
+    with pytest.raises(EndpointError, match="answered with status 200: -1 — which is below 0"):
+        ask(server.url)
+    assert len(server.requests) == 1
+
+
+def test_retry_after_is_respected_up_to_the_longest_wait(server):
+    server.reply = lambda number: Reply(429, headers={"Retry-After": "1"}) if number == 1 else FINE
+    assert ask(server.url) == 3
+    assert server.times[1] - server.times[0] >= 1
+    server.reply = always(status=429, body=b"quota", headers={"Retry-After": "3600"})
+    with pytest.raises(EndpointError, match=r"429: quota \(attempts: 1, and asks to wait 3600 s\)"):
+        ask(server.url)
+
+
+def test_retry_after_is_seconds_a_date_or_nonsense():
+    assert retry_after_seconds(" 7 ") == 7
+    assert retry_after_seconds(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=2)
+    of_no_date = "Mon, 01 Jan 2020 00:00:00 +99999999999999999999"
+    assert [retry_after_seconds(header) for header in (None, "soon", "-1", formatdate(0), "", of_no_date)] == [0] * 6
+
+
+def test_a_running_event_loop_as_in_a_notebook_is_no_obstacle(server):
+    async def notebook() -> None:
+        assert ask(server.url) == 3
+        Endpoint(server.url, VARIABLE, retries=0).get(bytes.decode)
+
+    with pytest.raises(EndpointError, match="answered with status 501"):  # the server knows no GET
+        asyncio.run(notebook())
+
+
+def answered(question: Callable[[int], int], answer: bytes) -> tuple[str, Future]:
+    """What a socket hears from a question to its port, to which it sends an answer; and what comes of the question."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        asked = pool.submit(question, listener.getsockname()[1])
+        connection, _ = listener.accept()
+        with connection:
+            heard = connection.recv(2**16).decode()
+            connection.sendall(answer)
+        asked.exception()
+    return heard, asked
+
+
+def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):
+    monkeypatch.setenv(VARIABLE, KEY)
+    no_http = f"{KEY} is no status line\r\n\r\n".encode()
+    _, asked = answered(lambda port: ask(f"http://127.0.0.1:{port}", retries=0), no_http)
+    with pytest.raises(EndpointError, match="does not answer: RemoteProtocolError") as refused:
+        asked.result()
+    assert KEY not in str(refused.value)
+
+
+def test_no_proxy_gets_what_is_not_encrypted(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert ask(server.url) == 3
+
+
+def test_https_goes_through_the_proxy_that_is_set_for_it(monkeypatch):
+    monkeypatch.setenv(VARIABLE, KEY)
+    monkeypatch.delenv("no_proxy", raising=False)
+
+    def question(port: int) -> int:
+        monkeypatch.setenv("https_proxy", f"http://me:pass%21@127.0.0.1:{port}")
+        return ask("https://judge.example/v1", retries=0)
+
+    heard, asked = answered(question, b"HTTP/1.1 403 Forbidden\r\n\r\n")
+    with pytest.raises(EndpointError, match="does not answer: ProxyError: 403"):
+        asked.result()
+    assert heard.startswith("CONNECT judge.example:443 ")
+    assert "Proxy-Authorization: Basic bWU6cGFzcyE=" in heard
+    assert KEY not in heard
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(EndpointError, match="ConnectionRefused"):
+        ask("https://127.0.0.1:1/v1", retries=0)
+
+
+@pytest.mark.parametrize("proxy", ["http://me:pass@proxy:port", "proxy:0", "http://a..b:80", "http://:80"])
+def test_a_proxy_that_cannot_be_one_is_refused_without_its_password(monkeypatch, proxy):
+    monkeypatch.setenv("https_proxy", proxy)
+    shown = re.escape(repr(proxy.removeprefix("http://me:pass@")))
+    with pytest.raises(ValueError, match=f"the environment's proxy for https must be a URL such as .*, got {shown}"):
+        Endpoint("https://host/score", VARIABLE)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:80", "ftp://a", "http://a:port", "http://me:pass@a", "http://a?x=1", "http://a b", "http://1.2.3.400"],
+)
+def test_a_url_that_cannot_be_one_is_refused_without_its_secrets(url):
+    with pytest.raises(ValueError, match="must be a URL such as http://localhost:8000/v1") as refused:
+        Endpoint(url, VARIABLE)
+    assert "pass" not in str(refused.value)
+    assert "x=1" not in str(refused.value)
+
+
+def test_a_key_that_no_header_can_hold_is_refused_unseen(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "sk-secret\nInjected: yes")
+    with pytest.raises(ValueError, match=VARIABLE) as refused:
+        Endpoint("http://localhost", VARIABLE)
+    assert "secret" not in str(refused.value)
