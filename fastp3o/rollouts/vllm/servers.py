@@ -201,12 +201,12 @@ def read_completions(
         raise ValueError("which was cut short")
     if len(completions) != count:
         raise AnswerError(f"which has {len(completions)} responses, and {count} were asked for")
-    if others or numbers != list(range(count)):
-        raise AnswerError("which has responses to another prompt, or one of them twice")
     for completion in completions:
         require_whole(completion, max_tokens, end_ids)
         if max(completion.ids) >= vocabulary:
             raise AnswerError(f"which has token {max(completion.ids)}, and the policy has {vocabulary} tokens")
+    if others or numbers != list(range(count)):
+        raise AnswerError("which has responses to another prompt, or one of them twice")
     return completions
 
 

@@ -92,7 +92,7 @@ WHOLE = {"index": 0, "token_ids": [5, 6, 7], "logprobs": {"token_logprobs": [-1.
 def test_only_whole_responses_with_their_log_probs_are_taken(choices, said):
     """One that was aborted, and an answer of another form, may be better the next time."""
     with pytest.raises(ValueError, match=said) as refused:
-        read_completions(json.dumps({"choices": choices}).encode(), 2, 3, {2})
+        read_completions(json.dumps({"choices": choices}).encode(), [9], {"n": 2, "max_tokens": 3}, {2}, 9)
     again = said in ("which was cut short", "which is not one of vLLM's completions")
     assert isinstance(refused.value, AnswerError) != again
 

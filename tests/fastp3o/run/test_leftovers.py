@@ -1,0 +1,122 @@
+"""What is found in a run's folder that no run has left there, and file systems that lack something."""
+
+import errno
+import fcntl
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fastp3o.commands.rollouts import read_logged
+from fastp3o.errors import UserError
+from fastp3o.run import folder as folders
+from fastp3o.training.loop import train
+from tests.fastp3o.runs import assert_equal, config, weights
+
+
+@pytest.fixture
+def run(tiny_model, workplace):
+    """A run of two updates, and what it would be with three."""
+    train(config(tiny_model, "whole", updates=3))
+    train(config(tiny_model, "run", updates=2, keep_best="reward", eval_prompts="prompts.jsonl"))
+
+    def resume(**changes):
+        settings = {"updates": 3, "keep_best": "reward", "eval_prompts": "prompts.jsonl", "resume": True}
+        train(config(tiny_model, "run", **settings | changes))
+
+    return resume
+
+
+def test_a_lock_that_somebody_has_removed_is_made_again(run):
+    Path("run/fastp3o.lock").unlink()
+    run()
+    assert_equal(weights("whole"), weights("run"))
+
+
+def test_links_pipes_and_damaged_notes_are_refused_by_name(run):
+    lock, metrics, best = Path("run/fastp3o.lock"), Path("run/metrics.jsonl"), Path("run/best/evaluation.json")
+    Path("victim").write_text("somebody's")
+    lock.unlink()
+    lock.symlink_to(Path("victim").resolve())
+    with pytest.raises(FileExistsError, match=r"run/fastp3o.lock is a link, a pipe or a folder"):
+        run()
+    assert Path("victim").read_text() == "somebody's"
+    lock.unlink()
+    kept = metrics.read_bytes()
+    metrics.unlink()
+    os.mkfifo(metrics)
+    with pytest.raises(FileExistsError, match=r"run/metrics.jsonl is a link, a pipe"):
+        run()
+    metrics.unlink()
+    metrics.write_bytes(kept)
+    note = best.read_text()
+    for damaged in ("", "[1]", "{}", note[:-9]):
+        best.write_text(damaged)
+        with pytest.raises(UserError, match=r"run/best/evaluation.json is damaged: restore it, or remove run/best"):
+            run()
+    best.write_text(note)
+    run()
+    assert_equal(weights("whole"), weights("run"))
+
+
+def test_a_changed_tokenizer_is_another_model(run, tiny_model):
+    path = Path(tiny_model) / "tokenizer.json"
+    kept = path.read_text()
+    content = json.loads(kept)
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    try:
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"the content another than when the run began: .*--model"):
+            run()
+    finally:
+        path.write_text(kept)
+
+
+def test_a_file_system_without_locks_and_folder_syncs_is_told_in_a_line(tiny_model, workplace, monkeypatch, capsys):
+    fsync = os.fsync
+
+    def no_folders(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    train(config(tiny_model, "run", updates=1))
+    assert "run: its file system has no locks (No locks available)" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_swapped_while_a_run_trains_ends_it(tiny_model, workplace, monkeypatch):
+    write = folders.require_claimed
+
+    def swap(folder):
+        monkeypatch.setattr("fastp3o.run.report.require_claimed", write)
+        Path("run").rename("moved")
+        Path("run").mkdir()
+        Path("run/fastp3o.lock").touch()
+        write(folder)
+
+    monkeypatch.setattr("fastp3o.run.report.require_claimed", swap)
+    with pytest.raises(FileNotFoundError, match="run is no longer the folder in which this run began"):
+        train(config(tiny_model, "run", updates=3))
+    assert [path.name for path in Path("run").iterdir()] == ["fastp3o.lock"]
+
+
+def test_lines_of_rollouts_that_hold_no_group_are_left_out(tiny_model, workplace):
+    train(config(tiny_model, "run", updates=2))
+    path = Path("run/rollouts.jsonl.gz")
+    lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    good = json.loads(lines[-1])
+    unrewarded = good["responses"][0] | {"reward": None}
+    odd = [{"responses": responses} for responses in (None, [{}], [], [unrewarded])]
+    newer = good | {"turns": 3, "responses": [one | {"turns": 1} for one in good["responses"]]}
+    written = [json.dumps(good | change) for change in odd] + [json.dumps(newer), '{"step": 2, "prompt"', "[" * 10**5]
+    path.write_bytes(gzip.compress("\n".join([*written, ""]).encode()))
+    (group,) = read_logged(path.with_suffix(""), None, None).shown
+    assert group.responses[0].text == good["responses"][0]["text"]
