@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +33,14 @@ class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
 
+class FunctionInterruptedError(KeyboardInterrupt):
+    """A user's function raised KeyboardInterrupt, such as one that a library makes of Ctrl-C."""
+
+
 class TookTooLongError(BaseException):
-    """Code reached its time limit. This is not an Exception, so that the code does not catch it."""
+    """Code reached its time limit, in seconds, the argument. This is not an Exception, so that the code does not catch
+    it.
+    """
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -77,7 +84,8 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     The function may change the lists that it gets, the working directory and torch's defaults.
 
     Raises FunctionError, with the function's name, if it returns another type or another number of entries, if it
-    raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run.
+    raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run; and
+    FunctionInterruptedError after a KeyboardInterrupt.
     """
     expected = len(arguments[-1])
     late = f"{name} has not returned after {timeout:g} s (--reward_timeout)" if timeout else ""
@@ -87,9 +95,11 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
                 result = function(*arguments)
             if inspect.iscoroutine(result):
                 with limited(timeout and timeout + GRACE):  # it may block the loop, in which nothing else is timed
-                    result = awaited(within(result, timeout))
-    except KeyboardInterrupt:
-        raise
+                    result, leaving = awaited(within(result, timeout))
+                if leaving is not None:
+                    raise leaving
+    except KeyboardInterrupt as error:
+        raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
         *frames, last = traceback.extract_tb(error.__traceback__)
         # If the function has gone on after the alarm, nobody knows where it was.
@@ -122,7 +132,8 @@ def time_limit(seconds: float) -> Iterator[None]:
     caught that.
 
     The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no limit, and
-    code that sets an alarm of its own has that one.
+    code that sets an alarm of its own has that one. A limit within another does not lengthen it, except that the outer
+    one waits for the inner one's end.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -132,19 +143,20 @@ def time_limit(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal rung
         rung = True
-        raise TookTooLongError
+        raise TookTooLongError(seconds)
 
-    handler = signal.signal(signal.SIGALRM, ring)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    outer, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         # A handler that the code has installed to stay is not ours to remove.
         if signal.getsignal(signal.SIGALRM) is ring:
             signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, outer and max(outer + began - time.monotonic(), 1e-6), interval)
     if rung:
-        raise TookTooLongError
+        raise TookTooLongError(seconds)
 
 
 def limited(seconds: float | None) -> AbstractContextManager[None]:
@@ -172,14 +184,25 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
             timer.cancel()
 
 
-async def within(coroutine: Coroutine[object, None, Result], timeout: float | None) -> Result:
-    """Raises TookTooLongError if the coroutine has not returned after `timeout` seconds, also if it goes on."""
-    task = asyncio.ensure_future(coroutine)
+async def within(
+    coroutine: Coroutine[object, None, Result], timeout: float | None
+) -> tuple[Result | None, KeyboardInterrupt | SystemExit | None]:
+    """The coroutine's result, or what it has raised to end the program. Raises TookTooLongError if it has not returned
+    after `timeout` seconds, also if it goes on.
+    """
+
+    async def held() -> tuple[Result | None, KeyboardInterrupt | SystemExit | None]:
+        try:
+            return await coroutine, None
+        except (KeyboardInterrupt, SystemExit) as error:  # the loop would raise it again in the next call
+            return None, error
+
+    task = asyncio.ensure_future(held())
     await asyncio.wait({task}, timeout=timeout)
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=1)
-        raise TookTooLongError
+        raise TookTooLongError(timeout)
     return task.result()
 
 

@@ -16,7 +16,7 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
-from fastp3o.named_function import FunctionError
+from fastp3o.named_function import FunctionError, FunctionInterruptedError
 from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -89,8 +89,8 @@ class WeightedSum:
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
     """Values of rewards by their names, and the parts of sums without their weights, as `name/part`.
 
-    All processes must call it. Raises EndpointError or FunctionError on each of them if a reward fails on any, once all
-    others are computed: a model that is spread over processes needs all of them.
+    All processes must call it. Raises EndpointError, FunctionError or FunctionInterruptedError on each of them if a
+    reward fails on any, once all others are computed: a model that is spread over processes needs all of them.
     """
     singles: dict[str, Reward] = {}
     for name, reward in rewards.items():
@@ -99,11 +99,11 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
         else:
             singles[name] = reward
     values: dict[str, Tensor] = {}
-    failures: list[EndpointError | FunctionError] = []
+    failures: list[EndpointError | FunctionError | FunctionInterruptedError] = []
     for name, single in singles.items():
         try:
             values[name] = single(groups)
-        except (EndpointError, FunctionError) as error:
+        except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
     if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
         raise failed[0] from (failures[0] if failures else None)
