@@ -13,7 +13,7 @@ from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.packing.pack import Packing, by_group, derived_seed, pack, process_share
-from fastp3o.rewards.reward import Reward, rewarded
+from fastp3o.rewards.reward import Reward, logged_means, rewarded
 from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, token_ids
 from fastp3o_kernels import sequence_logprobs
 
@@ -41,7 +41,7 @@ class Evaluation:
     def __call__(self) -> dict[str, float]:
         """Means over prompts of: rewards (no penalties), KL to the reference in nats per sequence (log π − log π_ref of
         the samples), response length in tokens, share without end-of-sequence. `_std` is the standard deviation over
-        prompts.
+        prompts. And means of what rewards log.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
@@ -60,7 +60,7 @@ class Evaluation:
             metrics[name] = prompt_means.mean().item()
             if name in with_deviation:
                 metrics[f"{name}_std"] = prompt_means.std().item() if len(prompt_means) > 1 else 0.0
-        return {**metrics, "prompts": len(self.prompts)}
+        return {**metrics, **logged_means(self.rewards), "prompts": len(self.prompts)}
 
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group]) -> Tensor:

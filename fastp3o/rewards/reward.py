@@ -53,18 +53,20 @@ def load_reward(
     return ModelReward(model, tokenizer, policy_tokenizer, **settings)
 
 
-def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
-    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words."""
+def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
+    """Options of `load_prompts`: the columns that these rewards ask for, each with its asker in a message's words, and
+    whether one of them takes messages.
+    """
     functions = {
         name: name.content if isinstance(name, Named) else FunctionReward(name)
         for name in names
         if isinstance(name, Named) or is_function(name)
     }
-    return dict.fromkeys(config.columns, "--reward_columns") | {
-        column: f"the reward function {name}"
-        for name, reward in functions.items()
-        if isinstance(reward, FunctionReward)
-        for column in reward.columns
+    functions = {name: reward for name, reward in functions.items() if isinstance(reward, FunctionReward)}
+    columns = {column: f"the reward function {name}" for name, reward in functions.items() for column in reward.columns}
+    return {
+        "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
+        "as_given": any(reward.in_trls_form for reward in functions.values()),
     }
 
 
@@ -100,9 +102,13 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
             singles[name] = reward
     values: dict[str, Tensor] = {}
     failures: list[EndpointError | FunctionError | FunctionInterruptedError] = []
+    taken = {*singles, *(f"{name}_std" for name in singles)}
     for name, single in singles.items():
         try:
             values[name] = single(groups)
+            logged = single.logged if isinstance(single, FunctionReward) else {}
+            if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric in logged):
+                raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
     if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
@@ -113,6 +119,27 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
         if isinstance(reward, WeightedSum)
     }
     return sums | values
+
+
+def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
+    """What functions have logged with `log_metric` since the last call, as `name/NAME`: means over the values of all
+    processes, each of which must call it.
+    """
+    logs = [
+        (name, single.logged)
+        for name, reward in rewards.items()
+        for single in (reward.rewards.values() if isinstance(reward, WeightedSum) else [reward])
+        if isinstance(single, FunctionReward) and single.logs
+    ]
+    if not logs:
+        return {}
+    mine = [(f"{name}/{metric}", numbers) for name, logged in logs for metric, numbers in logged.items()]
+    values: dict[str, list[float]] = {}
+    for name, numbers in gather_object(mine):
+        values.setdefault(name, []).extend(numbers)
+    for _, logged in logs:
+        logged.clear()
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
 def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:

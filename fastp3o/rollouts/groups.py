@@ -1,5 +1,6 @@
 """Rollouts: groups of a prompt and the responses sampled to it, and the type of samplers, with their common parts."""
 
+import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class Prompt(NamedTuple):
     ids: list[int]
     number: int = 0  # among all prompts that the processes sample together; random numbers depend on it
     columns: Mapping[str, Any] = {}  # further fields of the prompt's record, for rewards
+    given: str = ""  # as the record has it, in JSON, for rewards that take messages; empty where no reward does
 
 
 class Response(NamedTuple):
@@ -50,8 +52,9 @@ def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = N
     columns = column_values(examples)
     texts, ids = examples["prompt"], examples["prompt_ids"]
     numbers = range(len(texts)) if numbers is None else numbers
+    given = examples.get("given") or [""] * len(texts)
     return [
-        Prompt(*prompt, {name: values[index] for name, values in columns.items()})
+        Prompt(*prompt, {name: values[index] for name, values in columns.items()}, given[index])
         for index, prompt in enumerate(zip(texts, ids, numbers, strict=True))
     ]
 
@@ -65,6 +68,19 @@ def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
     """Prompts and responses side by side, P K of each."""
     responses = [response.text for group in groups for response in group.responses]
     return for_each_response(groups, [group.prompt.text for group in groups]), responses
+
+
+def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
+    """As `texts`, where a record's prompt is a list of messages that list, and the assistant's message as a list."""
+    prompts: list[Any] = []
+    responses: list[Any] = []
+    for prompt, given in groups:
+        for response in given:
+            messages = json.loads(prompt.given)["prompt"] if prompt.given else None
+            chat = isinstance(messages, list)
+            prompts.append(messages if chat else prompt.text)
+            responses.append([{"role": "assistant", "content": response.text}] if chat else response.text)
+    return prompts, responses
 
 
 def for_each_response(groups: Sequence[Group], values: Sequence[Any]) -> list[Any]:

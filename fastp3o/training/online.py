@@ -16,7 +16,7 @@ from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import require_finite
-from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards
+from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
@@ -37,8 +37,9 @@ from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import load_examples, make_context
 
 Score = Callable[[list[Group]], Rewards]
-# The buffer, `score`, objective, policy and reference, the optimizer step, the run.
-Online = tuple[RolloutBuffer, Score, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
+Logged = Callable[[], dict[str, float]]
+# The buffer, `score`, what rewards log, objective, policy and reference, the optimizer step, the run.
+Online = tuple[RolloutBuffer, Score, Logged, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
 
 
 def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
@@ -89,7 +90,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     score = partial(finite_rewards, context, config, rewards["reward"])
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
-    return buffer, score, objective, policy, reference, step, run
+    logged = partial(logged_means, {"reward": rewards["reward"]})
+    return buffer, score, logged, objective, policy, reference, step, run
 
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
@@ -116,12 +118,11 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, Dataset | None, Dataset | None]:
     """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
-    columns = asked_columns(config.rewards, config)
-    load = partial(load_prompts, columns=columns)
+    load = partial(load_prompts, **asked_of_records(config.rewards, config))
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
     eval_prompts = texts = None
     if config.eval_prompts:
-        load = partial(load_prompts, columns=asked_columns(config.scorers, config))
+        load = partial(load_prompts, **asked_of_records(config.scorers, config))
         eval_prompts = load_examples(context, config, load, config.eval_prompts, config.eval_split, config.eval_limit)
     if config.ptx_data:
         load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)
