@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,9 +38,7 @@ class FunctionInterruptedError(KeyboardInterrupt):
 
 
 class TookTooLongError(BaseException):
-    """Code reached its time limit, in seconds, the argument. This is not an Exception, so that the code does not catch
-    it.
-    """
+    """Code reached its time limit, the argument, in seconds. No Exception, so that the code does not catch it."""
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -112,15 +110,13 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
         last = traceback.extract_tb(error.__traceback__)[-1]
         kind = type(error).__name__
         raise FunctionError(f"{name} failed in {last.filename}, line {last.lineno}: {kind}: {error}") from error
+    wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:
         result = result.tolist() if hasattr(result, "tolist") else result
     except Exception as error:
-        raise FunctionError(
-            f"{name} must return a list of {expected} entries, got a {type(result).__name__} that gives no list: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise FunctionError(f"{wrong} that gives no list: {type(error).__name__}: {error}") from error
     if not isinstance(result, list | tuple):
-        raise FunctionError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
+        raise FunctionError(wrong)
     if len(result) != expected:
         raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return list(result)
@@ -132,8 +128,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     caught that.
 
     The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no limit, and
-    code that sets an alarm of its own has that one. A limit within another does not lengthen it, except that the outer
-    one waits for the inner one's end.
+    code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -184,14 +179,12 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
             timer.cancel()
 
 
-async def within(
-    coroutine: Coroutine[object, None, Result], timeout: float | None
-) -> tuple[Result | None, KeyboardInterrupt | SystemExit | None]:
+async def within(coroutine: Coroutine, timeout: float | None) -> tuple[Any, BaseException | None]:
     """The coroutine's result, or what it has raised to end the program. Raises TookTooLongError if it has not returned
     after `timeout` seconds, also if it goes on.
     """
 
-    async def held() -> tuple[Result | None, KeyboardInterrupt | SystemExit | None]:
+    async def held() -> tuple[Any, BaseException | None]:
         try:
             return await coroutine, None
         except (KeyboardInterrupt, SystemExit) as error:  # the loop would raise it again in the next call

@@ -14,6 +14,8 @@ from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError, call_for_list, import_function
 from fastp3o.rollouts.groups import Group, Prompt, Response, texts, texts_or_messages
 
+BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
 
 class FunctionReward:
     """`function(prompts: list[str], responses: list[str], ...) -> list[float]`, given as `module:function`.
@@ -35,19 +37,24 @@ class FunctionReward:
         """
         self.name, self.timeout = name, timeout
         function = import_function(name, "reward function") if function is None else function
-        self.in_trls_form = in_trls_form(function)
-        self.function = function
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a builtin's
+            signature = inspect.signature(lambda prompts, responses: None)
+        parameters = signature.parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        self.takes_all = Parameter.VAR_KEYWORD in kinds.values()
+        # Whether TRL could call it, with `completions` and much else by name.
+        self.in_trls_form = self.takes_all and kinds.get("completions") in BY_NAME
         if self.in_trls_form:
-            self.function = lambda prompts, responses, **others: function(
-                prompts=prompts, completions=responses, **others
-            )
-        parameters = further_parameters(function, name)
-        self.logs = self.in_trls_form or any(p.name == "log_metric" for p in parameters)
-        parameters = [p for p in parameters if p.name != "log_metric"]
-        self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
-        self.optional = {p.name for p in parameters}
-        self.takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
-        self.logged: dict[str, list[float]] = {}  # by `log_metric`, until `logged_means` takes them
+            first = ["prompts", "completions", "completion_ids"]
+            self.function = lambda prompts, texts, **more: function(prompts=prompts, completions=texts, **more)
+        else:
+            first, self.function = first_two(signature, name), function
+        self.logs = self.in_trls_form or "log_metric" in kinds
+        self.optional = {name for name, kind in kinds.items() if kind in BY_NAME} - {*first, "log_metric"}
+        self.columns = [name for name, p in parameters.items() if name in self.optional and p.default is p.empty]
+        self.logged: list[tuple[str, float]] = []  # by `log_metric`, until `logged_means` takes them
 
     def check(self, prompt: Prompt) -> None:
         """Asks for the reward of a response to a prompt, the word "response". Raises as a call does."""
@@ -65,7 +72,9 @@ class FunctionReward:
         }
         if missing := [name for name in self.columns if name not in columns]:
             raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
-        further: dict[str, Any] = {"log_metric": self.log_metric} if self.logs else {}
+        further: dict[str, Any] = {}
+        if self.logs:
+            further["log_metric"] = lambda name, value: self.logged.append((name, float(value)))
         if self.in_trls_form:
             further["completion_ids"] = [list(response.ids) for group in groups for response in group.responses]
         function = partial(self.function, **columns | further)
@@ -80,34 +89,10 @@ class FunctionReward:
         except Exception as error:
             raise FunctionError(f"{self.name} must return a number for each response: {error}") from error
 
-    def log_metric(self, name: str, value: float) -> None:
-        """What a function gets as `log_metric`."""
-        if not isinstance(name, str):
-            raise TypeError(f"log_metric takes a name and a number, got {name!r} as the name")
-        self.logged.setdefault(name, []).append(float(value))
 
-
-def in_trls_form(function: Callable) -> bool:
-    """Whether it can be called as TRL calls it: with `completions` and much else by name."""
-    try:
-        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
-    except ValueError:
-        return False
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    return kinds.get("completions") in by_name and Parameter.VAR_KEYWORD in kinds.values()
-
-
-def further_parameters(function: Callable, name: str) -> list[Parameter]:
-    """Parameters besides prompts and responses that can be given by name; none if the function has no signature."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return []
+def first_two(signature: inspect.Signature, name: str) -> list[str]:
+    """The names of the parameters for prompts and responses. Raises UserError if there are none."""
     parameters = list(signature.parameters.values())
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    if in_trls_form(function):
-        given = ("prompts", "completions", "completion_ids")
-        return [p for p in parameters if p.name not in given and p.kind in by_name]
     positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     names = [p.name for p in positional]
     nameless = any(p.kind == Parameter.POSITIONAL_ONLY and p.default is Parameter.empty for p in positional[2:])
@@ -120,4 +105,4 @@ def further_parameters(function: Callable, name: str) -> list[Parameter]:
             f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
             f"after them, by name; it takes {signature}"
         )
-    return [p for p in parameters if p not in positional[:2] and p.kind in by_name]
+    return names[:2]

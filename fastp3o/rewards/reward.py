@@ -54,9 +54,7 @@ def load_reward(
 
 
 def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
-    """Options of `load_prompts`: the columns that these rewards ask for, each with its asker in a message's words, and
-    whether one of them takes messages.
-    """
+    """Options of `load_prompts`: the columns that these rewards ask for, each with its asker, and if one takes chats."""
     functions = {
         name: name.content if isinstance(name, Named) else FunctionReward(name)
         for name in names
@@ -88,26 +86,30 @@ class WeightedSum:
         return torch.stack(weighted).sum(0)
 
 
+def single_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
+    """The rewards, and in the place of sums their parts, as `name/part`."""
+    singles: dict[str, Reward] = {}
+    for name, reward in rewards.items():
+        parts = reward.rewards if isinstance(reward, WeightedSum) else {}
+        singles |= {f"{name}/{part}": single for part, single in parts.items()} or {name: reward}
+    return singles
+
+
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
     """Values of rewards by their names, and the parts of sums without their weights, as `name/part`.
 
     All processes must call it. Raises EndpointError, FunctionError or FunctionInterruptedError on each of them if a
     reward fails on any, once all others are computed: a model that is spread over processes needs all of them.
     """
-    singles: dict[str, Reward] = {}
-    for name, reward in rewards.items():
-        if isinstance(reward, WeightedSum):
-            singles |= {f"{name}/{part}": single for part, single in reward.rewards.items()}
-        else:
-            singles[name] = reward
+    singles = single_rewards(rewards)
     values: dict[str, Tensor] = {}
     failures: list[EndpointError | FunctionError | FunctionInterruptedError] = []
     taken = {*singles, *(f"{name}_std" for name in singles)}
     for name, single in singles.items():
         try:
             values[name] = single(groups)
-            logged = single.logged if isinstance(single, FunctionReward) else {}
-            if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric in logged):
+            logged = single.logged if isinstance(single, FunctionReward) else []
+            if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
                 raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
         except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
@@ -125,21 +127,15 @@ def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
     """What functions have logged with `log_metric` since the last call, as `name/NAME`: means over the values of all
     processes, each of which must call it.
     """
-    logs = [
-        (name, single.logged)
-        for name, reward in rewards.items()
-        for single in (reward.rewards.values() if isinstance(reward, WeightedSum) else [reward])
-        if isinstance(single, FunctionReward) and single.logs
-    ]
-    if not logs:
-        return {}
-    mine = [(f"{name}/{metric}", numbers) for name, logged in logs for metric, numbers in logged.items()]
+    singles = single_rewards(rewards).items()
+    functions = [(name, one) for name, one in singles if isinstance(one, FunctionReward) and one.logs]
+    mine = [(f"{name.partition('/')[0]}/{metric}", value) for name, one in functions for metric, value in one.logged]
     values: dict[str, list[float]] = {}
-    for name, numbers in gather_object(mine):
-        values.setdefault(name, []).extend(numbers)
-    for _, logged in logs:
-        logged.clear()
-    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+    for metric, value in gather_object(mine) if functions else []:
+        values.setdefault(metric, []).append(value)
+    for _, one in functions:
+        one.logged.clear()
+    return {metric: sum(values[metric]) / len(values[metric]) for metric in sorted(values)}
 
 
 def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:

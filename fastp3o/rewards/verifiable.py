@@ -14,8 +14,7 @@ ANSWER_SECONDS = 5.0
 
 def exact_match(prompts: Sequence[str], responses: Sequence[str], answer: Sequence[object]) -> list[float]:
     """1 if the response is the answer, a text or a number, except for white space around it; else 0."""
-    pairs = zip(responses, answer, strict=True)
-    return [float(response.strip() == str(expected).strip()) for response, expected in pairs]
+    return [float(response.strip() == str(true).strip()) for response, true in zip(responses, answer, strict=True)]
 
 
 def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequence[object]) -> list[float]:
@@ -30,10 +29,9 @@ def math_answer(prompts: Sequence[str], responses: Sequence[str], answer: Sequen
         raise UserError("math_answer needs the library math-verify: pip install 'fastp3o[math]'") from error
     # It warns that it has no time limit: its own would end ours, and fail in threads.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    latex = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(text: str) -> list:
-        return math_verify.parse(rf"\boxed{{{text.strip().rstrip('.')}}}", latex, parsing_timeout=None)
+        return math_verify.parse(rf"\boxed{{{text.strip().rstrip('.')}}}", parsing_timeout=None)
 
     def equal(true: list, response: str) -> bool:
         try:
@@ -71,13 +69,6 @@ def word_overlap(prompts: Sequence[str], responses: Sequence[str], label: Sequen
     """ROUGE-1 (Lin 2004): the harmonic mean of the share of the response's words that are the label's, and the share of
     the label's that are the response's, each as often as it occurs. From 0 to 1; case does not count.
     """
-    return [overlap(words(response), words(true)) for response, true in zip(responses, label, strict=True)]
-
-
-def words(text: str) -> Counter[str]:
-    return Counter(re.findall(r"\w+", text.lower()))
-
-
-def overlap(one: Counter[str], other: Counter[str]) -> float:
-    total = one.total() + other.total()
-    return 2 * (one & other).total() / total if total else 0.0
+    words = [Counter(re.findall(r"\w+", text.lower())) for text in (*responses, *label)]
+    pairs = zip(words[: len(responses)], words[len(responses) :], strict=True)
+    return [2 * (one & other).total() / max(1, one.total() + other.total()) for one, other in pairs]

@@ -72,15 +72,13 @@ def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
 
 def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
     """As `texts`, where a record's prompt is a list of messages that list, and the assistant's message as a list."""
-    prompts: list[Any] = []
-    responses: list[Any] = []
-    for prompt, given in groups:
-        for response in given:
-            messages = json.loads(prompt.given)["prompt"] if prompt.given else None
-            chat = isinstance(messages, list)
-            prompts.append(messages if chat else prompt.text)
-            responses.append([{"role": "assistant", "content": response.text}] if chat else response.text)
-    return prompts, responses
+    pairs: list[tuple[Any, Any]] = []
+    for prompt, responses in groups:
+        for response in responses:
+            messages = json.loads(prompt.given)["prompt"] if prompt.given else ""
+            reply = [{"role": "assistant", "content": response.text}]
+            pairs.append((messages, reply) if isinstance(messages, list) else (prompt.text, response.text))
+    return [prompt for prompt, _ in pairs], [response for _, response in pairs]
 
 
 def for_each_response(groups: Sequence[Group], values: Sequence[Any]) -> list[Any]:
