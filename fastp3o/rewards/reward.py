@@ -54,7 +54,7 @@ def load_reward(
 
 
 def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
-    """Options of `load_prompts`: the columns that these rewards ask for, each with its asker, and if one takes chats."""
+    """Options of `load_prompts`: columns that these rewards ask for, each with its asker, and if one takes chats."""
     functions = {
         name: name.content if isinstance(name, Named) else FunctionReward(name)
         for name in names
