@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,8 +33,12 @@ class FunctionError(UserError):
     """A user's function raised, ended the program, or returned what it must not."""
 
 
+class FunctionInterruptedError(KeyboardInterrupt):
+    """A user's function raised KeyboardInterrupt, such as one that a library makes of Ctrl-C."""
+
+
 class TookTooLongError(BaseException):
-    """Code reached its time limit. This is not an Exception, so that the code does not catch it."""
+    """Code reached its time limit, the argument, in seconds. No Exception, so that the code does not catch it."""
 
 
 def import_function(name: str, role: str) -> Callable:
@@ -77,7 +82,8 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
     The function may change the lists that it gets, the working directory and torch's defaults.
 
     Raises FunctionError, with the function's name, if it returns another type or another number of entries, if it
-    raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run.
+    raises (with the place) or takes too long, and if it ends the program, which would look like the end of a run; and
+    FunctionInterruptedError after a KeyboardInterrupt.
     """
     expected = len(arguments[-1])
     late = f"{name} has not returned after {timeout:g} s (--reward_timeout)" if timeout else ""
@@ -87,9 +93,11 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
                 result = function(*arguments)
             if inspect.iscoroutine(result):
                 with limited(timeout and timeout + GRACE):  # it may block the loop, in which nothing else is timed
-                    result = awaited(within(result, timeout))
-    except KeyboardInterrupt:
-        raise
+                    result, leaving = awaited(within(result, timeout))
+                if leaving is not None:
+                    raise leaving
+    except KeyboardInterrupt as error:
+        raise FunctionInterruptedError(f"{name} raised KeyboardInterrupt") from error
     except TookTooLongError as error:
         *frames, last = traceback.extract_tb(error.__traceback__)
         # If the function has gone on after the alarm, nobody knows where it was.
@@ -100,19 +108,15 @@ def call_for_list(function: Callable, name: str, *arguments: list[str], timeout:
         raise FunctionError(f"{name} {ended}") from error
     except BaseException as error:  # asyncio's CancelledError and the panics of Rust's libraries are no Exception
         last = traceback.extract_tb(error.__traceback__)[-1]
-        kind = type(error).__name__
-        raise FunctionError(
-            f"{name} failed in {last.filename}, line {last.lineno}: {kind}: {text_of(error)}"
-        ) from error
+        what = f"{type(error).__name__}: {text_of(error)}"
+        raise FunctionError(f"{name} failed in {last.filename}, line {last.lineno}: {what}") from error
+    wrong = f"{name} must return a list of {expected} entries, got a {type(result).__name__}"
     try:
         result = result.tolist() if hasattr(result, "tolist") else result
     except Exception as error:
-        raise FunctionError(
-            f"{name} must return a list of {expected} entries, got a {type(result).__name__} that gives no list: "
-            f"{type(error).__name__}: {text_of(error)}"
-        ) from error
+        raise FunctionError(f"{wrong} that gives no list: {type(error).__name__}: {text_of(error)}") from error
     if not isinstance(result, list | tuple):
-        raise FunctionError(f"{name} must return a list of {expected} entries, got a {type(result).__name__}")
+        raise FunctionError(wrong)
     if len(result) != expected:
         raise FunctionError(f"{name} must return {expected} entries, one a response, got {len(result)}")
     return list(result)
@@ -124,7 +128,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     caught that.
 
     The clock is a signal, SIGALRM, so it stops only Python code in the main thread; other threads have no limit, and
-    code that sets an alarm of its own has that one.
+    code that sets an alarm of its own has that one. An outer limit waits for the end of an inner one.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -134,19 +138,20 @@ def time_limit(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         nonlocal rung
         rung = True
-        raise TookTooLongError
+        raise TookTooLongError(seconds)
 
-    handler = signal.signal(signal.SIGALRM, ring)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler, began = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    outer, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         # A handler that the code has installed to stay is not ours to remove.
         if signal.getsignal(signal.SIGALRM) is ring:
             signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, outer and max(outer + began - time.monotonic(), 1e-6), interval)
     if rung:
-        raise TookTooLongError
+        raise TookTooLongError(seconds)
 
 
 def limited(seconds: float | None) -> AbstractContextManager[None]:
@@ -174,14 +179,23 @@ def warned_if_late(name: str, timeout: float | None, late: str) -> Iterator[None
             timer.cancel()
 
 
-async def within(coroutine: Coroutine[object, None, Result], timeout: float | None) -> Result:
-    """Raises TookTooLongError if the coroutine has not returned after `timeout` seconds, also if it goes on."""
-    task = asyncio.ensure_future(coroutine)
+async def within(coroutine: Coroutine, timeout: float | None) -> tuple[Any, BaseException | None]:
+    """The coroutine's result, or what it has raised to end the program. Raises TookTooLongError if it has not returned
+    after `timeout` seconds, also if it goes on.
+    """
+
+    async def held() -> tuple[Any, BaseException | None]:
+        try:
+            return await coroutine, None
+        except (KeyboardInterrupt, SystemExit) as error:  # the loop would raise it again in the next call
+            return None, error
+
+    task = asyncio.ensure_future(held())
     await asyncio.wait({task}, timeout=timeout)
     if not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=1)
-        raise TookTooLongError
+        raise TookTooLongError(timeout)
     return task.result()
 
 

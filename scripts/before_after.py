@@ -69,7 +69,8 @@ def responses(config: BeforeAfterConfig, name: str) -> Responses:
     reward = FunctionReward(config.reward)
     tokenizer, policy = load_tokenizer(name), load_policy(name)
     columns = dict.fromkeys(reward.columns, f"the reward {config.reward}")
-    records, _ = load_prompts(config.prompts, tokenizer, columns=columns, max_prompt_tokens=config.max_prompt_tokens)
+    asked = {"columns": columns, "as_given": reward.in_trls_form}
+    records, _ = load_prompts(config.prompts, tokenizer, max_prompt_tokens=config.max_prompt_tokens, **asked)
     prompts = make_prompts(records[:])
     limits = {"max_response_tokens": config.max_response_tokens, "batch_size": config.batch_size}
     sampled = TransformersSampler(policy, tokenizer, **limits)(prompts, config.responses_per_prompt, config.seed)

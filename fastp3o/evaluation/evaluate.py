@@ -14,7 +14,7 @@ from fastp3o.models.packed_model import labelled_logprobs
 from fastp3o.models.reference import Reference
 from fastp3o.models.sharding import map_rows_in_lockstep
 from fastp3o.packing.pack import Packing, by_group, derived_seed, pack, process_share
-from fastp3o.rewards.reward import Reward, rewarded
+from fastp3o.rewards.reward import Reward, logged_means, rewarded
 from fastp3o.rollouts.groups import Group, Sampler, finished, lengths, make_prompts, token_ids
 from fastp3o_kernels import sequence_logprobs
 
@@ -45,7 +45,7 @@ class Evaluation:
     def __call__(self) -> dict[str, float]:
         """Means over prompts of: rewards (no penalties), KL to the reference in nats per sequence (log π − log π_ref of
         the samples), response length in tokens, share without end-of-sequence. `_std` is the standard deviation over
-        prompts.
+        prompts. And means of what rewards log.
         """
         numbers = process_share(list(range(len(self.prompts))), self.accelerator)
         prompts = make_prompts(self.prompts[numbers], numbers)
@@ -53,12 +53,14 @@ class Evaluation:
         with self.accelerator.autocast():
             with_deviation = rewarded(self.rewards, groups)
             with_deviation["kl"] = self.sequence_log_ratios(groups)
+        logged = logged_means(self.rewards)
         values = with_deviation | lengths_and_ends(groups)
         if self.greedy is not None:
             groups = self.greedy(prompts, 1, self.seed)
             with self.accelerator.autocast():
                 likeliest = rewarded(self.rewards, groups) | lengths_and_ends(groups)
             values |= {f"greedy/{name}": value for name, value in likeliest.items()}
+            logged |= {f"greedy/{name}": value for name, value in logged_means(self.rewards).items()}
         # Of all processes, in the order of the prompts.
         order = torch.tensor(gather_object(numbers)).argsort()
         means = {name: torch.tensor(gather_object(value.mean(dim=1).tolist()))[order] for name, value in values.items()}
@@ -71,7 +73,7 @@ class Evaluation:
                 if name in with_deviation:
                     metrics[f"{prefix}{name}_std"] = chosen.std().item() if len(chosen) > 1 else 0.0
             metrics[f"{prefix}prompts"] = len(places)
-        return metrics
+        return metrics | logged
 
     @torch.no_grad()
     def sequence_log_ratios(self, groups: list[Group]) -> Tensor:

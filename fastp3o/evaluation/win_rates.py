@@ -18,7 +18,7 @@ from fastp3o.evaluation.verdicts import Verdict, WinRate, reward_verdicts, win_r
 from fastp3o.models.loading import load_tokenizer
 from fastp3o.precision import choose_precision
 from fastp3o.rewards.remote import RemoteReward
-from fastp3o.rewards.reward import asked_columns, load_reward
+from fastp3o.rewards.reward import asked_of_records, load_reward
 from fastp3o.rollouts.groups import Group, Prompt, make_prompts, texts
 from fastp3o.training.build import load_frozen_policy, policy_sampler, sampled_model
 
@@ -58,7 +58,7 @@ def responses_of_all(config: WinRateConfig) -> list[Responses]:
 def prompts_for(tokenizer: PreTrainedTokenizerBase, config: WinRateConfig | EvaluateConfig) -> list[Prompt]:
     """The prompts, with the columns that the reward asks for."""
     prompts, report = load_prompts(
-        config.prompts, tokenizer, columns=asked_columns(config.scorers, config), **config.reading
+        config.prompts, tokenizer, **asked_of_records(config.scorers, config), **config.reading
     )
     print(f"{config.prompts} for {tokenizer.name_or_path}: {report}")
     return make_prompts(prompts[:])

@@ -21,7 +21,7 @@ from fastp3o.models.sharding import FrozenModel, process_mesh
 from fastp3o.precision import choose_precision
 from fastp3o.processes import on_main_process, require_finite
 from fastp3o.rewards.model import ModelReward
-from fastp3o.rewards.reward import Reward, asked_columns, rewarded
+from fastp3o.rewards.reward import Reward, asked_of_records, rewarded
 from fastp3o.rollouts.groups import Sampler, make_prompts
 from fastp3o.run.fingerprints import run_fingerprints
 from fastp3o.run.folder import KEPT, SAMPLES, check_output_dir, claim, clear_away, release, write_config
@@ -53,9 +53,8 @@ def generate(config: GenerateConfig) -> Generated:
     check_output_dir(accelerator, config)
     tokenizer = load_tokenizer(config.model, **config.tokenizer_options)
     context = Context(accelerator, precision, tokenizer, process_mesh(accelerator.device))
-    prompts, report = load_prompts(
-        config.prompts, tokenizer, columns=asked_columns(config.scorers, config), as_given=True, **config.reading
-    )
+    asked = asked_of_records(config.scorers, config) | {"as_given": True}
+    prompts, report = load_prompts(config.prompts, tokenizer, **asked, **config.reading)
     accelerator.print(f"{config.prompts}: {report}")
     samples = SamplesFile(Path(config.output_dir) / SAMPLES)
     load_judge(config, None)  # what is wrong with it is said before anything is sampled

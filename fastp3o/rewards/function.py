@@ -12,7 +12,9 @@ from torch import Tensor
 
 from fastp3o.errors import UserError
 from fastp3o.named_function import FunctionError, call_for_list, import_function
-from fastp3o.rollouts.groups import Group, Prompt, Response, texts
+from fastp3o.rollouts.groups import Group, Prompt, Response, texts, texts_or_messages
+
+BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 class FunctionReward:
@@ -20,9 +22,12 @@ class FunctionReward:
 
     It gets all P K responses, and a list of the same length with the prompt of each. Further parameters without a
     default are columns of the prompts' data, given by name as lists of that length. Parameters with a default, and
-    `**columns`, get the columns of `--reward_columns`. It may be an `async def`, or as TRL's,
-    `function(completions, **kwargs)`. None in the place of all numbers of a prompt's responses says that the reward
-    does not apply to it: it is 0 there.
+    `**columns`, get the columns of `--reward_columns`; `log_metric` is a function that logs a number by its name. It
+    may be an `async def`. None in the place of all numbers of a prompt's responses says that the reward does not apply
+    to it: it is 0 there.
+
+    TRL's form, `function(completions, **kwargs)`, is called as TRL does: with `prompts`, `completions`, which are
+    messages where the record's prompt is, `completion_ids` and `log_metric` by name.
     """
 
     def __init__(self, name: str, timeout: float | None = None, function: Callable | None = None):
@@ -32,15 +37,30 @@ class FunctionReward:
         """
         self.name, self.timeout = name, timeout
         function = import_function(name, "reward function") if function is None else function
-        self.function = as_in_trl(function) or function
-        parameters = further_parameters(self.function, name)
-        self.columns = [p.name for p in parameters if p.kind != Parameter.VAR_KEYWORD and p.default is Parameter.empty]
-        self.optional = {p.name for p in parameters}
-        self.takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
+        try:
+            signature = inspect.signature(function)
+        except ValueError:  # a builtin's
+            signature = inspect.signature(lambda prompts, responses: None)
+        parameters = signature.parameters
+        kinds = {name: parameter.kind for name, parameter in parameters.items()}
+        self.takes_all = Parameter.VAR_KEYWORD in kinds.values()
+        # Whether TRL could call it, with `completions` and much else by name.
+        self.in_trls_form = self.takes_all and kinds.get("completions") in BY_NAME
+        if self.in_trls_form:
+            first = ["prompts", "completions", "completion_ids"]
+            self.function = lambda prompts, texts, **more: function(prompts=prompts, completions=texts, **more)
+        else:
+            first, self.function = first_two(signature, name), function
+        self.logs = self.in_trls_form or "log_metric" in kinds
+        self.optional = {name for name, kind in kinds.items() if kind in BY_NAME} - {*first, "log_metric"}
+        self.columns = [name for name, p in parameters.items() if name in self.optional and p.default is p.empty]
+        self.logged: list[tuple[str, float]] = []  # by `log_metric`, until `logged_means` takes them
 
     def check(self, prompt: Prompt) -> None:
         """Asks for the reward of a response to a prompt, the word "response". Raises as a call does."""
-        self([Group(prompt, [Response([], "response", True)])])
+        # Functions that look at tokens may rely on one.
+        self([Group(prompt, [Response(prompt.ids[-1:], "response", True)])])
+        self.logged.clear()
 
     def __call__(self, groups: list[Group]) -> Tensor:
         """Raises FunctionError if the function fails, or does not return one number a response."""
@@ -52,8 +72,14 @@ class FunctionReward:
         }
         if missing := [name for name in self.columns if name not in columns]:
             raise UserError(f"{self.name} asks for the columns {', '.join(missing)}, which the rollouts do not have")
-        function = partial(self.function, **columns)
-        returned = call_for_list(function, self.name, *texts(groups), timeout=self.timeout)
+        further: dict[str, Any] = {}
+        if self.logs:
+            further["log_metric"] = lambda name, value: self.logged.append((name, float(value)))
+        if self.in_trls_form:
+            further["completion_ids"] = [list(response.ids) for group in groups for response in group.responses]
+        function = partial(self.function, **columns | further)
+        given = texts_or_messages(groups) if self.in_trls_form else texts(groups)
+        returned = call_for_list(function, self.name, *given, timeout=self.timeout)
         responses = len(groups[0].responses)
         for start in range(0, len(returned), responses):
             if all(value is None for value in returned[start : start + responses]):
@@ -64,32 +90,8 @@ class FunctionReward:
             raise FunctionError(f"{self.name} must return a number for each response: {error}") from error
 
 
-def as_in_trl(function: Callable) -> Callable | None:
-    """A function of TRL's form, `(completions, **kwargs)`, as one of prompts and responses; None for any other."""
-    try:
-        parameters = [*inspect.signature(function).parameters.values()]
-    except ValueError:
-        return None
-    takes_all = any(p.kind == Parameter.VAR_KEYWORD for p in parameters)
-    if not parameters or parameters[0].name != "completions" or not takes_all:
-        return None
-
-    def renamed(prompts: list[str], responses: list[str], **columns: list) -> Any:
-        return function(completions=responses, prompts=prompts, **columns)
-
-    first = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("prompts", "responses")]
-    others = [p for p in parameters if p.name not in ("completions", "prompts")]
-    others = [p if p.kind == Parameter.VAR_KEYWORD else p.replace(kind=Parameter.KEYWORD_ONLY) for p in others]
-    renamed.__signature__ = inspect.Signature([*first, *others])  # type: ignore[attr-defined]
-    return renamed
-
-
-def further_parameters(function: Callable, name: str) -> list[Parameter]:
-    """Parameters after prompts and responses that can be given by name; none if the function has no signature."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return []
+def first_two(signature: inspect.Signature, name: str) -> list[str]:
+    """The names of the parameters for prompts and responses. Raises UserError if there are none."""
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     names = [p.name for p in positional]
@@ -103,5 +105,4 @@ def further_parameters(function: Callable, name: str) -> list[Parameter]:
             f"the reward function {name} must take prompts and responses first, in this order, and columns of the data "
             f"after them, by name; it takes {signature}"
         )
-    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
-    return [p for p in parameters if p not in positional[:2] and p.kind in by_name]
+    return names[:2]

@@ -16,7 +16,7 @@ from fastp3o.endpoint import EndpointError
 from fastp3o.models.loaded import LoadedModel
 from fastp3o.models.loading import load_reward_model, load_tokenizer
 from fastp3o.models.sharding import loading_device
-from fastp3o.named_function import FunctionError
+from fastp3o.named_function import FunctionError, FunctionInterruptedError
 from fastp3o.rewards.config import PenaltyConfig, RemoteConfig, is_endpoint, is_function
 from fastp3o.rewards.function import FunctionReward
 from fastp3o.rewards.model import ModelReward
@@ -53,18 +53,18 @@ def load_reward(
     return ModelReward(model, tokenizer, policy_tokenizer, **settings)
 
 
-def asked_columns(names: Iterable[str], config: RemoteConfig) -> dict[str, str]:
-    """The columns of the prompts' data that these rewards ask for, each with its asker in a message's words."""
+def asked_of_records(names: Iterable[str], config: RemoteConfig) -> dict[str, Any]:
+    """Options of `load_prompts`: columns that these rewards ask for, each with its asker, and if one takes chats."""
     functions = {
         name: name.content if isinstance(name, Named) else FunctionReward(name)
         for name in names
         if isinstance(name, Named) or is_function(name)
     }
-    return dict.fromkeys(config.columns, "--reward_columns") | {
-        column: f"the reward function {name}"
-        for name, reward in functions.items()
-        if isinstance(reward, FunctionReward)
-        for column in reward.columns
+    functions = {name: reward for name, reward in functions.items() if isinstance(reward, FunctionReward)}
+    columns = {column: f"the reward function {name}" for name, reward in functions.items() for column in reward.columns}
+    return {
+        "columns": dict.fromkeys(config.columns, "--reward_columns") | columns,
+        "as_given": any(reward.in_trls_form for reward in functions.values()),
     }
 
 
@@ -86,24 +86,32 @@ class WeightedSum:
         return torch.stack(weighted).sum(0)
 
 
+def single_rewards(rewards: Mapping[str, Reward]) -> dict[str, Reward]:
+    """The rewards, and in the place of sums their parts, as `name/part`."""
+    singles: dict[str, Reward] = {}
+    for name, reward in rewards.items():
+        parts = reward.rewards if isinstance(reward, WeightedSum) else {}
+        singles |= {f"{name}/{part}": single for part, single in parts.items()} or {name: reward}
+    return singles
+
+
 def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Tensor]:
     """Values of rewards by their names, and the parts of sums without their weights, as `name/part`.
 
-    All processes must call it. Raises EndpointError or FunctionError on each of them if a reward fails on any, once all
-    others are computed: a model that is spread over processes needs all of them.
+    All processes must call it. Raises EndpointError, FunctionError or FunctionInterruptedError on each of them if a
+    reward fails on any, once all others are computed: a model that is spread over processes needs all of them.
     """
-    singles: dict[str, Reward] = {}
-    for name, reward in rewards.items():
-        if isinstance(reward, WeightedSum):
-            singles |= {f"{name}/{part}": single for part, single in reward.rewards.items()}
-        else:
-            singles[name] = reward
+    singles = single_rewards(rewards)
     values: dict[str, Tensor] = {}
-    failures: list[EndpointError | FunctionError] = []
+    failures: list[EndpointError | FunctionError | FunctionInterruptedError] = []
+    taken = {*singles, *(f"{name}_std" for name in singles)}
     for name, single in singles.items():
         try:
             values[name] = single(groups)
-        except (EndpointError, FunctionError) as error:
+            logged = single.logged if isinstance(single, FunctionReward) else []
+            if clash := taken.intersection(f"{name.partition('/')[0]}/{metric}" for metric, _ in logged):
+                raise FunctionError(f"{name} logs what would be {min(clash)}, a metric of the run: rename it")
+        except (EndpointError, FunctionError, FunctionInterruptedError) as error:
             failures.append(error)
     if failed := gather_object([type(failure)(str(failure)) for failure in failures]):
         raise failed[0] from (failures[0] if failures else None)
@@ -113,6 +121,21 @@ def rewarded(rewards: Mapping[str, Reward], groups: list[Group]) -> dict[str, Te
         if isinstance(reward, WeightedSum)
     }
     return sums | values
+
+
+def logged_means(rewards: Mapping[str, Reward]) -> dict[str, float]:
+    """What functions have logged with `log_metric` since the last call, as `name/NAME`: means over the values of all
+    processes, each of which must call it.
+    """
+    singles = single_rewards(rewards).items()
+    functions = [(name, one) for name, one in singles if isinstance(one, FunctionReward) and one.logs]
+    mine = [(f"{name.partition('/')[0]}/{metric}", value) for name, one in functions for metric, value in one.logged]
+    values: dict[str, list[float]] = {}
+    for metric, value in gather_object(mine) if functions else []:
+        values.setdefault(metric, []).append(value)
+    for _, one in functions:
+        one.logged.clear()
+    return {metric: sum(values[metric]) / len(values[metric]) for metric in sorted(values)}
 
 
 def penalised_rewards(reward: Reward, groups: list[Group], config: PenaltyConfig, longest: int) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Rollouts: groups of a prompt and the responses sampled to it, and the type of samplers, with their common parts."""
 
+import json
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ class Prompt(NamedTuple):
     ids: list[int]
     number: int = 0  # among all prompts that the processes sample together; random numbers depend on it
     columns: Mapping[str, Any] = {}  # further fields of the prompt's record, for rewards
+    given: str = ""  # as the record has it, in JSON, for rewards that take messages; empty where no reward does
 
 
 class Response(NamedTuple):
@@ -51,8 +53,9 @@ def make_prompts(examples: Mapping[str, list], numbers: Sequence[int] | None = N
     columns = column_values(examples)
     texts, ids = examples["prompt"], examples["prompt_ids"]
     numbers = range(len(texts)) if numbers is None else numbers
+    given = examples.get("given") or [""] * len(texts)
     return [
-        Prompt(*prompt, {name: values[index] for name, values in columns.items()})
+        Prompt(*prompt, {name: values[index] for name, values in columns.items()}, given[index])
         for index, prompt in enumerate(zip(texts, ids, numbers, strict=True))
     ]
 
@@ -66,6 +69,17 @@ def texts(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
     """Prompts and responses side by side, P K of each."""
     responses = [response.text for group in groups for response in group.responses]
     return for_each_response(groups, [group.prompt.text for group in groups]), responses
+
+
+def texts_or_messages(groups: Sequence[Group]) -> tuple[list[Any], list[Any]]:
+    """As `texts`, where a record's prompt is a list of messages that list, and the assistant's message as a list."""
+    pairs: list[tuple[Any, Any]] = []
+    for prompt, responses in groups:
+        for response in responses:
+            messages = json.loads(prompt.given)["prompt"] if prompt.given else ""
+            reply = [{"role": "assistant", "content": response.text}]
+            pairs.append((messages, reply) if isinstance(messages, list) else (prompt.text, response.text))
+    return [prompt for prompt, _ in pairs], [response for _, response in pairs]
 
 
 def for_each_response(groups: Sequence[Group], values: Sequence[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fastp3o.config import StageConfig
 from fastp3o.context import Callback, Caller, Context
 from fastp3o.endpoint import EndpointError
 from fastp3o.errors import UserError
-from fastp3o.named_function import FunctionError, ends_forks, restored
+from fastp3o.named_function import FunctionError, FunctionInterruptedError, ends_forks, restored
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import (
     NotFiniteError,
@@ -213,10 +213,13 @@ class Run:
     @contextmanager
     def saved_after_error(self, step: int) -> Iterator[None]:
         """After a NotFiniteError, or an error of an endpoint or a user's function, saves the model if a step was made,
-        saves the state too if this step has not moved it, and says so in the error.
+        saves the state too if this step has not moved it, and says so in the error. A user's function that raised
+        KeyboardInterrupt ends the run as SIGINT does.
         """
         try:
             yield
+        except FunctionInterruptedError as error:
+            self.stop(signal.SIGINT, str(error))
         except (NotFiniteError, EndpointError, FunctionError) as error:
             where = f"{self.steps.name} {step}: {error}"
             stopped = self.folder / f"stopped-in-{step:06}"
@@ -393,12 +396,17 @@ class Run:
         self.read_late_step()
         if self.moved:
             return
-        self.save_state()
         if number:
-            self.reporter.close()
-            place = f"{signal.Signals(number).name}: stopped after {self.steps.name} {self.progress.step}"
-            self.accelerator.print(f"{place}; --resume goes on from there")
-            raise StoppedError(number, place)
+            self.stop(number, signal.Signals(number).name)
+        self.save_state()
+
+    def stop(self, number: int, why: str) -> NoReturn:
+        """Saves the state and ends the run as after the signal with this number."""
+        self.save_state()
+        self.reporter.close()
+        place = f"{why}: stopped after {self.steps.name} {self.progress.step}"
+        self.accelerator.print(f"{place}; --resume goes on from there")
+        raise StoppedError(number, place)
 
     def save_state(self) -> None:
         """Writes the state of the noted progress, after syncing the logs."""

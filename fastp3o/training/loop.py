@@ -32,7 +32,7 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
     Raises, after saving model and state, NotFiniteError if a reward, a loss or a gradient is not finite, EndpointError
     if a remote reward or a vLLM server fails, and FunctionError if a function fails.
     """
-    buffer, score, objective, policy, reference, step, run = set_up(config, caller)
+    buffer, score, logged, objective, policy, reference, step, run = set_up(config, caller)
     accelerator, old_are_sampled = run.accelerator, config.old_logprobs == "sampler"
     sum_over_processes = partial(accelerator.reduce, reduction="sum")
     for update in run:
@@ -64,6 +64,6 @@ def train(config: OnlineConfig, caller: Caller | None = None) -> None:
                 with accelerator.autocast():
                     objective.conclude(policy, minibatches, sum_over_processes)
                 reference.follow(policy, update)
-        ages = buffer.metrics(update)
-        done = Update(update, rollouts, rewards, sampled_again, ages, minibatches, gaps, step_metrics)
+        further = buffer.metrics(update) | logged()
+        done = Update(update, rollouts, rewards, sampled_again, further, minibatches, gaps, step_metrics)
         report_update(run, config, objective, done)

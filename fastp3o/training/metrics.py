@@ -29,7 +29,7 @@ class Update(NamedTuple):
     groups: list[Group]
     rewards: Rewards  # unscaled, less penalties
     sampled_again: int  # how often a prompt was
-    round_metrics: dict[str, float]  # `RolloutBuffer.metrics`
+    round_metrics: dict[str, float]  # `RolloutBuffer.metrics` and `logged_means`
     minibatches: list[list[Microbatch]]
     logprob_metrics: dict[str, Tensor]
     step_metrics: list[dict[str, Tensor]]

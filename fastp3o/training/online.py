@@ -17,7 +17,7 @@ from fastp3o.objectives.base import Objective
 from fastp3o.objectives.config import MixtureConfig, OnlineConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.processes import require_finite
-from fastp3o.rewards.reward import Reward, asked_columns, penalised_rewards
+from fastp3o.rewards.reward import Reward, asked_of_records, logged_means, penalised_rewards
 from fastp3o.rollouts.engine_sampler import rollout_bytes
 from fastp3o.rollouts.groups import Group, sampling_settings
 from fastp3o.rollouts.mixture import MixtureSampler, partly_from_mixture
@@ -38,8 +38,9 @@ from fastp3o.training.rollout_buffer import RolloutBuffer
 from fastp3o.training.setup import HeldOut, load_examples, load_held_out, make_context
 
 Score = Callable[[list[Group]], Rewards]
-# The buffer, `score`, objective, policy and reference, the optimizer step, the run.
-Online = tuple[RolloutBuffer, Score, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
+Logged = Callable[[], dict[str, float]]
+# The buffer, `score`, what rewards log, objective, policy and reference, the optimizer step, the run.
+Online = tuple[RolloutBuffer, Score, Logged, Objective, PackedModel, Reference, Callable[..., dict[str, Tensor]], Run]
 
 
 def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
@@ -91,7 +92,8 @@ def set_up(config: OnlineConfig, caller: Caller | None) -> Online:
     score = partial(finite_rewards, context, config, rewards["reward"])
     pretraining = None if texts is None else PretrainingMix(optimizer, config, texts)
     step = partial(optimizer_step, optimizer, further_passes=pretraining)
-    return buffer, score, objective, policy, reference, step, run
+    logged = partial(logged_means, {"reward": rewards["reward"]})
+    return buffer, score, logged, objective, policy, reference, step, run
 
 
 def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
@@ -118,10 +120,9 @@ def print_warnings(context: Context, config: OnlineConfig, total: int) -> None:
 
 def load_data(context: Context, config: OnlineConfig) -> tuple[Dataset, HeldOut, Dataset | None]:
     """Prompts and those of evaluations, with the columns that rewards ask for; and texts of the pretraining mix."""
-    columns = asked_columns(config.rewards, config)
-    load = partial(load_prompts, columns=columns)
+    load = partial(load_prompts, **asked_of_records(config.rewards, config))
     prompts = load_examples(context, config, load, config.prompts, config.split, config.limit)
-    load = partial(load_prompts, columns=asked_columns(config.scorers, config))
+    load = partial(load_prompts, **asked_of_records(config.scorers, config))
     held_out, texts = load_held_out(context, config, load, config.eval_prompts), None
     if config.ptx_data:
         load = partial(load_demonstrations, max_response_tokens=config.max_response_tokens)

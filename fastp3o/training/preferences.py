@@ -25,7 +25,7 @@ from fastp3o.objectives.preferences import KTOConfig, PreferenceConfig
 from fastp3o.packing.pack import Examples, by_group, pack
 from fastp3o.packing.packed_row import PackedRow, to_device
 from fastp3o.processes import on_main_process
-from fastp3o.rewards.reward import asked_columns
+from fastp3o.rewards.reward import asked_of_records
 from fastp3o.run.fingerprints import model_fingerprint
 from fastp3o.training.build import load_fixed_reference, load_rewards, policy_sampler, sampled_model
 from fastp3o.training.reference_logprobs import ReferenceLogprobs
@@ -218,7 +218,7 @@ def sampled_evaluation(
     context: Context, config: PreferenceConfig, model: PackedModel, reference: Reference
 ) -> Evaluation:
     """Builds an evaluation of sampled responses, as the online loop has. model: not spread over processes yet."""
-    load_with_columns = partial(load_prompts, columns=asked_columns(config.scorers, config))
+    load_with_columns = partial(load_prompts, **asked_of_records(config.scorers, config))
     held_out = load_held_out(context, config, load_with_columns, config.eval_prompts)
     rewards = load_rewards(context, config, held_out.examples, held_out.examples)
     # Every evaluation comes after other steps.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from fastp3o.run.signals import StoppedError
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
 
@@ -35,7 +36,7 @@ def test_a_resumed_run_trains_on_the_rounds_that_were_sampled(workplace, tiny_mo
     stale = {"rounds_ahead": 2, "old_logprobs": old_logprobs, "updates": 5, "save_every": 1}
     train(config(tiny_model, "whole", **stale))
     interrupted = {**stale, "reward": "rewards_for_tests:fails_on_fifth_call"}
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(StoppedError):
         train(config(tiny_model, "resumed", **interrupted))
     pending = json.loads(Path("resumed/state/step-000004/pending.json").read_text())
     assert {number: content["sampled_at"] for number, content in pending.items()} == {"5": 3}

@@ -14,6 +14,7 @@ from fastp3o.packing.pack import derived_seed
 from fastp3o.rollouts import engine_sampler
 from fastp3o.rollouts.vllm.publisher import IN_MEMORY, remove_abandoned_weights
 from fastp3o.rollouts.vllm.servers import OtherWeightsError, read_completions
+from fastp3o.run.signals import StoppedError
 from fastp3o.training.loop import train
 from tests.fastp3o.rollouts.vllm.stand_in import served_by, standing_in
 from tests.fastp3o.runs import assert_equal, config, metrics, weights
@@ -153,7 +154,7 @@ def test_a_last_round_that_was_sampled_before_asks_the_servers_nothing(workplace
     interrupted = ahead | {"reward": "rewards_for_tests:fails_on_fifth_call"}
     with standing_in(tiny_model) as server:
         train(served(tiny_model, "whole", server, **ahead))
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(StoppedError):
             train(served(tiny_model, "run", server, **interrupted))
     with standing_in(tiny_model) as server:
         train(served(tiny_model, "run", server, **interrupted, resume=True))
