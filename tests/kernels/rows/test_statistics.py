@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastp3o_kernels import Groups, linear_logprobs, linear_loss, token_logprobs
+from tests.kernels.levels import Batch
 from tests.kernels.problems import CHUNKED, DEVICE, EXAMPLES, budget_for, random_hidden_states, vocabularies
 
 ALL = ("entropy", "mean_logit", "is_top")
@@ -124,18 +125,13 @@ def test_results_may_be_changed_in_place(impl, from_hidden):
     states = random_hidden_states(6, 20, 4, DEVICE)
     labels, mask = torch.arange(6, device=DEVICE), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE)
     found = []
-    for in_place in (False, True):
+    for change in (torch.mul, torch.Tensor.mul_):
         leaves = states.leaves()
         if from_hidden:
             got = linear_logprobs(leaves.hidden, leaves.head, labels, outputs=ALL, impl=impl)
         else:
             got = token_logprobs(leaves.logits(), labels, outputs=ALL, impl=impl)
-        values = got[:3]
-        if in_place:
-            for value in values:
-                value *= mask
-        else:
-            values = [value * mask for value in values]
+        values = [change(value, mask) for value in got[:3]]
         sum(value.sum() for value in values).backward()
         found.append([*(value.detach() for value in values), leaves.hidden.grad])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
@@ -143,36 +139,23 @@ def test_results_may_be_changed_in_place(impl, from_hidden):
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_an_entropy_bonus_in_linear_loss(impl):
-    lengths = [3, 5, 2, 4]
-    states = random_hidden_states(14, 30, 6, DEVICE)
-    labels = torch.arange(14, device=DEVICE)
-    old = torch.randn(14, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    batch = Batch("hidden", [3, 5, 2, 4], 30)
 
     def objective(groups: Groups):
-        entropies = groups.means(groups.entropy)
-        top = groups.means(groups.is_top.float()).sum()
+        entropies, mean_logit = groups.means(groups.entropy), groups.means(groups.mean_logit)
         loss = groups.means((groups.token_logprobs - groups["old"]).square()) - 0.1 * entropies.exp()
-        return loss.sum(), {"entropy": entropies.sum(), "top": top, "mean_logit": groups.means(groups.mean_logit).sum()}
+        top = groups.means(groups.is_top.float())
+        return loss.sum(), {"entropy": entropies.sum(), "top": top.sum(), "mean_logit": mean_logit.sum()}
 
+    given = {"responses_per_group": 2, "token_tensors": {"old": batch.pairs.old_token_logprobs}, "outputs": ALL}
     found = []
     for how in ({"impl": "eager"}, {"impl": impl, "memory_budget": budget_for(5, 30)}, {"impl": impl}):
-        leaves = states.leaves()
-        output = linear_loss(
-            leaves.hidden,
-            leaves.head,
-            labels,
-            torch.tensor([0, *lengths]).cumsum(0),
-            objective,
-            responses_per_group=2,
-            token_tensors={"old": old},
-            outputs=ALL,
-            **how,
-        )
-        output.loss.backward()
-        found.append([output.loss.detach(), *output.metrics.values(), *leaves.gradients()])
-    for others in found[1:]:
-        for mine, target in zip(others, found[0], strict=True):
-            torch.testing.assert_close(mine, target, rtol=1e-4, atol=1e-5)
+        leaves = batch.leaves()
+        policy = batch.policy(leaves)
+        known = batch.pairs.labels, batch.pairs.cu_seqlens, objective
+        output = linear_loss(policy.hidden, policy.head, *known, **given, **how)
+        found.append([output.loss, *output.metrics.values(), *torch.autograd.grad(output.loss, leaves)])
+    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("outputs", ["entropy", ["entropies"]])
