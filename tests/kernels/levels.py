@@ -20,6 +20,7 @@ from fastp3o_kernels import (
     token_logprobs,
     token_p3o_loss,
 )
+from fastp3o_kernels.rows.logprobs import STATISTICS
 from tests.kernels.problems import DEVICE, random_hidden_states, random_pairs
 
 # P3O's losses by what they take of the policy. "its own": the old log-probs are the policy's, and not given.
@@ -30,8 +31,17 @@ IMPLEMENTATIONS = [None, "triton", "eager"]
 LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
 
-def squares(groups: Groups) -> Tensor:
-    return (groups.logprobs - groups["old"]).square().sum()
+def ratios_changes_and_entropies(groups: Groups):
+    """An objective of all that groups have: PPO's clipped ratios of tokens with an advantage of each response and a
+    weight of each group, squared changes of responses, and a bonus for entropy.
+    """
+    ratios = (groups.token_logprobs - groups["old tokens"]).exp()
+    advantages = groups.per_token(groups["rewards"] * groups["weights"][:, None])
+    losses = torch.maximum(-advantages * ratios, -advantages * ratios.clamp(0.8, 1.2))
+    changes, entropies = groups.logprobs - groups["old"], groups.means(groups.entropy)
+    metrics = {"change": changes.sum(), "entropy": entropies.sum(), "top": groups.is_top.float().sum()}
+    metrics |= {"mean_logit": groups.sums(groups.mean_logit).sum()}
+    return groups.means(losses).sum() + 0.1 * changes.square().sum() - 0.1 * entropies.exp().sum(), metrics
 
 
 class Batch:
@@ -87,10 +97,15 @@ class Batch:
             given.pop("memory_budget", None)
         if self.level == "log-probs":
             logprobs = linear_logprobs(*policy, cu_seqlens=offsets, responses_per_prompt=K, **given)
-            return P3OLossOutput(logprobs.square().sum(), {}, {})
+            return P3OLossOutput(logprobs.square().sum(), {"logprobs": logprobs.detach()}, {})
         if self.level == "objective":
-            tensors = {"response_tensors": {"old": known[0]}}
-            return linear_loss(*policy, offsets, squares, responses_per_group=K, **tensors, **given)
+            tensors = {
+                "token_tensors": {"old tokens": pairs.old_token_logprobs[tokens]},
+                "response_tensors": {"old": known[0].nan_to_num(), "rewards": known[2].nan_to_num()},
+                "group_tensors": {"weights": known[1].nan_to_num()[:, 0]},
+            }
+            given |= {"responses_per_group": K, "outputs": STATISTICS, **tensors}
+            return P3OLossOutput(*linear_loss(*policy, offsets, ratios_changes_and_entropies, **given), {})
         for name in ("valid_responses", "sampler_logprobs"):
             if getattr(pairs, name) is not None:
                 given.setdefault(name, getattr(pairs, name)[prompts])

@@ -13,7 +13,6 @@ from tests.kernels.problems import (
     as_on_a_gpu,
     budget_for,
     random_hidden_states,
-    random_pairs,
     relative_error,
 )
 from tests.pairwise import pairwise
@@ -50,24 +49,27 @@ def test_gradients_of_fp16_products_survive_a_loss_scale():
 
 
 @pytest.mark.parametrize(
-    ("impl", "level", "factor"), pairwise(CHUNKED, ["hidden", "hidden, its own"], [1e-5, 1.0, 1e5])
+    ("impl", "level", "factors"),
+    pairwise(CHUNKED, LEVELS, [(1e-5,), (1.0,), (1e5,), (1e-4, 1e-3, 1e-2, 0.1, 1.0), (0.0, 0.0, 1.0, 1.0, 1.0)]),
 )
-def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(factor, level, impl):
-    """Small enough that probabilities times advantages are nothing in fp16, large enough that these are infinite."""
+def test_fp16_gradients_keep_their_digits_whatever_the_size_of_rewards(factors, level, impl):
+    """Small enough that probabilities times advantages are nothing in fp16, large enough that these are infinite, and
+    rising from chunk to chunk.
+    """
     given = {"dtype": torch.float16, "scale": 0.05, "clipping": "none", "kl_coef": 0.0}
-    batch = Batch(level, [2, 3] * 8, 3000, **given)
-    batch.pairs.rewards *= factor
-    _, expected = batch.to(torch.float64).run("eager", incoming=2.0**10 / factor)
+    batch = Batch(level, [2, 3] * 10, 3000, **given)
+    batch.pairs.rewards *= torch.tensor(factors, device=DEVICE).repeat_interleave(10 // len(factors))[:, None]
+    _, expected = batch.to(torch.float64).run("eager", incoming=2.0**10 / factors[-1])
     with as_on_a_gpu(torch.float16):
-        _, gradients = batch.run(impl, incoming=2.0**10 / factor, memory_budget=budget_for(20, 3000))
+        _, gradients = batch.run(impl, incoming=2.0**10 / factors[-1], memory_budget=budget_for(10, 3000))
     assert largest_error(gradients, expected) < 3e-3
 
 
 def test_token_clipping_needs_old_log_probs_of_both_kinds_or_of_none():
-    states, pairs = random_hidden_states(7, V, D, DEVICE), random_pairs([3, 4], V, DEVICE)
-    batch = Batch("hidden", [3, 4], clipping="token")
+    batch = Batch("hidden", clipping="token")
+    pairs = batch.pairs
     (labels, cu_seqlens, old, *rest), _ = pairs.known(batch.settings)
-    policy = states.hidden, states.head, labels, cu_seqlens
+    policy = batch.states.hidden, batch.states.head, labels, cu_seqlens
     linear_p3o_loss(*policy, None, *rest)
     with pytest.raises(ValueError, match="needs old_token_logprobs"):
         linear_p3o_loss(*policy, old, *rest)
@@ -77,7 +79,7 @@ def test_token_clipping_needs_old_log_probs_of_both_kinds_or_of_none():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["logits", "log-probs", *LEVELS])
 @pytest.mark.parametrize("held", [100, 10**6])
 def test_a_real_vocabulary(dtype, level, held):
     batch = Batch(level, [100, 28, 60, 68], 128_256, dtype=dtype)

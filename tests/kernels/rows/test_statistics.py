@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o_kernels import Groups, linear_logprobs, linear_loss, token_logprobs
-from tests.kernels.levels import Batch
+from fastp3o_kernels import linear_logprobs, linear_loss, token_logprobs
 from tests.kernels.problems import CHUNKED, DEVICE, EXAMPLES, budget_for, random_hidden_states, vocabularies
 
 ALL = ("entropy", "mean_logit", "is_top")
@@ -135,27 +134,6 @@ def test_results_may_be_changed_in_place(impl, from_hidden):
         sum(value.sum() for value in values).backward()
         found.append([*(value.detach() for value in values), leaves.hidden.grad])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("impl", CHUNKED)
-def test_an_entropy_bonus_in_linear_loss(impl):
-    batch = Batch("hidden", [3, 5, 2, 4], 30)
-
-    def objective(groups: Groups):
-        entropies, mean_logit = groups.means(groups.entropy), groups.means(groups.mean_logit)
-        loss = groups.means((groups.token_logprobs - groups["old"]).square()) - 0.1 * entropies.exp()
-        top = groups.means(groups.is_top.float())
-        return loss.sum(), {"entropy": entropies.sum(), "top": top.sum(), "mean_logit": mean_logit.sum()}
-
-    given = {"responses_per_group": 2, "token_tensors": {"old": batch.pairs.old_token_logprobs}, "outputs": ALL}
-    found = []
-    for how in ({"impl": "eager"}, {"impl": impl, "memory_budget": budget_for(5, 30)}, {"impl": impl}):
-        leaves = batch.leaves()
-        policy = batch.policy(leaves)
-        known = batch.pairs.labels, batch.pairs.cu_seqlens, objective
-        output = linear_loss(policy.hidden, policy.head, *known, **given, **how)
-        found.append([output.loss, *output.metrics.values(), *torch.autograd.grad(output.loss, leaves)])
-    torch.testing.assert_close(found[1:], [found[0]] * 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("outputs", ["entropy", ["entropies"]])
