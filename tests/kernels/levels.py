@@ -90,7 +90,8 @@ class Batch:
         tokens = slice(bounds[0], bounds[-1])
         offsets = [bound - bounds[0] for bound in bounds] if offsets is None else offsets
         known = [tensor[prompts] for tensor in (pairs.old_logprobs, pairs.ref_logprobs, pairs.rewards)]
-        own, labels, given = leaves[0][tokens], pairs.labels[tokens], given | {"impl": impl}
+        own = leaves[0] if tokens == slice(0, len(leaves[0])) else leaves[0][tokens]
+        labels, given = pairs.labels[tokens], given | {"impl": impl}
         if self.level in FUSED:
             policy = own, self.policy([own, *leaves[1:]]).head, labels
         else:

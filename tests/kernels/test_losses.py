@@ -166,11 +166,6 @@ def test_advantages_within_a_group():
     torch.testing.assert_close(shifted, centred / (math.sqrt(7) + 1e-4))
 
 
-def test_overlong_responses_lose_step_by_step():
-    lengths = torch.tensor([10, 80, 90, 100, 120])
-    assert losses.overlong_penalty(lengths, longest=100, margin=20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
-
-
 def test_ktos_reference_point_is_a_constant_that_is_not_negative():
     logprobs = randn(5).requires_grad_()
     assert losses.kto_reference_point(logprobs, logprobs + 1) == 0

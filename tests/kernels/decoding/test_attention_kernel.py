@@ -20,8 +20,10 @@ def error(step, result, expected) -> float:
 
 
 def check(step) -> None:
+    """PyTorch's error is of rounding, and Triton's bounded by it."""
     expected = oracle(step)
     dtype = step.query.dtype
+    assert error(step, step.to(torch.float64).run("eager"), expected) < 1e-9
     eager, triton = step.to(dtype).run("eager"), step.to(dtype).run("triton")
     assert triton.dtype == dtype
     assert (triton[~step.busy] == 0).all()
@@ -31,47 +33,12 @@ def check(step) -> None:
     assert error(step, triton, expected) <= 2 * error(step, eager, expected) + floor * expected.abs().max().item()
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    P=st.integers(1, 5),
-    K=st.integers(1, 8),
-    idle=st.integers(0, 3),
-    Hkv=st.integers(1, 3),
-    G=st.integers(1, 7),
-    Lp=st.integers(0, 40),
-    Lr=st.integers(1, 12),
-    window=st.sampled_from([None, None, 1, 5, 30, 100]),
-    softcap=st.sampled_from([None, 1.5]),
-    left_out=st.integers(0, 4),
-    seed=st.integers(0, 10**6),
-)
-def test_pytorch_is_one_softmax_per_token(P, K, idle, Hkv, G, Lp, Lr, window, softcap, left_out, seed):
-    shape = {"P": P, "K": K, "idle": idle, "Hkv": Hkv, "G": G, "Lp": Lp, "Lr": Lr, "left_out": left_out}
-    assume(left_out < P * K or idle)
-    step = random_step(**shape, seed=seed, window=window, softcap=softcap, dtype=torch.float64)
-    expected = oracle(step)
-    assert error(step, step.to(torch.float64).run("eager"), expected) < 1e-9
-    assert error(step, step.to(torch.float32).run("eager"), expected) < 1e-4
-    # What the host knows of the slots changes nothing, and the new keys are there at the next step.
-    if step.busy.any():
-        prompts, lengths = step.slots.prompt[step.busy], step.slots.cached_lengths
-        known = range(int(prompts.min()), int(prompts.max()) + 1)
-        longest = {"longest_prompt": int(lengths.max()), "longest_response": int(step.slots.steps.max()) + 1}
-        step.slots = replace(step.slots, prompts=known, **longest, masks={})
-        assert error(step, step.run("eager"), expected) < 1e-9
-        steps = (step.slots.steps + 1).clamp(max=Lr - 1).where(step.busy, 0)
-        step.slots = Slots(step.slots.response, lengths, steps, K)
-        step.query = torch.randn_like(step.query)
-        expected = oracle(step)
-        assert error(step, step.run("eager"), expected) < 1e-9
-
-
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    P=st.integers(1, 3),
+    P=st.integers(1, 4),
     K=st.integers(1, 8),
     idle=st.integers(0, 2),
-    Hkv=st.integers(1, 2),
+    Hkv=st.integers(1, 3),
     G=st.integers(1, 7),
     D=st.sampled_from([16, 20, 32]),
     Lp=st.sampled_from([0, 1, 5, 30, 64, 65, CHUNK, 2 * CHUNK + 20]),
@@ -85,7 +52,22 @@ def test_pytorch_is_one_softmax_per_token(P, K, idle, Hkv, G, Lp, Lr, window, so
 def test_random_steps(P, K, idle, Hkv, G, D, Lp, Lr, window, softcap, left_out, dtype, seed):
     shape = {"P": P, "K": K, "idle": idle, "Hkv": Hkv, "G": G, "D": D, "Lp": Lp, "Lr": Lr, "left_out": left_out}
     assume(left_out < P * K or idle)
-    check(random_step(**shape, seed=seed, window=window, softcap=softcap, dtype=dtype))
+    step = random_step(**shape, seed=seed, window=window, softcap=softcap, dtype=dtype)
+    check(step)
+    if not step.busy.any():
+        return
+    # What the host knows of the slots changes nothing, and the new keys are there at the next step.
+    expected, step = oracle(step), step.to(torch.float64)
+    prompts, lengths = step.slots.prompt[step.busy], step.slots.cached_lengths
+    known = range(int(prompts.min()), int(prompts.max()) + 1)
+    longest = {"longest_prompt": int(lengths.max()), "longest_response": int(step.slots.steps.max()) + 1}
+    step.slots = replace(step.slots, prompts=known, **longest, masks={})
+    assert error(step, step.run("eager"), expected) < 1e-9
+    steps = (step.slots.steps + 1).clamp(max=Lr - 1).where(step.busy, 0)
+    step.slots = Slots(step.slots.response, lengths, steps, K)
+    step.query = torch.randn_like(step.query)
+    expected = oracle(step)
+    assert error(step, step.run("eager"), expected) < 1e-9
 
 
 @pytest.mark.parametrize(
@@ -100,13 +82,7 @@ def test_random_steps(P, K, idle, Hkv, G, D, Lp, Lr, window, softcap, left_out, 
     ids=str,
 )
 def test_sizes_around_heads_tiles_blocks_and_chunks(shape):
-    step = random_step(**shape)
-    check(step)
-    Lr = step.cache.own_keys.shape[2]
-    step.slots = replace(step.slots, steps=torch.full_like(step.slots.steps, Lr // 2), masks={})
-    for own in (step.cache.own_keys, step.cache.own_values):
-        own[:, :, : Lr // 2] = torch.randn(own[:, :, : Lr // 2].shape)
-    check(step)
+    check(random_step(**shape))
 
 
 def test_many_chunks():
@@ -146,19 +122,6 @@ def test_layouts():
     step.cache.own_keys = step.cache.own_keys.transpose(1, 2).contiguous().transpose(1, 2)
     with pytest.raises(ValueError, match="contiguous"):
         step.run("triton")
-
-
-def test_only_the_new_keys_and_values_are_stored(impl):
-    step = random_step(P=4, K=3, D=16)
-    before = step.to(torch.float32).cache
-    step.run(impl)
-    busy = step.busy.nonzero().flatten()
-    at = step.slots.steps[busy]
-    for name, new in (("own_keys", step.key), ("own_values", step.value)):
-        old, now = getattr(before, name), getattr(step.cache, name)
-        old[busy, :, at] = new[busy]
-        assert torch.equal(now[busy], old[busy])
-    assert torch.equal(step.cache.prompt_keys, before.prompt_keys)
 
 
 @pytest.mark.parametrize("window", [None, 40])

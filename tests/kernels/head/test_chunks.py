@@ -71,8 +71,3 @@ def test_fillings_are_even_and_their_rows_whole_tiles_where_there_are_many(N, ro
     assert plan.dlogits_rows == N or N - (fillings - 1) * plan.dlogits_rows > plan.dlogits_rows - fillings * TILE
     most = (rows_held * 6 - plan.logits_rows * 4) // 2
     assert plan.dlogits_rows in (N, most) or plan.dlogits_rows % TILE == 0
-
-
-def test_a_budget_of_no_row_is_refused():
-    with pytest.raises(ValueError, match=r"memory_budget of 95 bytes is less than .* 96 bytes"):
-        plan_chunks([0, 4], 16, DTYPES[2], 95)

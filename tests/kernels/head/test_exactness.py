@@ -62,17 +62,18 @@ def test_it_is_the_paper_in_fp64(level, groups, V, clipping, kl_reward, held, im
     held=st.integers(1, 60),
     bias=st.booleans(),
     softcap=st.sampled_from([None, 5.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
     masked=st.booleans(),
     apart=st.sampled_from([None, 0.5, 30.0]),
     gpu=st.sampled_from(GPU_ARITHMETIC),
     seed=st.integers(0, 10**6),
 )
 def test_kernels_and_chunks_are_as_exact_as_eager(
-    level, groups, V, clipping, kl_reward, dtype, impl, held, bias, softcap, masked, apart, gpu, seed
+    level, groups, V, clipping, kl_reward, dtype, impl, held, bias, softcap, temperature, masked, apart, gpu, seed
 ):
     K, lengths = groups
     given = {"K": K, "masked": masked, "apart": apart, "seed": seed, "clipping": clipping, "kl_reward": kl_reward}
-    batch = Batch(level, lengths, V, dtype=dtype, bias=bias, softcap=softcap, **given)
+    batch = Batch(level, lengths, V, dtype=dtype, bias=bias, softcap=softcap, temperature=temperature, **given)
     if level == "log-probs":
         batch.pairs.labels[::7] = -100
     expected, targets = batch.to(torch.float64).run("eager")

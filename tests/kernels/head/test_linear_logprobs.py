@@ -50,28 +50,19 @@ def test_labels_that_change_before_the_backward_pass_are_refused(impl):
 
 
 @pytest.mark.parametrize("impl", CHUNKED)
-def test_layouts_and_odd_vocabularies(impl):
-    torch.manual_seed(0)
-    hidden = torch.randn(12, 9, device=DEVICE)[:, 1::2]
-    weight = torch.randn(4, 67, device=DEVICE).T
-    labels = torch.randint(67, (13,), dtype=torch.int32, device=DEVICE)[1:]
-    got = linear_logprobs(hidden, weight, labels, impl=impl, memory_budget=budget_for(5, 67))
-    expected = (hidden @ weight.T).log_softmax(-1).gather(1, labels.long()[:, None]).squeeze(1)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("impl", CHUNKED)
 @pytest.mark.parametrize("view", [lambda bias: bias[:, 0], lambda bias: bias[:1, 0].expand(67)], ids=["column", "one"])
-def test_a_bias_of_any_stride(impl, view):
-    states = random_hidden_states(12, 67, 4, DEVICE)
-    whole, labels = torch.randn(67, 2, device=DEVICE, requires_grad=True), torch.arange(12, device=DEVICE)
-    found = []
-    for how in ("eager", impl):
-        head = Head(states.weight, bias=view(whole))
-        outputs = linear_logprobs(states.hidden, head, labels, outputs=("entropy",), impl=how)
-        (gradient,) = torch.autograd.grad((outputs.logprobs + outputs.entropy).sum(), whole)
-        found.append([outputs.logprobs, outputs.entropy, gradient])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+def test_layouts_odd_vocabularies_and_a_bias_of_any_stride(impl, view):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(12, 9, device=DEVICE)[:, 1::2], torch.randn(4, 67, device=DEVICE).T
+    bias = torch.randn(67, 2, device=DEVICE, requires_grad=True)
+    labels = torch.randint(67, (13,), dtype=torch.int32, device=DEVICE)[1:]
+    given = {"outputs": ("entropy",), "impl": impl, "memory_budget": budget_for(5, 67)}
+    got = linear_logprobs(hidden, Head(weight, bias=view(bias)), labels, **given)
+    logprobs = (hidden @ weight.T + view(bias)).log_softmax(-1)
+    expected = logprobs.gather(1, labels.long()[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(1)
+    torch.testing.assert_close(got[:2], expected, rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(values[0].sum() + 2 * values[1].sum(), bias) for values in (got, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", CHUNKED)

@@ -113,21 +113,6 @@ def test_parts_of_a_batch_add_up_to_it(clipping, level, impl):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("clipping", "level"), EACH)
-def test_a_prompt_without_a_pair_is_left_out(clipping, level, impl):
-    """Its tokens count as tokens, and it as a prompt; nothing is asked of it."""
-    batch = Batch(level, [1, 5, 6, 2], clipping=clipping, bias=True)
-    leaves = batch.leaves()
-    alone = batch.output(leaves, slice(1, 2), impl=impl, divisor=batch.divisor, memory_budget=BUDGET)
-    batch.pairs.valid_responses = torch.tensor([[True, False], [True, True]], device=DEVICE)
-    batch.pairs.old_logprobs[0], batch.pairs.rewards[0] = float("nan"), float("nan")
-    both = batch.output(leaves, impl=impl, memory_budget=BUDGET)
-    gradients = [torch.autograd.grad(output.loss, leaves) for output in (both, alone)]
-    torch.testing.assert_close(both[:2], alone[:2], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("clipping", "level"), EACH)
 @pytest.mark.parametrize("lengths", [[], [0, 0], [0, 3, 2, 0]])
 def test_nothing_to_learn_from_still_reaches_every_parameter(clipping, level, impl, lengths):
     batch = Batch(level, lengths, clipping=clipping, bias=True, apart=0.3)
