@@ -139,8 +139,6 @@ class Batch:
                 logprobs = token_logprobs(own, pairs.labels, impl=impl)
             else:
                 logprobs = own.detach()
-            sums = logprobs
-            if self.level != "responses":
-                sums = sequence_logprobs(logprobs, pairs.cu_seqlens, impl=impl)
+            sums = sequence_logprobs(logprobs, pairs.cu_seqlens, impl=impl)
         other.pairs = replace(pairs, old_logprobs=sums.view(pairs.rewards.shape), old_token_logprobs=logprobs)
         return other

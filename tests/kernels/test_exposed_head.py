@@ -16,7 +16,6 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    LlamaConfig,
     LlamaForCausalLM,
     RobertaForCausalLM,
 )
@@ -235,7 +234,7 @@ def test_a_scaler_of_gradients_scales_them():
 
 
 def test_a_head_of_a_reward_model_is_its_score():
-    model = AutoModelForSequenceClassification.from_config(LlamaConfig(**SIZES, intermediate_size=24, num_labels=1))
+    model = AutoModelForSequenceClassification.from_config(CONFIGS["llama"]())
     assert model_head(model).weight is model.score.weight
 
 

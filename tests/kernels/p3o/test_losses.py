@@ -5,11 +5,10 @@ from fastp3o_kernels import P3OSettings, p3o_loss, sequence_logprobs, token_p3o_
 from tests.kernels.problems import CLIPPINGS, DEVICE, relative_error
 
 
-def four(P, scale=0.3, dtype=torch.float32):
+def four(P):
     torch.manual_seed(P)
-    sums = -20 + torch.randn(P, 2, dtype=dtype, device=DEVICE)
-    moved = [sums + scale * torch.randn(P, 2, dtype=dtype, device=DEVICE) for _ in range(2)]
-    return sums, *moved, torch.randn(P, 2, dtype=dtype, device=DEVICE)
+    sums, *moved, rewards = torch.randn(4, P, 2, device=DEVICE)
+    return sums - 20, *(sums - 20 + 0.3 * by for by in moved), rewards
 
 
 def run(logprobs, *others, impl, **settings):
