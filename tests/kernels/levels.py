@@ -33,7 +33,7 @@ LENGTHS = [3, 4, 9, 2, 1, 1, 12, 20]
 
 def ratios_changes_and_entropies(groups: Groups):
     """An objective of all that groups have: PPO's clipped ratios of tokens with an advantage of each response and a
-    weight of each group, squared changes of responses, and a bonus for entropy.
+    weight of each group, and a bonus for entropy, of clipped tokens too.
     """
     ratios = (groups.token_logprobs - groups["old tokens"]).exp()
     advantages = groups.per_token(groups["rewards"] * groups["weights"][:, None])
@@ -41,7 +41,7 @@ def ratios_changes_and_entropies(groups: Groups):
     changes, entropies = groups.logprobs - groups["old"], groups.means(groups.entropy)
     metrics = {"change": changes.sum(), "entropy": entropies.sum(), "top": groups.is_top.float().sum()}
     metrics |= {"mean_logit": groups.sums(groups.mean_logit).sum()}
-    return groups.means(losses).sum() + 0.1 * changes.square().sum() - 0.1 * entropies.exp().sum(), metrics
+    return groups.means(losses).sum() - 0.1 * entropies.exp().sum(), metrics
 
 
 class Batch:
