@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastp3o_kernels import Head, P3OLossOutput, P3OSettings
+from fastp3o_kernels import Head
 from fastp3o_kernels.head import backward, forward
 from fastp3o_kernels.head import oracle as head_oracle
 from fastp3o_kernels.head.head import HeadDtypes
@@ -64,16 +64,6 @@ class Pairs:
         """The same values in another precision; offsets and labels stay."""
         tensors = {name: value for name, value in vars(self).items() if value is not None}
         return replace(self, **{name: t.to(dtype) for name, t in tensors.items() if t.is_floating_point()})
-
-    def known(self, settings: P3OSettings) -> tuple[tuple, dict[str, Tensor]]:
-        """Arguments that losses take after the policy's own, by place and by name."""
-        old = {"old_token_logprobs": self.old_token_logprobs} if settings.clipping == "token" else {}
-        known = self.labels, self.cu_seqlens, self.old_logprobs, self.ref_logprobs, self.rewards, settings
-        return known, old | {"valid_responses": self.valid_responses, "sampler_logprobs": self.sampler_logprobs}
-
-    def call(self, loss, logits: Tensor, settings: P3OSettings, **given) -> P3OLossOutput:
-        known, old = self.known(settings)
-        return loss(logits, *known, **old, **given)
 
 
 def random_pairs(

@@ -1,10 +1,16 @@
+"""What is wrong with an input is named: the argument, the index, what was expected and what came."""
+
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from fastp3o_kernels import (
+    Head,
     P3OSettings,
+    linear_logprobs,
+    linear_loss,
     logits_p3o_loss,
     p3o_loss,
     sequence_logprobs,
@@ -13,9 +19,13 @@ from fastp3o_kernels import (
 )
 
 NAN, INF = float("nan"), float("inf")
+TOKEN = P3OSettings(clipping="token")
 
 
-def arguments(settings=None, **changes):
+HEAD = torch.zeros(3, 4), torch.zeros(9, 4), torch.tensor([1, 2, 3])
+
+
+def arguments(**changes):
     given = {
         "logits": torch.randn(6, 9),
         "labels": torch.arange(6),
@@ -23,7 +33,6 @@ def arguments(settings=None, **changes):
         "old_logprobs": torch.zeros(2, 2),
         "ref_logprobs": torch.zeros(2, 2),
         "rewards": torch.zeros(2, 2),
-        "settings": P3OSettings(**(settings or {})),
     }
     return given | changes
 
@@ -32,62 +41,85 @@ def arguments(settings=None, **changes):
     ("changes", "message"),
     [
         ({"labels": torch.tensor([0, 1, 9, 3, 4, 5])}, "labels[2] = 9 must be from 0 to 8"),
-        ({"labels": torch.tensor([0, 1, -100, 3, 4, 5])}, "labels[2] = -100"),
         ({"labels": torch.arange(5)}, "labels must have shape [6]"),
         ({"labels": torch.arange(6.0)}, "labels must be int64 or int32"),
-        ({"logits": torch.randn(1, 6, 9)}, "logits must have shape [N, V]"),
         ({"logits": torch.ones(6, 9, dtype=torch.long)}, "logits must be of a floating dtype"),
-        ({"cu_seqlens": torch.tensor([1, 2, 3, 5, 6])}, "cu_seqlens[0] must be 0, got 1"),
+        ({"logits": torch.zeros(6, 9).to(torch.float8_e4m3fn)}, "logits must be of a floating dtype of 16 bits"),
         ({"cu_seqlens": torch.tensor([0, 3, 2, 5, 6])}, "cu_seqlens[2] = 2 must not be below cu_seqlens[1] = 3"),
-        ({"cu_seqlens": torch.tensor([0, 2, 3, 5, 7])}, "cu_seqlens[4] = 7 must be the number of tokens, 6"),
-        ({"cu_seqlens": torch.tensor([0, 2, 3, 6])}, "with 2 responses to each prompt their number must be a multiple"),
-        ({"cu_seqlens": torch.tensor([0.0, 2, 3, 5, 6])}, "cu_seqlens must be int32 or int64"),
-        ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of prompt 1"),
-        ({"old_logprobs": torch.tensor([[NAN, 0.0], [0.0, 0.0]])}, "old_logprobs[0, 0] is NaN"),
-        (
-            {"old_logprobs": torch.tensor([[0.0, -INF], [0.0, 0.0]])},
-            "old_logprobs[0, 1] is -inf: response 2 of prompt 0",
-        ),
-        ({"rewards": torch.tensor([[0.0, 0.0], [INF, 0.0]])}, "rewards[1, 0] is inf: response 1 of prompt 1"),
-        (
-            {"logits": torch.zeros(6, 9).to(torch.float8_e4m3fn)},
-            "logits must be of a floating dtype of 16 bits or more",
-        ),
-        ({"temperature": INF}, "temperature must be above 0 and finite, got inf"),
-        ({"temperature": torch.tensor(2.0)}, "temperature must be a number, got tensor(2.)"),
-        ({"temperature": "2"}, "temperature must be a number, got '2'"),
-        ({"settings": {"kl_coef": INF}}, "kl_coef must be 0 or more and finite, got inf"),
-        ({"ref_logprobs": torch.zeros(3, 2)}, "ref_logprobs must have shape [2, 2]"),
+        ({"rewards": torch.zeros(3, 2)}, "rewards must have shape [2, 2]"),
         ({"rewards": torch.zeros(2, 2, device="meta")}, "rewards"),
-        ({"settings": {"clipping": "both"}}, "clipping must be one of joint, separate, none, token"),
-        ({"settings": {"kl_reward": "old"}}, "kl_reward must be one of"),
-        ({"settings": {"clip_range": 0.0}}, "clip_range must be above 0"),
-        ({"settings": {"ratio_cap": 0.5}}, "ratio_cap must be at least 1"),
-        ({"settings": {"kl_coef": -0.1}}, "kl_coef must be 0 or more"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"settings": {"clipping": "token"}}, "needs old_token_logprobs"),
-        (
-            {"settings": {"clipping": "token"}, "old_token_logprobs": torch.zeros(5)},
-            "old_token_logprobs must have shape [6]",
-        ),
+        ({"rewards": torch.tensor([[0.0, 0.0], [0.0, NAN]])}, "rewards[1, 1] is NaN: response 2 of prompt 1"),
+        ({"old_logprobs": torch.tensor([[0.0, -INF], [0.0, 0.0]])}, "old_logprobs[0, 1] is -inf"),
+        ({"valid_responses": torch.ones(2, 2)}, "valid_responses must be bool, got torch.float32: call .bool()"),
+        ({"divisor": 0}, "divisor must be above 0, got 0"),
+        ({"divisor": torch.ones(2)}, "divisor must have shape [] (one number), got [2]"),
+        ({"temperature": torch.tensor(2.0)}, "temperature must be a number, got tensor(2.)"),
+        ({"settings": TOKEN}, "needs old_token_logprobs"),
+        ({"settings": TOKEN, "old_logprobs": None, "old_token_logprobs": torch.zeros(6)}, "both are None"),
         ({"old_token_logprobs": torch.zeros(6)}, 'old_token_logprobs is for clipping="token" only'),
         ({"impl": "cuda"}, "impl must be"),
+        ({"logits": torch.zeros(6, 9).double(), "impl": "triton"}, "computes in fp32 and got an fp64 tensor"),
     ],
 )
-def test_wrong_input_is_named(changes, message, impl):
+def test_wrong_input_is_named(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        logits_p3o_loss(**arguments(**({"impl": impl} | changes)))
+        logits_p3o_loss(**arguments(**changes))
 
 
-def test_the_other_operations_check_too():
-    with pytest.raises(ValueError, match=r"labels\[0\] = 9 must be from 0 to 4 or ignore_index"):
-        token_logprobs(torch.randn(1, 5), torch.tensor([9]))
-    with pytest.raises(ValueError, match="must be the number of tokens, 4"):
-        sequence_logprobs(torch.zeros(4), torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match=r"logprobs must have shape \[P, K\]"):
-        p3o_loss(torch.zeros(4), torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=r"token_logprobs must have shape \[N\]"):
-        token_p3o_loss(torch.zeros(2, 2), torch.tensor([0, 1, 2]), *[torch.zeros(1, 2)] * 3)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(9, 5)}, "must share D, got [3, 4] and [9, 5]"),
+        ({"weight": torch.zeros(9, 4).bfloat16()}, "hidden is torch.float32 and weight torch.bfloat16"),
+        ({"bias": torch.zeros(4)}, "bias must have shape [9]"),
+        ({"softcap": INF}, "softcap must be above 0, or None for no cap, got inf"),
+        ({"temperature": -1.0}, "temperature must be above 0"),
+        ({"memory_budget": 100}, "memory_budget of 100 bytes is less than one row"),
+    ],
+)
+def test_what_is_wrong_with_a_head_is_named(change, message):
+    given = dict(zip(("hidden", "weight", "labels"), HEAD, strict=True)) | change
+    head = {name: given.pop(name) for name in ("weight", "bias", "softcap", "temperature") if name in given}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        linear_logprobs(head=Head(**head), **given)
+
+
+FOUR = [torch.zeros(2, 2)] * 4
+SUMS = *HEAD, [0, 3], lambda groups: groups.logprobs.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (token_logprobs, (torch.randn(1, 5), torch.tensor([9])), "labels[0] = 9 must be from 0 to 4 or ignore_index"),
+        (sequence_logprobs, (torch.zeros(4), torch.tensor([0, 3])), "must be the number of tokens, 4"),
+        (p3o_loss, (torch.zeros(4), *FOUR[:3]), "logprobs must have shape [P, K]"),
+        (p3o_loss, [torch.zeros(3, 1)] * 4, "K of at least 2"),
+        (p3o_loss, (*FOUR, TOKEN), "token_p3o_loss or logits_p3o_loss"),
+        (token_p3o_loss, (FOUR[0], [0, 1, 2], *FOUR[:3]), "token_logprobs must have shape [N]"),
+        (partial(linear_logprobs, outputs="entropy"), HEAD, "outputs must be among entropy, mean_logit, is_top"),
+        (partial(token_logprobs, outputs=["entropies"]), HEAD[::2], "got ['entropies']"),
+        (partial(P3OSettings, clipping="both"), (), "clipping must be one of joint, separate, none, token, got 'both'"),
+        (partial(P3OSettings, clip_range=0), (), "clip_range must be above 0, got 0"),
+        (partial(P3OSettings, ratio_cap=0.5), (), "ratio_cap must be at least 1, got 0.5"),
+        (partial(P3OSettings, sampler_ratio_cap=0.9), (), "sampler_ratio_cap must be at least 1, got 0.9"),
+        (partial(P3OSettings, kl_coef=INF), (), "kl_coef must be 0 or more and finite, got inf"),
+        (linear_loss, (*SUMS[:4], lambda groups: groups.logprobs), "0-d tensor, got shape [1, 1]"),
+        (linear_loss, (*SUMS[:4], lambda groups: 1.0), "0-d tensor, got 1.0"),
+        (partial(linear_loss, token_tensors={"old": torch.zeros(5)}), SUMS, "old must begin with [3]"),
+        (partial(linear_loss, response_tensors={"r": torch.zeros(1)}), SUMS, "r must begin with [1, 1]"),
+        (partial(linear_loss, group_tensors={"r": torch.zeros(3)}), SUMS, "r must begin with [1]"),
+        (partial(linear_loss, divisor=0), SUMS, "divisor must be above 0, got 0"),
+    ],
+)
+def test_every_operation_checks(function, given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(*given)
+
+
+def test_in_place_backward_over_a_leaf_is_refused():
+    with pytest.raises(ValueError, match="leaf"):
+        token_logprobs(torch.randn(3, 5, requires_grad=True), HEAD[2], inplace_backward=True)
 
 
 @pytest.mark.gpu

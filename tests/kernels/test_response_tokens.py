@@ -8,15 +8,14 @@ from tests.kernels.problems import random_hidden_states
 
 
 def padded(groups: list[tuple[list[int], list[list[int]]]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and response_mask of prompts with their responses, padded with 0 on one side."""
-    rows = [(prompt + response, [0] * len(prompt) + [1] * len(response)) for prompt, rs in groups for response in rs]
-    width = max(len(ids) for ids, _ in rows)
-
-    def pad(values):
-        padding = [0] * (width - len(values))
-        return padding + values if left else values + padding
-
-    ids, mask = zip(*((pad(ids), pad(mask)) for ids, mask in rows), strict=True)
+    """input_ids and response_mask of prompts with their responses: padded with 0 on the right, and prompts on the left,
+    or not.
+    """
+    longest = max(len(prompt) for prompt, _ in groups) if left else 0
+    rows = [([0] * (longest - len(prompt)) + prompt, response) for prompt, rs in groups for response in rs]
+    width = max(len(prompt + response) for prompt, response in rows)
+    ids = [prompt + response + [0] * (width - len(prompt + response)) for prompt, response in rows]
+    mask = [[len(prompt) <= place < len(prompt + response) for place in range(width)] for prompt, response in rows]
     return torch.tensor(ids), torch.tensor(mask)
 
 
@@ -27,9 +26,9 @@ GROUPS = st.lists(
 
 
 @settings(deadline=None)
-@given(groups=GROUPS, dtype=st.sampled_from([torch.bool, torch.int64, torch.float32]))
-def test_tokens_of_a_padded_batch(groups, dtype):
-    ids, mask = padded(groups, left=False)
+@given(groups=GROUPS, left=st.booleans(), dtype=st.sampled_from([torch.bool, torch.int64, torch.float32]))
+def test_tokens_of_a_padded_batch(groups, left, dtype):
+    ids, mask = padded(groups, left)
     tokens = response_tokens(ids, mask.to(dtype), responses_per_prompt=2)
     responses = [response for _, rs in groups for response in rs]
     assert tokens.labels.tolist() == [token for response in responses for token in response]
@@ -39,15 +38,14 @@ def test_tokens_of_a_padded_batch(groups, dtype):
     states = random_hidden_states(ids.numel(), 10, 4, torch.device("cpu"))
     whole = states.logits().view(*ids.shape, 10).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
     got = linear_logprobs(states.hidden[tokens.predicted_at], states.head, tokens.labels)
-    torch.testing.assert_close(got, whole[mask[:, 1:].bool()])
+    torch.testing.assert_close(got, whole[mask[:, 1:]])
 
 
-def test_padding_on_the_left_and_masked_tokens_of_tools():
-    ids, mask = padded([([5, 6], [[1, 2, 3], [4, 4, 4]]), ([7, 8], [[2, 2, 2], [9, 8, 7]])], left=True)
-    mask[0, 3] = 0
-    tokens = response_tokens(ids, mask, responses_per_prompt=2)
-    assert tokens.labels.tolist() == [1, 3, 4, 4, 4, 2, 2, 2, 9, 8, 7]
-    assert tokens.predicted_at.tolist()[:2] == [1, 3]
+def test_masked_tokens_of_tools_are_left_out():
+    mask = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]])
+    tokens = response_tokens(torch.tensor([[5, 1, 2, 3], [5, 6, 7, 8]]), mask)
+    assert tokens.labels.tolist() == [1, 3, 7]
+    assert tokens.predicted_at.tolist() == [0, 2, 5]
 
 
 def test_first_and_second_responses_in_two_halves():
@@ -66,7 +64,6 @@ def test_first_and_second_responses_in_two_halves():
         ({"response_mask": torch.ones(2, 2)}, r"response_mask must have shape \[2, 3\]"),
         ({"response_mask": torch.tensor([[0, 1, 1], [1, 1, 0]])}, r"response_mask\[1, 0\] is 1"),
         ({"response_mask": torch.tensor([[0, 0.5, 1], [0, 1, 0]])}, r"response_mask\[0, 1\] is 0.5"),
-        ({"response_mask": torch.tensor([[0, 1, 1], [0, -100, 0]])}, r"response_mask\[1, 1\] is -100"),
         ({"responses_per_prompt": 3}, "no multiple of the 3"),
     ],
 )
@@ -74,8 +71,3 @@ def test_bad_batches(changed, message):
     given = {"input_ids": torch.ones(2, 3, dtype=torch.long), "response_mask": torch.tensor([[0, 1, 1], [0, 1, 0]])}
     with pytest.raises(ValueError, match=message):
         response_tokens(**(given | changed))
-
-
-def test_a_batch_without_responses():
-    tokens = response_tokens(torch.ones(2, 3, dtype=torch.long), torch.zeros(2, 3), responses_per_prompt=2)
-    assert (len(tokens.labels), tokens.cu_seqlens.tolist()) == (0, [0, 0, 0])

