@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fastp3o.config import StageConfig
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models import packed_model
+from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
 from fastp3o.models.reference import LoadedForEachUse, SecondModel
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
-from fastp3o.models.trainable import add_lora, freeze_below
+from fastp3o.models.trainable import freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
@@ -27,7 +29,7 @@ from fastp3o.precision import choose_precision
 from fastp3o.run.checkpoint import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
-from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model
+from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, adapted, random_model
 
 CPU = torch.device("cpu")
 ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
@@ -47,17 +49,23 @@ def checkpointed() -> PackedModel:
     return model
 
 
-def adapted() -> PackedModel:
-    model = PackedModel(random_model("llama"))
-    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
-    return model
-
-
 def top_layer() -> PackedModel:
     model = PackedModel(random_model("gpt2"))
     freeze_below(model, 1)
     return model
+
+
+def compiled(make: Callable[[], PackedModel]) -> Callable[[], PackedModel]:
+    """Traced as for the compiler: compiling takes minutes."""
+    traced = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
+
+    def make_compiled() -> PackedModel:
+        packed_model.compiled = lambda: traced
+        model = make()
+        model.compile_layers()
+        return model
+
+    return make_compiled
 
 
 def with_critic() -> PackedModel:
@@ -70,10 +78,11 @@ def with_critic() -> PackedModel:
 MODELS = {family: plain(family) for family in FAMILIES} | {
     "tied": tied,
     "checkpointed": checkpointed,
-    "LoRA": adapted,
+    "LoRA": partial(adapted, "llama"),
     "top layer": top_layer,
     "critic": with_critic,
 }
+COMPILED = {"compiled": compiled(plain("llama")), "compiled, checkpointed": compiled(checkpointed)}
 
 
 def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
@@ -94,14 +103,19 @@ def given_by_main(model: PackedModel) -> PackedModel:
     return model
 
 
-def largest_error(name: str) -> float:
-    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process."""
-    alone = MODELS[name]()
+def largest_error(make: Callable[[], PackedModel]) -> float:
+    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process. Log-probs
+    have the same bits with and without gradients.
+    """
+    alone = make()
     torch.stack([compute_loss(alone, row) for row in ROWS]).mean().backward()
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    model = given_by_main(MODELS[name]())
+    model, row = given_by_main(make()), ROWS[dist.get_rank()]
     shard(model, CPU, process_mesh(CPU))
-    compute_loss(model, ROWS[dist.get_rank()]).backward()
+    with torch.no_grad():
+        before = labelled_logprobs(model, row)
+    assert torch.equal(labelled_logprobs(model, row), before)
+    compute_loss(model, row).backward()
     got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     assert got.keys() == expected.keys()
     norm = max(gradient.norm() for gradient in expected.values())
@@ -218,11 +232,17 @@ def resumed(precision: str, folder: Path) -> dict[str, Tensor]:
     return weights[0]
 
 
-def main(file: Path) -> None:
+def main(file: Path, compiles: bool) -> None:
     accelerator = Accelerator()
-    states = file.parent / "states"
-    results = {
-        "errors": {name: largest_error(name) for name in MODELS},
+    errors = {name: largest_error(make) for name, make in (COMPILED if compiles else MODELS).items()}
+    results = {"errors": errors} if compiles else {"errors": errors, **plain_results(file.parent / "states")}
+    if accelerator.is_main_process:
+        torch.save(results, file)
+    accelerator.end_training()
+
+
+def plain_results(states: Path) -> dict[str, Any]:
+    return {
         "collectives": [collectives(budget) for budget in (10**6, 1000)],
         "copied": copied(),
         "offloaded": offloaded(),
@@ -230,10 +250,7 @@ def main(file: Path) -> None:
         "gone after use": gone_after_use(),
         "resumed": {precision: resumed(precision, states) for precision in ("fp32", "fp16")},
     }
-    if accelerator.is_main_process:
-        torch.save(results, file)
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), compiles="compiled" in sys.argv)

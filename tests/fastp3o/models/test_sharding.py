@@ -14,26 +14,35 @@ from fastp3o.models.sharding import process_mesh, whole
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from tests.fastp3o.backward import scaled_backward
-from tests.fastp3o.models.sharded_process import CPU, MODELS, ROWS, compute_loss, go_on, optimizer_for, step, tied
+from tests.fastp3o.models.sharded_process import CPU, ROWS, compute_loss, go_on, optimizer_for, step, tied
 from tests.fastp3o.together import together
+
+
+def run_two(folder: Path, *arguments: str) -> dict:
+    done = together(Path(__file__).with_name("sharded_process.py"), str(folder / "results"), *arguments)
+    assert done.returncode == 0, done.stdout
+    return torch.load(folder / "results", weights_only=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded")
-    done = together(Path(__file__).with_name("sharded_process.py"), str(folder / "results"))
-    assert done.returncode == 0, done.stdout
-    return folder
+    return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict:
-    return torch.load(folder / "results", weights_only=True)
+    return run_two(folder)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_those_of_one_process(results, model):
-    assert results["errors"][model] < 1e-6
+def test_gradients_are_those_of_one_process(results):
+    assert {name for name, error in results["errors"].items() if not error < 1e-6} == set()
+
+
+@pytest.mark.nightly
+def test_so_are_those_of_compiled_layers(tmp_path):
+    errors = run_two(tmp_path, "compiled")["errors"]
+    assert len(errors) == 2
+    assert max(errors.values()) < 1e-6
 
 
 def test_the_head_is_gathered_once_a_pass_whatever_chunks_its_logits_take(results):
@@ -41,16 +50,9 @@ def test_the_head_is_gathered_once_a_pass_whatever_chunks_its_logits_take(result
     assert results["collectives"] == [[3 + 2, 3]] * 2
 
 
-def test_a_whole_copy_has_the_same_bits_and_gives_its_memory_back(results):
-    assert results["copied"]
-
-
-def test_an_offloaded_model_makes_equally_many_passes_and_has_the_same_bits(results):
-    assert results["offloaded"]
-
-
-def test_a_model_that_is_loaded_for_each_use_is_gone_afterwards(results):
-    assert results["gone after use"]
+@pytest.mark.parametrize("what", ["copied", "offloaded", "gone after use"])
+def test_other_uses_of_a_model_have_the_same_bits_and_give_their_memory_back(results, what):
+    assert results[what]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 3e-6), ("fp16", 1e-3)])
@@ -77,7 +79,7 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_mesh_of_one_has_the_bits_of_none(group_of_one, precision):
     assert process_mesh(CPU) is None
     moved = []
@@ -98,5 +100,5 @@ def test_processes_are_one_group_or_several(monkeypatch):
     monkeypatch.setattr(sharding, "number_of_processes", lambda: 6)
     monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, **names: shape)
     assert [process_mesh(CPU), process_mesh(CPU, 6), process_mesh(CPU, 2)] == [(6,), (6,), (3, 2)]
-    with pytest.raises(ValueError, match=r"--shard_size \(4\) must divide the number of processes \(6\)"):
+    with pytest.raises(ValueError, match=r"--shard_size \(4\) must divide"):
         process_mesh(CPU, 4)
