@@ -1,12 +1,10 @@
 """One of two processes that share models: what each case gives, in the file named by the first argument."""
 
 import gc
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +24,6 @@ from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import choose_precision
-from fastp3o.run.checkpoint import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, adapted, random_model
@@ -35,8 +32,8 @@ CPU = torch.device("cpu")
 ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
 
 
-def plain(family: str) -> Callable[[], PackedModel]:
-    return lambda: PackedModel(random_model(family))
+def plain(family: str) -> PackedModel:
+    return PackedModel(random_model(family))
 
 
 def tied() -> PackedModel:
@@ -55,17 +52,10 @@ def top_layer() -> PackedModel:
     return model
 
 
-def compiled(make: Callable[[], PackedModel]) -> Callable[[], PackedModel]:
-    """Traced as for the compiler: compiling takes minutes."""
-    traced = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
-
-    def make_compiled() -> PackedModel:
-        packed_model.compiled = lambda: traced
-        model = make()
-        model.compile_layers()
-        return model
-
-    return make_compiled
+def compiled(make: Callable[[], PackedModel]) -> PackedModel:
+    model = make()
+    model.compile_layers()
+    return model
 
 
 def with_critic() -> PackedModel:
@@ -75,14 +65,14 @@ def with_critic() -> PackedModel:
     return model
 
 
-MODELS = {family: plain(family) for family in FAMILIES} | {
+MODELS = {family: partial(plain, family) for family in FAMILIES} | {
     "tied": tied,
     "checkpointed": checkpointed,
     "LoRA": partial(adapted, "llama"),
     "top layer": top_layer,
     "critic": with_critic,
 }
-COMPILED = {"compiled": compiled(plain("llama")), "compiled, checkpointed": compiled(checkpointed)}
+COMPILED = {"compiled": partial(compiled, MODELS["llama"]), "checkpointed": partial(compiled, checkpointed)}
 
 
 def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
@@ -170,86 +160,51 @@ def gone_after_use() -> bool:
     return in_memory() == before and torch.equal(logprobs, labelled_logprobs(tied(), ROWS[0]).detach())
 
 
-def optimizer_for(precision: str) -> Optimizer:
-    config = StageConfig(model="", output_dir="", learning_rate=1e-2)
-    mesh = process_mesh(CPU)
-    return Optimizer(Accelerator(), given_by_main(tied()), choose_precision(precision, "fp32"), config, 9, mesh=mesh)
-
-
-def step(optimizer: Optimizer) -> None:
-    rows = ROWS if optimizer.accelerator.num_processes == 1 else [ROWS[dist.get_rank()]]
-    for row in rows:
-        scaled_backward(optimizer, compute_loss(optimizer.model, row) / len(rows))
-    optimizer.step(torch.zeros(()))
-
-
-def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
+def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
     """A step in fp16 in which one process has non-finite numbers, in its pass or in its part of the gradients: whether
-    nothing moved, the loss scale of each process, and whether the next step moves something again.
+    nothing moved, the loss scale, and whether the next step moves something again.
     """
-    optimizer = optimizer_for("fp16")
+    mesh, precision = process_mesh(CPU), choose_precision("fp16", "fp32")
+    config = StageConfig(model="", output_dir="", learning_rate=1e-2)
+    optimizer = Optimizer(Accelerator(), given_by_main(tied()), precision, config, 9, mesh=mesh)
     # At this scale nothing else overflows.
     optimizer.guard.set_scale(4.0, finite_steps=0)
-    step(optimizer)
     here = dist.get_rank() == process
-    loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])
-    scaled_backward(optimizer, loss * 1e7 if here and within == "pass" else loss)
-    if here and within == "part":
-        optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
-    before = training_state(optimizer)
-    scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
-    skipped = all(torch.equal(tensor, before[name]) for name, tensor in training_state(optimizer).items())
-    step(optimizer)
-    moves = any(not torch.equal(tensor, before[name]) for name, tensor in training_state(optimizer).items())
-    outcomes = gather_object([(skipped, scale, moves)])
-    return all(o[0] for o in outcomes), [o[1] for o in outcomes], all(o[2] for o in outcomes)
 
+    def step(*, fails: bool) -> tuple[bool, float]:
+        before = {name: whole(tensor).clone() for name, tensor in optimizer.tensors().items()}
+        loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])
+        scaled_backward(optimizer, loss * 1e7 if fails and within == "pass" else loss)
+        if fails and within == "part":
+            optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
+        scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
+        return any(not torch.equal(whole(t), before[name]) for name, t in optimizer.tensors().items()), scale
 
-def training_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {name: whole(tensor).clone() for name, tensor in optimizer.tensors().items()}
-
-
-def go_on(optimizer: Optimizer, state: Path) -> None:
-    optimizer.fill(saved_names(state), partial(load_tensors, state))
-    optimizer.load_state_dict(json.loads(state.with_suffix(".json").read_text()))
-
-
-def resumed(precision: str, folder: Path) -> dict[str, Tensor]:
-    """Weights after three steps, with the state after two in the folder; the same bits when gone on from there."""
-    optimizer = optimizer_for(precision)
-    step(optimizer)
-    step(optimizer)
-    save_tensors(folder / precision, optimizer.tensors())
-    if is_main_process():
-        (folder / precision).with_suffix(".json").write_text(json.dumps(optimizer.state_dict()))
-    dist.barrier()
-    again = optimizer_for(precision)
-    go_on(again, folder / precision)
-    for one in (optimizer, again):
-        step(one)
-    weights = [{n: whole(p.detach()) for n, p in one.parameters.items()} for one in (optimizer, again)]
-    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
-    return weights[0]
+    step(fails=False)
+    moved, scale = step(fails=here)
+    return not moved, scale, step(fails=False)[0]
 
 
 def main(file: Path, compiles: bool) -> None:
     accelerator = Accelerator()
-    errors = {name: largest_error(make) for name, make in (COMPILED if compiles else MODELS).items()}
-    results = {"errors": errors} if compiles else {"errors": errors, **plain_results(file.parent / "states")}
+    if compiles:
+        # Traced as for the compiler: compiling takes minutes.
+        traced = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
+        packed_model.compiled = lambda: traced
+    results = {"errors": {name: largest_error(make) for name, make in (COMPILED if compiles else MODELS).items()}}
+    if not compiles:
+        results |= {
+            "collectives": [collectives(budget) for budget in (10**6, 1000)],
+            "copied": copied(),
+            "offloaded": offloaded(),
+            "overflowed": gather_object(
+                [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
+            ),
+            "gone after use": gone_after_use(),
+        }
     if accelerator.is_main_process:
         torch.save(results, file)
     accelerator.end_training()
-
-
-def plain_results(states: Path) -> dict[str, Any]:
-    return {
-        "collectives": [collectives(budget) for budget in (10**6, 1000)],
-        "copied": copied(),
-        "offloaded": offloaded(),
-        "overflowed": [overflowed(process, within) for process in range(2) for within in ("pass", "part")],
-        "gone after use": gone_after_use(),
-        "resumed": {precision: resumed(precision, states) for precision in ("fp32", "fp16")},
-    }
 
 
 if __name__ == "__main__":

@@ -65,8 +65,18 @@ def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
     assert (expected - before).abs().max() > 0.1
     require_same_logprobs(policy, folder)
     assert all(parameter.requires_grad for parameter in load_policy(folder).parameters())
-    merged, ours = by_peft.merge_and_unload().state_dict(), whole_model(policy.model)[1]
-    assert all(torch.allclose(ours[name], merged[name], atol=1e-6) for name in ours)
+    # So is the whole model that transformers loads, and the policy stays as it was.
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    policy.model.generation_config.temperature = 0.6
+    whole, weights = whole_model(policy.model)
+    assert whole.generation_config.temperature == 0.6
+    assert policy.model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
+    merged = by_peft.merge_and_unload().state_dict()
+    assert all(torch.allclose(weights[name], merged[name], atol=1e-6) for name in weights)
+    whole.generation_config.temperature = 1.0
+    whole.save_pretrained(tmp_path / "whole", state_dict=weights)
+    require_same_logprobs(policy, str(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

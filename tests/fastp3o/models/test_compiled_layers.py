@@ -14,7 +14,6 @@ from tests.fastp3o.models.model_families import (
     FOURS,
     PAIRS,
     Groups,
-    adapted,
     alone,
     assert_equal,
     packed,
@@ -63,28 +62,6 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def compiled(model: PackedModel) -> PackedModel:
-    model.compile_layers()
-    return model
-
-
-def as_exact_as_eager(family: str) -> PackedModel:
-    """A compiled model whose errors against fp64 are at most twice those of plain layers, over all gradients."""
-    exact, rollout = alone(random_model(family).double(), FOURS)
-    eager = packed(PackedModel(random_model(family)), FOURS, rollout)
-    model = compiled(PackedModel(random_model(family)))
-    got = packed(model, FOURS, rollout)
-    assert graphs()
-    assert_equal(got, eager)
-    errors = [
-        sum((outcome.gradients[name] - gradient).square().sum().item() for name, gradient in exact.gradients.items())
-        for outcome in (got, eager)
-    ]
-    assert 0 < errors[0] <= 4 * errors[1]
-    assert abs(got.loss - exact.loss) <= 2 * abs(eager.loss - exact.loss) + 1e-6
-    return model
-
-
 def fits_rows_of_any_length(model: PackedModel) -> None:
     """Rows have the same bits with and without gradients, and those of other lengths take no further graphs."""
     for rows in (RAGGED, OTHERS):
@@ -101,16 +78,34 @@ def fits_rows_of_any_length(model: PackedModel) -> None:
         assert graphs() == before or rows is RAGGED
 
 
+def is_as_exact_as_eager(family: str) -> None:
+    """A compiled model whose errors against fp64 are at most twice those of plain layers, over all gradients."""
+    exact, rollout = alone(random_model(family).double(), FOURS)
+    eager = packed(PackedModel(random_model(family)), FOURS, rollout)
+    model = PackedModel(random_model(family))
+    model.compile_layers()
+    got = packed(model, FOURS, rollout)
+    assert graphs()
+    assert_equal(got, eager)
+    errors = [
+        sum((outcome.gradients[name] - gradient).square().sum().item() for name, gradient in exact.gradients.items())
+        for outcome in (got, eager)
+    ]
+    assert 0 < errors[0] <= 4 * errors[1]
+    assert abs(got.loss - exact.loss) <= 2 * abs(eager.loss - exact.loss) + 1e-6
+    fits_rows_of_any_length(model)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(family, traced):
-    fits_rows_of_any_length(as_exact_as_eager(family))
+    is_as_exact_as_eager(family)
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2"])
 def test_so_is_what_torch_compiles(family):
-    fits_rows_of_any_length(as_exact_as_eager(family))
+    is_as_exact_as_eager(family)
 
 
 @pytest.mark.compiled
@@ -118,7 +113,9 @@ def test_so_is_what_torch_compiles(family):
 def test_half_precision_has_the_same_bits_with_and_without_gradients(precision):
     weights = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
-        fits_rows_of_any_length(compiled(PackedModel(random_model("llama").to(weights))))
+        model = PackedModel(random_model("llama").to(weights))
+        model.compile_layers()
+        fits_rows_of_any_length(model)
 
 
 @pytest.mark.nightly
@@ -135,32 +132,18 @@ def test_where_attention_is_one_operation_so_is_a_layer(family, checkpointed, tr
     model = PackedModel(random_model(family)).train()
     if checkpointed:
         model.recompute_activations()
-    fits_rows_of_any_length(compiled(model))
+    model.compile_layers()
+    fits_rows_of_any_length(model)
     assert graphs() == 3
     assert not counters["graph_break"]
-
-
-@pytest.mark.nightly
-def test_adapters_and_their_base(traced):
-    model = adapted("llama")
-    with model.with_own_attention() as inner:
-        expected, rollout = alone(inner, PAIRS)
-    model.recompute_activations()
-    compiled(model).train()
-    assert_equal(packed(model, PAIRS, rollout), expected)
-    fits_rows_of_any_length(model)
-    model.model.disable_adapters()
-    with torch.no_grad():
-        base = labelled_logprobs(model, PAIRS.row())
-        expected = labelled_logprobs(PackedModel(random_model("llama")), PAIRS.row())
-    torch.testing.assert_close(base, expected, atol=2e-5, rtol=1e-5)
 
 
 def test_rollouts_run_uncompiled(traced):
     policy = PackedModel(random_model("llama"))
     keys = response_keys(3, torch.arange(len(PROMPTS)), K)
     expected = make_engine(policy).run(PROMPTS, keys)
-    assert make_engine(compiled(policy)).run(PROMPTS, keys) == expected
+    policy.compile_layers()
+    assert make_engine(policy).run(PROMPTS, keys) == expected
     with policy.with_own_attention() as inner:
         inner.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
     assert graphs() == 0
@@ -170,7 +153,8 @@ def test_names_stay_and_a_copy_runs_its_own_layers(monkeypatch):
     monkeypatch.setattr(packed_model, "compiled", lambda: eager_forward)
     model = PackedModel(random_model("llama"))
     names = [*model.state_dict()]
-    again = copy.deepcopy(compiled(model))
+    model.compile_layers()
+    again = copy.deepcopy(model)
     assert [*model.state_dict()] == [*again.state_dict()] == names
     with torch.no_grad():
         before = labelled_logprobs(model, PAIRS.row())

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packable import require_packable
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
-from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.packing.pack import by_group
 from tests.fastp3o.models.model_families import (
     FAMILIES,
     FOURS,
@@ -107,16 +106,6 @@ def test_scores_equal_transformers_on_single_sequences(family):
         torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_labelled_prompts_equal_one_sequence_at_a_time():
-    model = random_model("gpt2")
-    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], Packing(100), label_prompts=True)
-    expected = []
-    for g in row.groups:
-        first, *others = PAIRS.prompts[g] + PAIRS.responses[g][0]
-        expected.append(logprobs_alone(model, [first], others))
-    torch.testing.assert_close(labelled_logprobs(PackedModel(model), row), torch.cat(expected), atol=2e-5, rtol=1e-5)
-
-
 def test_logits_stay_fp32_under_autocast(tiny_model):
     model = load_policy(tiny_model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -148,6 +137,7 @@ def test_the_head_has_the_models_own_scales():
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +147,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
         ("llama", {}, 64),
         ("llama", {"rope_parameters": YARN}, 256),
         ("llama", {"rope_parameters": YARN | {"rope_type": "linear"}, "max_position_embeddings": 256}, 256),
+        # These depend on the longest sequence of a row, and end at their original length.
+        ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, 64),
+        ("llama", {"rope_parameters": YARN | {"rope_type": "longrope"} | LONGROPE}, 16),
     ],
 )
 def test_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of_it(family, changes, end):
@@ -164,24 +157,6 @@ def test_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of
     model.check_reach(end)
     with pytest.raises(ValueError, match=f"up to {end + 1} tokens together, and the positions of .* end at {end}"):
         model.check_reach(end + 1)
-
-
-LONGROPE = {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
-
-
-@pytest.mark.parametrize(
-    ("rope", "length"),
-    [({"rope_type": "dynamic", "factor": 4.0}, 16), ({"rope_type": "longrope", **LONGROPE}, 64)],
-    ids=["dynamic", "longrope"],
-)
-def test_positions_that_depend_on_the_longest_sequence_of_a_row_end_at_their_original_length(rope, length):
-    model = random_model("llama", rope_parameters=rope | {"rope_theta": 10000.0}, max_position_embeddings=length)
-    packed = require_packable(PackedModel(model), "some/model")
-    (row,) = pack([[5] * 10], [[[6] * 6, [7] * 3]], Packing(100))
-    labelled_logprobs(packed, row)
-    (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], Packing(100))
-    with pytest.raises(ValueError, match=r"up to 17 tokens together, .* end at 16"):
-        labelled_logprobs(packed, row)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
