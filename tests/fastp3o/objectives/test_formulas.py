@@ -50,7 +50,8 @@ Groups = list[list[Response]]
 Formula = Callable[[Groups], Tensor]
 
 
-def clip_loss(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+def clip_loss(log_ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    ratio = log_ratio.exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
@@ -63,30 +64,17 @@ def token_weights(y: Response) -> Tensor:
     return (y.old - y.sampler).exp().clamp(max=CAP)
 
 
-def minus_mean(rewards: list[float], *, scaled: bool) -> list[float]:
+def rewards(group: list[Response], kl_coef: float = 0.0) -> list[float]:
+    return [y.reward - kl_coef * (y.old - y.ref).sum().item() for y in group]
+
+
+def less_mean(rewards: list[float], *, scale: bool = True) -> list[float]:
     mean = sum(rewards) / K
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (K - 1))
-    return [(r - mean) / (std + 1e-4) if scaled else r - mean for r in rewards]
+    return [(r - mean) / (std + 1e-4) if scale else r - mean for r in rewards]
 
 
-def scaled(group: list[Response]) -> list[float]:
-    return minus_mean([y.reward for y in group], scaled=True)
-
-
-def centred(group: list[Response]) -> list[float]:
-    return minus_mean([y.reward for y in group], scaled=False)
-
-
-def less_kl(group: list[Response]) -> list[float]:
-    return [y.reward - 0.05 * (y.old - y.ref).sum().item() for y in group]
-
-
-def less_kl_scaled(group: list[Response]) -> list[float]:
-    return minus_mean(less_kl(group), scaled=True)
-
-
-def less_kl_of_others(group: list[Response]) -> list[float]:
-    rewards = less_kl(group)
+def less_others(rewards: list[float]) -> list[float]:
     return [r - (sum(rewards) - r) / (K - 1) for r in rewards]
 
 
@@ -94,52 +82,31 @@ def of_responses(
     advantages: Callable[[list[Response]], list[float]], loss: Callable[[Response, float], Tensor]
 ) -> Formula:
     """The mean over responses."""
-
-    def formula(groups: Groups) -> Tensor:
-        pairs = [pair for group in groups for pair in zip(group, advantages(group), strict=True)]
-        return sum(loss(y, a) for y, a in pairs) / len(pairs)
-
-    return formula
+    return lambda groups: sum(loss(y, a) for g in groups for y, a in zip(g, advantages(g), strict=True)) / (P * K)
 
 
 def grpo(y: Response, a: float) -> Tensor:
     """The mean over tokens; k3."""
     k3 = (y.ref - y.now).exp() - 1 - (y.ref - y.now)
-    return (token_weights(y) * clip_loss((y.now - y.old).exp(), a, 0.2, 0.2) + 0.04 * k3).mean()
-
-
-def dr_grpo(y: Response, a: float) -> Tensor:
-    return clip_loss((y.now - y.old).exp(), a, 0.2, 0.2).sum() / LONGEST
-
-
-def gspo(y: Response, a: float) -> Tensor:
-    return weight(y) * clip_loss((y.now - y.old).mean().exp(), a, 3e-4, 4e-4)
-
-
-def masked_rloo(y: Response, a: float) -> Tensor:
-    return -a * y.now.sum() * y.counts * weight(y)
+    return (token_weights(y) * clip_loss(y.now - y.old, a, 0.2, 0.2) + 0.04 * k3).mean()
 
 
 def grpo_plus(groups: Groups) -> Tensor:
     """The mean over the tokens of all responses that count; with an entropy bonus."""
-    pairs = [pair for group in groups for pair in zip(group, scaled(group), strict=True) if pair[0].counts]
-    losses = [token_weights(y) * clip_loss((y.now - y.old).exp(), a, 0.2, 0.28) - 0.03 * y.entropy for y, a in pairs]
+    counted = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True) if y.counts]
+    losses = [token_weights(y) * clip_loss(y.now - y.old, a, 0.2, 0.28) - 0.03 * y.entropy for y, a in counted]
     return torch.cat(losses).mean()
 
 
-def reinforce_with_k2_and_entropy(groups: Groups) -> Tensor:
+def reinforce(groups: Groups) -> Tensor:
+    """With k2 and an entropy bonus."""
     every = [y for group in groups for y in group]
     mean = sum(y.reward for y in every) / (P * K)
-    each = [
-        -(y.reward - mean) * y.now.sum() * weight(y)
-        + 0.1 * ((y.now - y.ref).square() / 2).sum()
-        - 0.02 * y.entropy.sum()
-        for y in every
-    ]
-    return sum(each) / (P * K)
+    further = [(0.1 * (y.now - y.ref).square() / 2 - 0.02 * y.entropy).sum() for y in every]
+    return sum(-(y.reward - mean) * y.now.sum() * weight(y) + f for y, f in zip(every, further, strict=True)) / (P * K)
 
 
-def of_pairs(loss: Callable[[Response, Response], Tensor], *, labelled: bool = False, weighs: bool = True) -> Formula:
+def of_pairs(loss: Callable[[Response, Response], Tensor], *, labelled: bool = True, weighs: bool = True) -> Formula:
     """The mean over all pairs. labelled: the first has the higher reward; ties are 0."""
 
     def formula(groups: Groups) -> Tensor:
@@ -155,25 +122,13 @@ def of_pairs(loss: Callable[[Response, Response], Tensor], *, labelled: bool = F
     return formula
 
 
+def dpo(difference: Tensor) -> Tensor:
+    return -torch.sigmoid(difference).log()
+
+
 def masked_rebel(first: Response, second: Response) -> Tensor:
     log_ratio = (first.now - first.old).sum() - (second.now - second.old).sum()
     return (log_ratio / 3 - (first.reward - second.reward)) ** 2 * (first.counts and second.counts)
-
-
-def online_dpo(chosen: Response, rejected: Response) -> Tensor:
-    return -torch.sigmoid(0.3 * ((chosen.now - chosen.ref).sum() - (rejected.now - rejected.ref).sum())).log()
-
-
-def bpo(chosen: Response, rejected: Response) -> Tensor:
-    return -torch.sigmoid(0.1 * ((chosen.now - chosen.old).sum() - (rejected.now - rejected.old).sum())).log()
-
-
-def ipo(chosen: Response, rejected: Response) -> Tensor:
-    return ((chosen.now - chosen.ref).mean() - (rejected.now - rejected.ref).mean() - 1 / (2 * 0.2)) ** 2
-
-
-def simpo(chosen: Response, rejected: Response) -> Tensor:
-    return -torch.sigmoid(2.5 * (chosen.now.mean() - rejected.now.mean()) - 0.4).log()
 
 
 def ppg(first: Response, second: Response) -> Tensor:
@@ -196,19 +151,49 @@ WEIGHTED = {"sampler_ratio_cap": CAP}
 K1 = {"kl_estimator": "k1", "kl_coef": 0.05}
 K2 = {"kl_estimator": "k2", "kl_coef": 0.1}
 CASES = {
-    "grpo": (GRPOConfig, WEIGHTED, of_responses(scaled, grpo)),
-    "dr_grpo": (DrGRPOConfig, {}, of_responses(centred, dr_grpo)),
+    "grpo": (GRPOConfig, WEIGHTED, of_responses(lambda g: less_mean(rewards(g)), grpo)),
+    "dr_grpo": (
+        DrGRPOConfig,
+        {},
+        of_responses(
+            lambda g: less_mean(rewards(g), scale=False),
+            lambda y, a: clip_loss(y.now - y.old, a, 0.2, 0.2).sum() / LONGEST,
+        ),
+    ),
     "grpo_plus": (GRPOPlusConfig, WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
-    "gspo": (GSPOConfig, WEIGHTED | K1, of_responses(less_kl_scaled, gspo)),
-    "rloo": (RLOOConfig, WEIGHTED | {"mask_truncated": True}, of_responses(less_kl_of_others, masked_rloo)),
-    "reinforce": (REINFORCEConfig, WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce_with_k2_and_entropy),
-    "rebel": (REBELConfig, WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel)),
-    "online_dpo": (OnlineDPOConfig, WEIGHTED | {"kl_coef": 0.3}, of_pairs(online_dpo, labelled=True)),
-    "bpo": (BPOConfig, WEIGHTED, of_pairs(bpo, labelled=True)),
-    "online_ipo": (OnlineIPOConfig, WEIGHTED | {"tau": 0.2}, of_pairs(ipo, labelled=True)),
-    "online_simpo": (OnlineSimPOConfig, {"beta": 2.5, "gamma": 0.4}, of_pairs(simpo, labelled=True, weighs=False)),
+    "gspo": (
+        GSPOConfig,
+        WEIGHTED | K1,
+        of_responses(
+            lambda g: less_mean(rewards(g, 0.05)),
+            lambda y, a: weight(y) * clip_loss((y.now - y.old).mean(), a, 3e-4, 4e-4),
+        ),
+    ),
+    "rloo": (
+        RLOOConfig,
+        WEIGHTED | {"mask_truncated": True},
+        of_responses(lambda g: less_others(rewards(g, 0.05)), lambda y, a: -a * y.now.sum() * y.counts * weight(y)),
+    ),
+    "reinforce": (REINFORCEConfig, WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
+    "rebel": (REBELConfig, WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labelled=False)),
+    "online_dpo": (
+        OnlineDPOConfig,
+        WEIGHTED | {"kl_coef": 0.3},
+        of_pairs(lambda y, n: dpo(0.3 * ((y.now - y.ref).sum() - (n.now - n.ref).sum()))),
+    ),
+    "bpo": (BPOConfig, WEIGHTED, of_pairs(lambda y, n: dpo(0.1 * ((y.now - y.old).sum() - (n.now - n.old).sum())))),
+    "online_ipo": (
+        OnlineIPOConfig,
+        WEIGHTED | {"tau": 0.2},
+        of_pairs(lambda y, n: ((y.now - y.ref).mean() - (n.now - n.ref).mean() - 1 / (2 * 0.2)) ** 2),
+    ),
+    "online_simpo": (
+        OnlineSimPOConfig,
+        {"beta": 2.5, "gamma": 0.4},
+        of_pairs(lambda y, n: dpo(2.5 * (y.now.mean() - n.now.mean()) - 0.4), weighs=False),
+    ),
     "nash_md": (NashMDConfig, {"responses_per_prompt": K}, nash),
-    "ppg": (PPGConfig, WEIGHTED | {"reward_scaling": "none", "reward_clip": 0.0}, of_pairs(ppg)),
+    "ppg": (PPGConfig, WEIGHTED | {"reward_scaling": "none", "reward_clip": 0.0}, of_pairs(ppg, labelled=False)),
 }
 
 
