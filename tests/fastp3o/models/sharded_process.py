@@ -1,6 +1,5 @@
 """One of two processes that share models: what each case gives, in the file named by the first argument."""
 
-import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +10,10 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fastp3o.config import StageConfig
 from fastp3o.models import packed_model
 from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
-from fastp3o.models.reference import LoadedForEachUse, SecondModel
 from fastp3o.models.sampling_copy import SamplingCopy
 from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
 from fastp3o.models.trainable import freeze_below
@@ -112,22 +109,6 @@ def largest_error(make: Callable[[], PackedModel]) -> float:
     return max((got[n] - gradient).norm() / norm for n, gradient in expected.items()).item()
 
 
-def collectives(memory_budget: int) -> list[int]:
-    """Weights gathered, and gradients added up, in a pass over a row whose logits are within the budget."""
-    model = given_by_main(PackedModel(random_model("llama")))
-    shard(model, CPU, process_mesh(CPU))
-    row = ROWS[0]
-
-    def loss(hidden: Tensor, head) -> Tensor:
-        return linear_logprobs(hidden, head, row.labels, memory_budget=memory_budget).sum()
-
-    model(row, row.labelled_at, loss).backward()
-    with CommDebugMode() as counted:
-        model(row, row.labelled_at, loss).backward()
-    counts = {str(operation): count for operation, count in counted.get_comm_counts().items()}
-    return [sum(count for name, count in counts.items() if kind in name) for kind in ("gather", "reduce_scatter")]
-
-
 def copied() -> bool:
     """Whether a copy of the sharded model gives the same bits, also where one process makes more passes."""
     expected = labelled_logprobs(tied(), ROWS[0]).detach()
@@ -145,19 +126,6 @@ def offloaded() -> bool:
     rows = [ROWS[0]] * (1 + dist.get_rank())  # one more on one process
     got = frozen.map_rows(rows, labelled_logprobs)
     return len(got) == len(rows) and all(torch.equal(logprobs, expected) for logprobs in got)
-
-
-def gone_after_use() -> bool:
-    def in_memory() -> int:
-        return sum(issubclass(type(thing), PackedModel) for thing in gc.get_objects())
-
-    def load() -> SecondModel:
-        return SecondModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=False)
-
-    gc.collect()
-    before = in_memory()
-    (logprobs,) = LoadedForEachUse(load)([ROWS[0]])
-    return in_memory() == before and torch.equal(logprobs, labelled_logprobs(tied(), ROWS[0]).detach())
 
 
 def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
@@ -194,13 +162,11 @@ def main(file: Path, compiles: bool) -> None:
     results = {"errors": {name: largest_error(make) for name, make in (COMPILED if compiles else MODELS).items()}}
     if not compiles:
         results |= {
-            "collectives": [collectives(budget) for budget in (10**6, 1000)],
             "copied": copied(),
             "offloaded": offloaded(),
             "overflowed": gather_object(
                 [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
             ),
-            "gone after use": gone_after_use(),
         }
     if accelerator.is_main_process:
         torch.save(results, file)

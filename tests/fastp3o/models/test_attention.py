@@ -1,7 +1,4 @@
 import math
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
 
 import pytest
 import torch
@@ -184,21 +181,6 @@ def test_a_gpu_that_is_too_old_for_the_libraries_computes_segments_one_by_one(mo
     assert said.endswith("this one has 7.5.")
 
 
-def test_a_flash_attn_without_soft_capping_is_not_used(monkeypatch):
-    library, warnings = ModuleType("flash_attn"), []
-    monkeypatch.setitem(sys.modules, "flash_attn", library)
-    monkeypatch.setattr(type(attention.logger), "warning", lambda self, message: warnings.append(message))
-    spec = spec_from_file_location("attention_with_another_flash_attn", attention.__file__)
-    for function, used in ((lambda q, softcap=0.0: None, True), (lambda q: None, False)):
-        library.flash_attn_varlen_func = function
-        again = module_from_spec(spec)
-        spec.loader.exec_module(again)
-        assert (again.flash_attn_varlen_func is not None) == used
-        assert bool(warnings) != used
-    # The copy took the name in transformers.
-    attention.AttentionInterface.register(attention.NAME, segment_attention)
-
-
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
 
 
@@ -211,50 +193,44 @@ def by_offsets(query, key, value, cu_queries, cu_keys, longest_query, longest_ke
     return dense(query, key, value, make_segments(lengths), scale, None if left < 0 else left + 1, softcap)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (1, 30.0)])
-def test_flash_attn_is_called_as_it_documents(monkeypatch, window, softcap):
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+@pytest.mark.parametrize(
+    ("library", "softcap"), [("flash_attn", None), ("flash_attn", 30.0), ("varlen_attn", None), ("older", None)]
+)
+@pytest.mark.parametrize("window", [None, 3, 1])
+def test_libraries_are_called_as_they_document(monkeypatch, window, library, softcap):
+    segments = make_segments(LENGTHS)
+    tensors = random_tensors(segments, 4, 2, 4)
+    calls = []
+
+    def flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
         calls.append(options)
         scale, left, softcap = options["softmax_scale"], options["window_size"][0], options["softcap"]
         return by_offsets(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap)
 
-    calls = []
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn_varlen_func)
-    segments = make_segments(LENGTHS)
-    tensors = random_tensors(segments, 4, 2, 4)
-    got = attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
-    torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, softcap))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
-    expected = {
-        "softmax_scale": 0.3,
-        "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "softcap": softcap or 0.0,
-    }
-    assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
-
-
-@pytest.mark.parametrize("version", ["names groups", "older"])
-@pytest.mark.parametrize("window", [None, 3, 1])
-def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, version):
     # Older versions of torch have no option for groups.
     def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        assert window_size == (-1 if window is None else window - 1, 0)  # a right side of 0 makes it causal
-        key_heads.append(key.shape[1])
+        calls.append({"heads": key.shape[1], "scale": scale, "window_size": window_size})
         return by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size[0], None)
 
-    def newer(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
         assert enable_gqa
         return older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
-    key_heads = []
-    monkeypatch.setattr(attention, "varlen_attn", newer if version == "names groups" else older)
-    segments = make_segments(LENGTHS)
-    tensors = random_tensors(segments, 4, 2, 4)
-    got = attention.by_varlen_attn(*tensors, segments, 0.3, window, None)
-    torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, None))
-    assert key_heads == [2 if version == "names groups" else 4]
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn)
+    monkeypatch.setattr(attention, "varlen_attn", older if library == "older" else varlen_attn)
+    attend = attention.by_flash_attn if library == "flash_attn" else attention.by_varlen_attn
+    got = attend(*tensors, segments, 0.3, window, softcap)
+    torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, softcap))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attend(*tensors, segments, 0.3, window, softcap)
+    if library == "flash_attn":
+        sides = (-1, -1) if window is None else (window - 1, 0)
+        expected = {"softmax_scale": 0.3, "causal": True, "window_size": sides, "softcap": softcap or 0.0}
+        assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
+    else:
+        # A right side of 0 makes it causal.
+        sides = (-1 if window is None else window - 1, 0)
+        assert calls == [{"heads": 4 if library == "older" else 2, "scale": 0.3, "window_size": sides}] * 2
 
 
 @pytest.mark.gpu

@@ -63,39 +63,21 @@ def test_weights_that_can_hold_code_are_refused(tmp_path: Path, untied: Path):
     policy = load_policy(str(untied))
     add_lora(policy, rank=2, alpha=4.0, targets="q_proj")
     policy.model.save_pretrained(tmp_path / "adapters")
-    files = {
-        tmp_path / "adapters": ("adapter_model.safetensors", "adapter_model.bin"),
-        untied: (WEIGHTS, "pytorch_model.bin"),
-    }
-    for folder, (safe, other) in files.items():
-        torch.save(load_file(folder / safe), folder / other)
-        (folder / safe).unlink()
+    for folder, name in ((tmp_path / "adapters", "adapter_model"), (untied, "model")):
+        safe = folder / f"{name}.safetensors"
+        torch.save(load_file(safe), folder / {"model": "pytorch_model.bin"}.get(name, f"{name}.bin"))
+        safe.unlink()
         for load in (load_policy, lambda name: load_reward_model(name, new_head=True)):
             with pytest.raises(ValueError, match=f"cannot load {folder}: it has no weights in safetensors"):
                 load(str(folder))
 
 
-def test_a_file_that_was_cut_off_or_may_not_be_read_and_a_folder_without_one_are_named(untied: Path, monkeypatch):
+def test_a_file_that_was_cut_off_and_a_folder_without_one_are_named(untied: Path):
     path = untied / WEIGHTS
-    content, opened = path.read_bytes(), Path.open
+    content = path.read_bytes()
     for length in (0, 5000):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match=f"cannot load {untied}: {path} is not whole"):
-            load_policy(str(untied))
-    path.write_bytes(content)
-
-    def forbidden(file, *arguments, **named):  # a mode would not keep root out
-        if file == path:
-            raise PermissionError(13, "Permission denied", str(file))
-        return opened(file, *arguments, **named)
-
-    def unreadable(*_, **__):
-        raise FileNotFoundError(f"No such file or directory: {path}")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", forbidden)
-        patch.setattr("transformers.modeling_utils.safe_open", unreadable)
-        with pytest.raises(ValueError, match=f"{path} cannot be read: Permission denied"):
             load_policy(str(untied))
     with pytest.raises(ValueError, match=f"cannot load {untied}/nothing: there is no such folder"):
         load_policy(f"{untied}/nothing")

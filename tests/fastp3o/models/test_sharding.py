@@ -30,18 +30,13 @@ def test_gradients_of_compiled_layers_are_those_of_one_process(tmp_path):
     assert run_two(tmp_path, "compiled")["errors"].keys() == {"compiled", "checkpointed"}
 
 
-def test_the_head_is_gathered_once_a_pass_whatever_chunks_its_logits_take(results):
-    # Two layers and the rest, which stays for the backward pass; and the gradients of each.
-    assert results["collectives"] == [[3 + 2, 3]] * 2
-
-
 def test_gradients_are_those_of_one_process(results):
     assert results["errors"].keys() >= {*FAMILIES, "LoRA", "critic"}
 
 
-@pytest.mark.parametrize("what", ["copied", "offloaded", "gone after use"])
-def test_other_uses_of_a_model_have_the_same_bits_and_give_their_memory_back(results, what):
-    assert results[what]
+def test_copies_and_offloaded_models_have_the_same_bits_and_give_their_memory_back(results):
+    assert results["copied"]
+    assert results["offloaded"]
 
 
 def test_a_gradient_that_overflows_in_one_process_is_left_out_by_all(results):

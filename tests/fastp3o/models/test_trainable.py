@@ -3,14 +3,12 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel
-from fastp3o.models.trainable import add_lora, choose_trainable, freeze_below, whole_model, whole_weights
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.trainable import SwitchedDropout, add_lora, choose_trainable, dropout_on, freeze_below, whole_model
 from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, alone, packed, random_model
 
 LAYERS = {
@@ -120,12 +118,33 @@ def test_sharded_adapters_are_merged_as_they_are_in_passes():
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def test_merged_weights_take_no_room_on_the_device():
-    model = adapted("llama", targets="q_proj")
-    with FakeTensorMode(), torch.device("cuda"):  # there need not be one
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
-        weights = whole_weights(model.model, None, None)
-    devices = {name: weight.device.type for name, weight in weights.items()}
-    assert {name for name, device in devices.items() if device == "cpu"} == {n for n in devices if "q_proj" in n}
+# --- dropout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_have_dropout_within_passes_that_train_and_nowhere_else(checkpointed):
+    """Activations that are computed again drop the same."""
+    row = PAIRS.row()
+    expected = labelled_logprobs(adapted("llama"), row)
+    gradients = []
+    for recomputes in (False, checkpointed):
+        model = adapted("llama", dropout=0.25).train()
+        assert sum(isinstance(module, SwitchedDropout) for module in model.modules()) == 14
+        if recomputes:
+            model.recompute_activations()
+        assert torch.equal(labelled_logprobs(model, row), expected)
+        torch.manual_seed(2)
+        with dropout_on(model):
+            logprobs = labelled_logprobs(model, row)
+            logprobs.sum().backward()
+        assert (logprobs - expected).abs().max() > 0.1
+        with pytest.raises(RuntimeError, match="inside"), dropout_on(model):
+            raise RuntimeError("inside")
+        assert torch.equal(labelled_logprobs(model, row), expected)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) == len(gradients[1]) == 28
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    (layer,) = [module for name, module in model.named_modules() if name.endswith("layers.0.mlp.up_proj")]
+    with dropout_on(model):
+        dropped = layer.lora_dropout["default"](torch.ones(100_000))
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)

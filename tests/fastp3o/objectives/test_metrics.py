@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from math import exp
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from accelerate import Accelerator
 
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
+from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.policy_gradient import (
     DAPOConfig,
@@ -29,6 +31,8 @@ from fastp3o.training.microbatches import (
     pack_minibatches,
     policy_logprobs,
 )
+from fastp3o_kernels import P3OLossOutput
+from fastp3o_kernels.p3o.settings import METRICS
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
@@ -121,3 +125,17 @@ def test_nothing_is_divided_by_zero_where_nothing_counts():
     nothing = torch.zeros(P, K, dtype=torch.bool)
     for config in (P3OConfig(**NAMES, clipping="token"), P3OConfig(**NAMES), DAPOConfig(**NAMES), GSPOConfig(**NAMES)):
         assert set(row_metrics(config, nothing, 30).values()) == {0.0}
+
+
+@pytest.mark.parametrize("clipping", ["token", "joint"])
+def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_lengths(clipping):
+    """One of four prompts fills its own row."""
+    objective, sums = P3OConfig(**NAMES, clipping=clipping).build(), MetricSums()
+    for without_gradient, prompts in ((1.0, 1.0), (0.0, 3.0)):
+        means = dict.fromkeys(METRICS, torch.tensor(without_gradient))
+        counts = dict.fromkeys(set(METRICS) - {"ratio_max"}, torch.tensor(prompts))
+        output = P3OLossOutput(torch.zeros(()), means, counts)
+        microbatch = Microbatch(SimpleNamespace(labelled_at=None), *[torch.empty(0)] * 5)
+        sums.add(objective.loss(lambda *_, output=output: output, microbatch, 1.0)[1])
+    fraction = mean_over_steps(Accelerator(cpu=True), [sums.read()])["zero_gradient_fraction"]
+    assert fraction.item() == pytest.approx(0.25)

@@ -17,6 +17,8 @@ from fastp3o.packing.pack import (
     group_tokens,
     pack,
 )
+from fastp3o.packing.packed_row import ALIGNMENT, upload
+from tests.fastp3o.models.model_families import FOURS
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=7)
 many_groups = st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=6)
@@ -35,9 +37,7 @@ def test_bins_hold_every_index_once_and_no_more_than_fits(sizes, capacity):
     # No two bins fit into one.
     totals = sorted(sum(sizes[i] for i in indices) for indices in bins)
     assert len(totals) < 2 or totals[0] + totals[1] > capacity
-
-
-def test_the_largest_go_first_into_the_first_bin_with_room():
+    # The largest go first, into the first bin with room.
     assert first_fit_decreasing([3, 9, 4, 4, 12, 1], 10) == [[4], [1, 5], [2, 3], [0]]
 
 
@@ -117,17 +117,6 @@ def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts)
     assert len(shared.repeats) == max(map(len, responses)) - 1
 
 
-def test_a_row_by_hand():
-    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], Packing(8), groups=[10, 11])
-    assert row.input_ids.tolist() == [[1, 2, 4, 5, 6, 3, 7, 8]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 1]]
-    assert row.segments.shared.tokens.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 5, 7]
-    assert row.labelled_at.tolist() == [1, 2, 1, 5, 5]
-    assert row.labelled_lengths == (2, 1, 1, 1)
-    assert row.groups == (10, 11)
-    assert row.responses_per_prompt == 2
-
-
 def test_labelled_prompts_leave_out_the_first_token():
     (row,) = pack([[1, 2, 3], [4]], [[[5]], [[6, 7]]], Packing(7), label_prompts=True)
     assert row.input_ids.tolist() == [[1, 2, 3, 5, 4, 6, 7]]
@@ -147,8 +136,9 @@ def test_by_group_gives_values_back_as_the_responses_were_given(lengths, tokens_
 
 
 def test_a_group_that_is_too_long_has_a_row_of_its_own():
-    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], Packing(5))
-    assert [row.groups for row in rows] == [(1,), (0, 2)]
+    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], Packing(5), groups=[10, 11, 12])
+    assert [row.groups for row in rows] == [(11,), (10, 12)]
+    assert [row.responses_per_prompt for row in rows] == [1, 1]
     assert [row.tokens for row in rows] == [10, 4]
     assert efficiency(rows, 5) == 14 / 15
     assert efficiency(rows[1:], 5) == 4 / 5
@@ -207,3 +197,40 @@ def test_every_group_is_dealt_once_and_evenly(steps, processes):
                 b for b, part in zip(before, parts, strict=True) if not part
             )
         before = [b + t for b, t in zip(before, tokens, strict=True)]
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_every_kind_arrive_in_one_aligned_copy(monkeypatch):
+    tensors = [
+        torch.arange(5),
+        torch.tensor([True, False, True]),
+        torch.empty(0, 3, dtype=torch.int32),
+        torch.tensor(2.5),
+        torch.randn(4, 6).T,
+        torch.randn(3).bfloat16(),
+    ]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options))
+    arrived = upload(tensors, torch.device("cpu"))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 1
+    for tensor, before in zip(arrived, tensors, strict=True):
+        assert tensor.dtype == before.dtype
+        assert torch.equal(tensor, before)
+        assert tensor.storage_offset() * tensor.itemsize % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("name", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_tensor_of_a_row_moves_to_a_device(name, request):
+    row = FOURS.row()
+    there = row.to(request.getfixturevalue("device") if name == "cuda" else torch.device(name))
+    repeats = [tensor for pair in there.segments.shared.repeats for tensor in pair]
+    tensors = [there.input_ids, there.labels, there.cu_seqlens, there.segments.cu_keys, there.segments.shared.own]
+    assert len(repeats) == 6
+    assert all(tensor.device.type == name for tensor in [*tensors, *repeats])
+    assert there.groups == row.groups
+    assert torch.equal(there.cu_seqlens_on_host, row.cu_seqlens)
+    if name == "cuda":
+        assert torch.equal(there.input_ids.cpu(), row.input_ids)
+        assert there.to(there.labels.device).labels is there.labels
