@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from fastp3o.models.loading import load_policy, load_reward_model, load_tokenizer, require_same_vocabulary
 from fastp3o.models.trainable import add_lora
-from tests.fastp3o.models.model_families import FAMILIES, random_model
+from tests.fastp3o.models.model_families import random_model
 
 WEIGHTS = "model.safetensors"
 
@@ -33,9 +33,8 @@ def change_weights(folder: Path, *, without: str = "\n", **more: torch.Tensor) -
     save_file(weights | more, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_checkpoint_loads_also_from_several_files(tmp_path: Path, family: str):
-    model = random_model(family)
+def test_a_checkpoint_loads_from_several_files(tmp_path: Path):
+    model = random_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert not (tmp_path / WEIGHTS).exists()
     loaded = load_policy(str(tmp_path)).model.state_dict()

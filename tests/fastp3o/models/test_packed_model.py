@@ -4,11 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification
 
 from fastp3o.models.loading import load_policy
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
-from fastp3o.packing.pack import by_group
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from tests.fastp3o.models.model_families import (
     FAMILIES,
     FOURS,
@@ -94,18 +92,6 @@ def test_a_response_sees_its_prompt_and_no_other_response(family, share_prompts)
     assert after == before  # bit for bit
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_scores_equal_transformers_on_single_sequences(family):
-    model = random_model(family, AutoModelForSequenceClassification, num_labels=1)
-    with torch.no_grad():
-        expected = torch.cat([model(torch.tensor([x + y])).logits[0] for x, y in FOURS.sequences])
-    model = PackedModel(model)
-    for share_prompts in (True, False):
-        row = FOURS.row(share_prompts=share_prompts)
-        got = by_group([row], [scores(model, row)]).flatten()
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
-
-
 def test_logits_stay_fp32_under_autocast(tiny_model):
     model = load_policy(tiny_model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -127,13 +113,6 @@ def test_sampling_sees_a_rectangular_batch_and_gives_the_row_back():
     with pytest.raises(RuntimeError, match="inside"), model.with_own_attention():
         raise RuntimeError("inside")
     assert all(torch.equal(*parts) for parts in zip(row_logprobs(model, PAIRS.row()), before, strict=True))
-
-
-def test_the_head_has_the_models_own_scales():
-    heads = {family: PackedModel(random_model(family)).head() for family in FAMILIES}
-    assert {family: head.softcap for family, head in heads.items() if head.softcap} == {"gemma2": 2.0}
-    temperatures = {family: head.temperature for family, head in heads.items() if head.temperature != 1}
-    assert temperatures == {"cohere": 4.0, "granite": 3.0}
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}

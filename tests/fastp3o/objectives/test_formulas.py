@@ -11,19 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from fastp3o.commands.online import OBJECTIVES
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.p3o import PPGConfig
-from fastp3o.objectives.policy_gradient import (
-    DrGRPOConfig,
-    GRPOConfig,
-    GRPOPlusConfig,
-    GSPOConfig,
-    REBELConfig,
-    REINFORCEConfig,
-    RLOOConfig,
-)
-from fastp3o.objectives.preferences import BPOConfig, NashMDConfig, OnlineDPOConfig, OnlineIPOConfig, OnlineSimPOConfig
 from fastp3o.packing.pack import Packing, pack
 
 P, K, LONGEST = 3, 4, 9
@@ -151,18 +141,16 @@ WEIGHTED = {"sampler_ratio_cap": CAP}
 K1 = {"kl_estimator": "k1", "kl_coef": 0.05}
 K2 = {"kl_estimator": "k2", "kl_coef": 0.1}
 CASES = {
-    "grpo": (GRPOConfig, WEIGHTED, of_responses(lambda g: less_mean(rewards(g)), grpo)),
+    "grpo": (WEIGHTED, of_responses(lambda g: less_mean(rewards(g)), grpo)),
     "dr_grpo": (
-        DrGRPOConfig,
         {},
         of_responses(
             lambda g: less_mean(rewards(g), scale=False),
             lambda y, a: clip_loss(y.now - y.old, a, 0.2, 0.2).sum() / LONGEST,
         ),
     ),
-    "grpo_plus": (GRPOPlusConfig, WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
+    "grpo_plus": (WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
     "gspo": (
-        GSPOConfig,
         WEIGHTED | K1,
         of_responses(
             lambda g: less_mean(rewards(g, 0.05)),
@@ -170,38 +158,33 @@ CASES = {
         ),
     ),
     "rloo": (
-        RLOOConfig,
         WEIGHTED | {"mask_truncated": True},
         of_responses(lambda g: less_others(rewards(g, 0.05)), lambda y, a: -a * y.now.sum() * y.counts * weight(y)),
     ),
-    "reinforce": (REINFORCEConfig, WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
-    "rebel": (REBELConfig, WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labelled=False)),
+    "reinforce": (WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
+    "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labelled=False)),
     "online_dpo": (
-        OnlineDPOConfig,
         WEIGHTED | {"kl_coef": 0.3},
         of_pairs(lambda y, n: dpo(0.3 * ((y.now - y.ref).sum() - (n.now - n.ref).sum()))),
     ),
-    "bpo": (BPOConfig, WEIGHTED, of_pairs(lambda y, n: dpo(0.1 * ((y.now - y.old).sum() - (n.now - n.old).sum())))),
+    "bpo": (WEIGHTED, of_pairs(lambda y, n: dpo(0.1 * ((y.now - y.old).sum() - (n.now - n.old).sum())))),
     "online_ipo": (
-        OnlineIPOConfig,
         WEIGHTED | {"tau": 0.2},
         of_pairs(lambda y, n: ((y.now - y.ref).mean() - (n.now - n.ref).mean() - 1 / (2 * 0.2)) ** 2),
     ),
     "online_simpo": (
-        OnlineSimPOConfig,
         {"beta": 2.5, "gamma": 0.4},
         of_pairs(lambda y, n: dpo(2.5 * (y.now.mean() - n.now.mean()) - 0.4), weighs=False),
     ),
-    "nash_md": (NashMDConfig, {"responses_per_prompt": K}, nash),
-    "ppg": (PPGConfig, WEIGHTED | {"reward_scaling": "none", "reward_clip": 0.0}, of_pairs(ppg, labelled=False)),
+    "nash_md": ({"responses_per_prompt": K}, nash),
+    "ppg": (WEIGHTED | {"reward_scaling": "none", "reward_clip": 0.0}, of_pairs(ppg, labelled=False)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_and_its_gradient_are_those_of_the_formula(tiny_model, name):
-    config_class, changes, formula = CASES[name]
-    config = config_class(**NAMES, **changes)
-    on_policy = config_class is PPGConfig
+    changes, formula = CASES[name]
+    config, on_policy = OBJECTIVES[name](**NAMES, **changes), name == "ppg"
     generator = torch.Generator().manual_seed(5)
 
     def ids(length: int) -> list[int]:

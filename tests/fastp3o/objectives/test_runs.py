@@ -1,8 +1,5 @@
 """Short runs of every objective by its name: they resume exactly, and settings do what they say."""
 
-from random import Random
-from statistics import fmean
-
 import pytest
 import torch
 
@@ -11,8 +8,7 @@ from fastp3o.objectives import p3o
 from fastp3o.objectives.base import Microbatch, mean_kl
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import DAPOConfig, GRPOConfig, GRPOPlusConfig, RLOOConfig
-from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.policy_gradient import DAPOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
@@ -45,10 +41,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, 
     assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
 
-@pytest.mark.parametrize("config_class", [GRPOConfig, PPOConfig])
-def test_the_first_ratio_is_exactly_one(workplace, tiny_model, config_class):
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_first_ratio_is_exactly_one(workplace, tiny_model, name):
     settings = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
-    train(config(tiny_model, "run", config_class, **settings))
+    train(config(tiny_model, "run", OBJECTIVES[name], **settings))
     (step,) = metrics("run")
     assert step["ratio_mean"] == step.get("ratio_max", 1) == 1
     assert step["clip_fraction"] == step.get("k3", 0) == 0
@@ -115,16 +111,6 @@ def test_a_penaltys_weight_follows_schulmans_rule():
     assert values == [2.0, 2.0, 2.0, 1.0, 0.5, 1.0]
 
 
-@pytest.mark.parametrize(("start", "pace"), [(0.01, 0.02), (10.0, 0.5)])
-def test_a_kl_that_answers_slowly_comes_to_its_target(start, pace):
-    """A policy that makes a part of its way to a KL of 1 / coefficient in each update, a tenth of a nat at most."""
-    coefficient, kls, random = KLCoefficient(start, target=5.0), [0.0], Random(0)
-    for _ in range(600):
-        coefficient.adapt(random.gauss(kls[-1], 0.1))
-        kls.append(kls[-1] + max(-0.1, min(0.1, pace * (1 / coefficient.value - kls[-1]))))
-    assert 5 / 1.5 < fmean(kls[200:]) < 5 * 1.5
-
-
 def test_a_kl_that_never_answers_leaves_the_coefficient_in_reach():
     low, high = KLCoefficient(0.1, target=1.0), KLCoefficient(0.1, target=1.0)
     for _ in range(2000):
@@ -149,10 +135,10 @@ def test_a_coefficient_that_is_given_anew_begins_anew():
         assert resumed(value, target, state) == KLCoefficient(value, target).state_dict()
 
 
-@pytest.mark.parametrize("config_class", [P3OConfig, RLOOConfig, PPOConfig])
-def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, config_class):
+@pytest.mark.parametrize("name", ["p3o", "rloo", "ppo"])
+def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, name):
     settings = {"target_kl": 1e-3, "kl_coef": 0.01, "updates": 3, "save_every": 2, **VARIED}
-    steps, coefficient = train_and_resume(tiny_model, config_class, **settings), KLCoefficient(0.01, target=1e-3)
+    steps, coefficient = train_and_resume(tiny_model, OBJECTIVES[name], **settings), KLCoefficient(0.01, target=1e-3)
     for step in steps:
         coefficient.adapt(step["kl"])
         assert step["kl_coef"] == pytest.approx(coefficient.value)
@@ -174,17 +160,6 @@ def test_groups_of_equal_rewards_are_sampled_again_until_attempts_end(workplace,
     train(config(tiny_model, "run", DAPOConfig, updates=1, reward="rewards_for_tests:constant", dynamic_sampling=2))
     (step,) = metrics("run")
     assert (step["tied_prompts"], step["sampled_again"]) == (1, 2)
-
-
-@pytest.mark.parametrize("config_class", [GRPOPlusConfig, PPOConfig, RLOOConfig, P3OConfig])
-def test_responses_that_were_cut_off_can_be_left_out(workplace, tiny_model, config_class):
-    """None of the tiny model's responses comes to its end: nothing is left to learn."""
-    settings = {"updates": 1, "mask_truncated": True, "kl_coef": 0.0, "weight_decay": 0.0, "dynamic_sampling": 0}
-    train(config(tiny_model, "run", config_class, **settings))
-    (step,) = metrics("run")
-    assert step["missing_eos"] == 1
-    assert step["loss"] == step["grad_norm"] == 0
-    assert_equal(weights_of_start(tiny_model), weights("run"))
 
 
 def test_a_reference_that_becomes_the_policy(workplace, tiny_model):
