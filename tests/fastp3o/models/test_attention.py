@@ -159,26 +159,19 @@ class OnGpu:
 )
 def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap, with_flash, without):
     monkeypatch.setattr(attention, "varlen_attn", lambda: None)
-    monkeypatch.setattr(attention, "libraries_support", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    attention.libraries_support.cache_clear()
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
         assert fastest_backend(OnGpu(dtype, size), softcap).__name__ == expected
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert fastest_backend(OnGpu(dtype, size), softcap) is sdpa_per_segment
-
-
-def test_a_gpu_that_is_too_old_for_the_libraries_computes_segments_one_by_one(monkeypatch):
+    # A GPU that is too old for both.
     monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda: None)
-    warnings = []
-    monkeypatch.setattr(attention.logger, "warning", warnings.append)
-    for capability, backend in (((7, 5), "sdpa_per_segment"), ((8, 0), "by_flash_attn"), ((12, 0), "by_flash_attn")):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
-        attention.libraries_support.cache_clear()
-        for _ in range(2):
-            assert fastest_backend(OnGpu(torch.float16, 64), None).__name__ == backend
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     attention.libraries_support.cache_clear()
-    (said,) = warnings
-    assert said.endswith("this one has 7.5.")
+    assert fastest_backend(OnGpu(dtype, size), softcap) is sdpa_per_segment
+    attention.libraries_support.cache_clear()
 
 
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]

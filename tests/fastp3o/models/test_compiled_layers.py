@@ -95,16 +95,6 @@ def test_so_is_what_torch_compiles(family):
     is_as_exact_as_eager(family)
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "autocast"])
-def test_half_precision_has_the_same_bits_with_and_without_gradients(precision):
-    weights = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
-        model = PackedModel(random_model("llama").to(weights))
-        model.compile_layers()
-        fits_rows_of_any_length(model)
-
-
 def test_rollouts_run_uncompiled(traced):
     policy = PackedModel(random_model("llama"))
     keys = response_keys(3, torch.arange(len(PROMPTS)), K)

@@ -71,30 +71,7 @@ def test_attention_over_the_whole_row_is_noticed(monkeypatch, family, scores):
     assert model.model.config._attn_implementation == attention.NAME
 
 
-def test_positions_that_go_on_through_the_row_are_noticed():
-    model = PackedModel(random_model("gpt2"))
-
-    def ignore_positions(module, args, kwargs):
-        return args, kwargs | {"position_ids": None}
-
-    model.model.base_model.register_forward_pre_hook(ignore_positions, with_kwargs=True)
-    with pytest.raises(ValueError, match=OTHER_RESULTS):
-        require_packable(model, "without positions")
-
-
-class Louder(LlamaForCausalLM):
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = 1.1 * output.logits
-        return output
-
-
-def test_logits_that_change_behind_the_head_and_values_that_are_not_finite_are_noticed():
-    torch.manual_seed(0)
-    model = Louder(random_model("llama").config)
-    enlarge(model)
-    with pytest.raises(ValueError, match="changes logits behind the head"):
-        require_packable(PackedModel(model), "louder")
+def test_values_that_are_not_finite_are_named():
     model = random_model("llama").half()
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(6e4)

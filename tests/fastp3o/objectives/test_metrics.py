@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from math import exp
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +11,9 @@ from accelerate import Accelerator
 from fastp3o.commands.online import OBJECTIVES
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing
 from fastp3o.training import microbatches
 from fastp3o.training.microbatches import MetricSums, mean_over_steps
-from fastp3o_kernels import P3OLossOutput
-from fastp3o_kernels.p3o.settings import METRICS
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
@@ -103,17 +99,3 @@ def test_nothing_is_divided_by_zero_where_nothing_counts():
     nothing = torch.zeros(P, K, dtype=torch.bool)
     for name, options in (("p3o", {"clipping": "token"}), ("p3o", {}), ("dapo", {}), ("gspo", {})):
         assert set(row_metrics(name, nothing, 30, **options).values()) == {0.0}
-
-
-@pytest.mark.parametrize("clipping", ["token", "joint"])
-def test_the_share_of_prompts_without_a_gradient_counts_prompts_whatever_their_lengths(clipping):
-    """One of four prompts fills its own row."""
-    objective, sums = OBJECTIVES["p3o"](**NAMES, clipping=clipping).build(), MetricSums()
-    for without_gradient, prompts in ((1.0, 1.0), (0.0, 3.0)):
-        means = dict.fromkeys(METRICS, torch.tensor(without_gradient))
-        counts = dict.fromkeys(set(METRICS) - {"ratio_max"}, torch.tensor(prompts))
-        output = P3OLossOutput(torch.zeros(()), means, counts)
-        microbatch = Microbatch(SimpleNamespace(labelled_at=None), *[torch.empty(0)] * 5)
-        sums.add(objective.loss(lambda *_, output=output: output, microbatch, 1.0)[1])
-    fraction = mean_over_steps(Accelerator(cpu=True), [sums.read()])["zero_gradient_fraction"]
-    assert fraction.item() == pytest.approx(0.25)
