@@ -124,7 +124,6 @@ FOURS = Groups(
     prompts=[[5, 6, 7, 8, 9, 10], [3]],
     responses=[[[17, 18, 2], [23], [24, 25, 26, 27, 28, 29], [30, 2]], [[4, 2], [31, 32, 33, 34, 35], [36], [37]]],
 )
-GROUPS = {"pairs": PAIRS, "fours": FOURS}
 
 
 @dataclass

@@ -78,26 +78,22 @@ def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
     require_same_logprobs(policy, str(tmp_path / "whole"))
 
 
-def test_a_reward_models_head_goes_with_its_adapter(tiny_model, tmp_path):
+def test_a_reward_models_head_goes_with_its_adapter_and_may_be_new(tiny_model, tmp_path):
+    row = PAIRS.row()
     optimizer = trained(load_reward_model(tiny_model, new_head=True))
-    folder = saved(optimizer, tmp_path)
+    folder = saved(optimizer, tmp_path / "reward")
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
-    by_peft = PeftModel.from_pretrained(base, folder).eval()
     with optimizer.model.with_own_attention() as own:
         expected = logits(own)
-    assert torch.equal(logits(by_peft), expected)
+    assert torch.equal(logits(PeftModel.from_pretrained(base, folder).eval()), expected)
     assert expected.abs().min() > 0
-    row = PAIRS.row()
     with torch.no_grad():
         expected = scores(optimizer.model, row)
         torch.testing.assert_close(scores(load_reward_model(folder), row), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_a_reward_model_begins_with_a_language_models_adapter(tiny_model, tmp_path):
-    folder = saved(trained(load_policy(tiny_model)), tmp_path)
-    model, policy = load_reward_model(folder, new_head=True), load_policy(folder)
-    for name, weight in policy.model.base_model.state_dict().items():
-        assert torch.equal(model.model.base_model.state_dict()[name], weight)
+    folder = saved(trained(load_policy(tiny_model)), tmp_path / "policy")
+    begun = load_reward_model(folder, new_head=True).model.base_model.state_dict()
+    for name, weight in load_policy(folder).model.base_model.state_dict().items():
+        assert torch.equal(begun[name], weight)
     with pytest.raises(ValueError, match="is no trained reward model"):
         load_reward_model(folder)
 

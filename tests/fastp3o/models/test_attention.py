@@ -92,45 +92,22 @@ def row_tensors():
     return (query, key[:, :1], value[:, :1]), row
 
 
-def test_the_scale_is_one_over_the_root_unless_given():
+def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
     tensors, row = row_tensors()
+    packed = {"attention_mask": None, "segments": row.segments}
     default, given_half, other = (
-        segment_attention(nn.Module(), *tensors, None, scaling=scaling, segments=row.segments)[0]
-        for scaling in (None, 0.5, 0.7)
+        segment_attention(nn.Module(), *tensors, **packed, scaling=scaling)[0] for scaling in (None, 0.5, 0.7)
     )
     assert torch.equal(default, given_half)
     assert not torch.allclose(default, other)
-
-
-def test_what_is_not_a_packed_row_is_refused():
-    tensors, row = row_tensors()
-    packed = {"attention_mask": None, "segments": row.segments}
-    cases = {
-        "one packed row with its segments": {"segments": None},
-        "no attention mask": {"attention_mask": torch.ones(1, row.tokens)},
-        r"dropout of attention weights \(0.1\)": {"dropout": 0.1},
-    }
-    for message, changes in cases.items():
-        with pytest.raises(ValueError, match=message):
+    longer = make_segments([(row.tokens + 1, row.tokens + 1)])
+    for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
+        with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
             segment_attention(nn.Module(), *tensors, **(packed | changes))
     with pytest.raises(ValueError, match="one packed row"):
         segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), **packed)
-    longer = make_segments([(row.tokens + 1, row.tokens + 1)])
     with pytest.raises(RuntimeError):
         segment_attention(nn.Module(), *tensors, None, segments=longer)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_autocast_brings_queries_keys_and_values_to_its_dtype(softcap):
-    (query, key, value), row = row_tensors()
-    tensors = query, key, value.bfloat16()
-    expected, _ = segment_attention(nn.Module(), query, key, value, None, softcap=softcap, segments=row.segments)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, _ = segment_attention(nn.Module(), *tensors, None, softcap=softcap, segments=row.segments)
-        doubles, _ = segment_attention(nn.Module(), *(t.double() for t in tensors), None, segments=row.segments)
-    assert got.dtype == torch.bfloat16
-    assert doubles.dtype == torch.float64
-    torch.testing.assert_close(got.float(), expected, atol=0.05, rtol=0.02)
 
 
 # --- libraries on GPUs ----------------------------------------------------------------------------------------------

@@ -136,11 +136,9 @@ def test_a_tokenizer_fits_the_model_and_has_an_end(untied: Path):
 
 
 def test_no_tokenizer_is_made_up_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for family in ("gpt2", "llama"):
-        folder = tmp_path / family
-        random_model(family).save_pretrained(folder)
-        with pytest.raises(ValueError, match=f"cannot load {folder}: it has no tokenizer's files"):
-            load_tokenizer(str(folder))
+    random_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"cannot load {tmp_path}: it has no tokenizer's files"):
+        load_tokenizer(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("fastp3o.models.loading.cached_file", lambda *_, **__: None)  # as without a network
     with pytest.raises(ValueError, match="cannot load owner/name: it is neither a folder nor in the cache"):

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from tests.fastp3o.models.model_families import (
     FAMILIES,
@@ -90,23 +89,6 @@ def test_a_response_sees_its_prompt_and_no_other_response(family, share_prompts)
     after = sequence_logprobs(model, changed, share_prompts)
     assert after.pop(0) != before.pop(0)
     assert after == before  # bit for bit
-
-
-def test_logits_stay_fp32_under_autocast(tiny_model):
-    model = load_policy(tiny_model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs = labelled_logprobs(model, PAIRS.row())
-    assert logprobs.dtype == torch.float32
-    assert not torch.equal(logprobs, logprobs.bfloat16().float())
-    torch.testing.assert_close(logprobs, labelled_logprobs(model, PAIRS.row()), atol=0.05, rtol=0.0)
-
-
-def test_after_an_error_within_its_own_attention_a_model_is_packed_again():
-    model = PackedModel(random_model("gemma2"))
-    before = labelled_logprobs(model, PAIRS.row())
-    with pytest.raises(RuntimeError, match="inside"), model.with_own_attention():
-        raise RuntimeError("inside")
-    assert torch.equal(labelled_logprobs(model, PAIRS.row()), before)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}

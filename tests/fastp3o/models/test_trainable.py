@@ -53,11 +53,8 @@ def test_what_cannot_train_is_refused(monkeypatch):
     model = PackedModel(random_model("llama"))
     with pytest.raises(ValueError, match="--trainable_layers is 3, and the model has 2 layers"):
         freeze_below(model, 3)
-    for targets, message in (
-        ("lm_head,down_proj", "LoRA of the head itself is not supported"),
-        ("no_such_layer", "no_such_layer"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for targets in ("lm_head,down_proj", "no_such_layer"):
+        with pytest.raises(ValueError, match=f"--lora_targets {targets}: "):
             add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets=targets)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[lora\]'"):

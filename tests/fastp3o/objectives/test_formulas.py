@@ -81,6 +81,18 @@ def grpo(y: Response, a: float) -> Tensor:
     return (token_weights(y) * clip_loss(y.now - y.old, a, 0.2, 0.2) + 0.04 * k3).mean()
 
 
+def dr_grpo(y: Response, a: float) -> Tensor:
+    return clip_loss(y.now - y.old, a, 0.2, 0.2).sum() / LONGEST
+
+
+def gspo(y: Response, a: float) -> Tensor:
+    return weight(y) * clip_loss((y.now - y.old).mean(), a, 3e-4, 4e-4)
+
+
+def masked_rloo(y: Response, a: float) -> Tensor:
+    return -a * y.now.sum() * y.counts * weight(y)
+
+
 def grpo_plus(groups: Groups) -> Tensor:
     """The mean over the tokens of all responses that count; with an entropy bonus."""
     counted = [(y, a) for g in groups for y, a in zip(g, less_mean(rewards(g)), strict=True) if y.counts]
@@ -142,25 +154,10 @@ K1 = {"kl_estimator": "k1", "kl_coef": 0.05}
 K2 = {"kl_estimator": "k2", "kl_coef": 0.1}
 CASES = {
     "grpo": (WEIGHTED, of_responses(lambda g: less_mean(rewards(g)), grpo)),
-    "dr_grpo": (
-        {},
-        of_responses(
-            lambda g: less_mean(rewards(g), scale=False),
-            lambda y, a: clip_loss(y.now - y.old, a, 0.2, 0.2).sum() / LONGEST,
-        ),
-    ),
+    "dr_grpo": ({}, of_responses(lambda g: less_mean(rewards(g), scale=False), dr_grpo)),
     "grpo_plus": (WEIGHTED | {"entropy_coef": 0.03}, grpo_plus),
-    "gspo": (
-        WEIGHTED | K1,
-        of_responses(
-            lambda g: less_mean(rewards(g, 0.05)),
-            lambda y, a: weight(y) * clip_loss((y.now - y.old).mean(), a, 3e-4, 4e-4),
-        ),
-    ),
-    "rloo": (
-        WEIGHTED | {"mask_truncated": True},
-        of_responses(lambda g: less_others(rewards(g, 0.05)), lambda y, a: -a * y.now.sum() * y.counts * weight(y)),
-    ),
+    "gspo": (WEIGHTED | K1, of_responses(lambda g: less_mean(rewards(g, 0.05)), gspo)),
+    "rloo": (WEIGHTED | {"mask_truncated": True}, of_responses(lambda g: less_others(rewards(g, 0.05)), masked_rloo)),
     "reinforce": (WEIGHTED | K2 | {"entropy_coef": 0.02}, reinforce),
     "rebel": (WEIGHTED | {"mask_truncated": True, "eta": 3.0}, of_pairs(masked_rebel, labelled=False)),
     "online_dpo": (

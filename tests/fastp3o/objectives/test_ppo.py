@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from fastp3o.models.packed_model import PackedModel
 from fastp3o.objectives.base import Microbatch
-from fastp3o.objectives.ppo import PPO, PPOConfig, estimate_advantages, ppo_loss, token_rewards, whiten
+from fastp3o.objectives.ppo import PPOConfig, estimate_advantages, ppo_loss, token_rewards, whiten
 from fastp3o.training.loop import train
 from tests.fastp3o.backward import means
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
@@ -166,11 +165,3 @@ def test_values_are_learned_beside_the_policy_and_not_by_it(workplace, tiny_mode
         run(tiny_model, f"longer-{lora_rank}", updates=8, lora_rank=lora_rank, **learned)
         losses = [step["value_loss"] for step in metrics(f"longer-{lora_rank}")]
         assert losses[-1] < 0.1 * losses[0]
-
-
-def test_an_untied_head_is_no_part_of_the_critic(tiny_model, workplace):
-    untied = AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=False)
-    policy = PackedModel(AutoModelForCausalLM.from_config(untied))
-    PPO(settings()).add_to(policy)
-    frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
-    assert frozen == {"critic.body.model.lm_head.weight"}

@@ -24,15 +24,11 @@ SHORT = {
     "preference.py": f"{PLAIN} --max_response_tokens 12 --batch_size 4",
     "generate.py": "--max_response_tokens 6 --keep_unfinished",
 }
-JUDGE = """
-def better(prompts, firsts, seconds):
-    return ["first" if len(a) > len(b) else "second" if len(b) > len(a) else "tie" for a, b in zip(firsts, seconds)]
-"""
+JUDGE = "def better(prompts, one, two):\n    return ['first' if a > b else 'second' for a, b in zip(one, two)]"
 
 
 @pytest.fixture
-def data(workplace, tiny_model, tokenizer):
-    """The files and folders that the commands name."""
+def run_recipe(workplace, tiny_model, tokenizer, monkeypatch):
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained("runs/sft/model")
     torch.manual_seed(1)
     AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).save_pretrained("runs/rm/model")
@@ -40,13 +36,9 @@ def data(workplace, tiny_model, tokenizer):
         tokenizer.save_pretrained(folder)
     Path("sft.jsonl").rename("demonstrations.jsonl")
     lines = Path("preferences.jsonl").read_text().splitlines(keepends=True)
-    Path("easy.jsonl").write_text("".join(lines[:4]))
-    Path("hard.jsonl").write_text("".join(lines[4:]))
-    Path("my_judge.py").write_text(JUDGE)
+    for file, content in (("easy.jsonl", lines[:4]), ("hard.jsonl", lines[4:]), ("my_judge.py", JUDGE)):
+        Path(file).write_text("".join(content))
 
-
-@pytest.fixture
-def run_recipe(data, monkeypatch):
     def run(number: int) -> None:
         for line in BLOCKS[number].replace("\\\n", " ").splitlines():
             python, script, *flags = shlex.split(line)

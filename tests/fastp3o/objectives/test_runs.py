@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from fastp3o.commands.online import OBJECTIVES
-from fastp3o.objectives import p3o
 from fastp3o.objectives.base import Microbatch, mean_kl
 from fastp3o.objectives.kl_coefficient import KLCoefficient
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.policy_gradient import DAPOConfig
-from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights, weights_of_start
 
@@ -24,19 +22,19 @@ SETTINGS = {
 KINDS = {"bpo", "grpo", "nash_md", "reinforce"}
 
 
-def train_and_resume(tiny_model: str, config_class: type = P3OConfig, **settings) -> list[dict]:
+def train_and_resume(tiny_model: str, folder: str, config_class: type = P3OConfig, **settings) -> list[dict]:
     """The metrics of a run, which ends with the same bits if it is interrupted."""
-    train(config(tiny_model, "whole", config_class, **settings))
-    copy_at_save_before("whole", "resumed")
-    train(config(tiny_model, "resumed", config_class, resume=True, **settings))
-    assert metrics("whole") == metrics("resumed")
-    assert_equal(weights("whole"), weights("resumed"))
-    return metrics("whole")
+    train(config(tiny_model, folder, config_class, **settings))
+    copy_at_save_before(folder, f"{folder}-resumed")
+    train(config(tiny_model, f"{folder}-resumed", config_class, resume=True, **settings))
+    assert metrics(folder) == metrics(f"{folder}-resumed")
+    assert_equal(weights(folder), weights(f"{folder}-resumed"))
+    return metrics(folder)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.nightly) for n in NEW])
 def test_a_resumed_run_is_the_uninterrupted_one_and_moves_the_policy(workplace, tiny_model, name):
-    train_and_resume(tiny_model, OBJECTIVES[name], updates=2, save_every=1, **VARIED, **SETTINGS.get(name, {}))
+    train_and_resume(tiny_model, "whole", OBJECTIVES[name], updates=2, save_every=1, **VARIED, **SETTINGS.get(name, {}))
     end = weights("whole")
     assert not any(torch.equal(end[n], w) for n, w in weights_of_start(tiny_model).items())
 
@@ -50,21 +48,22 @@ def test_the_first_ratio_is_exactly_one(workplace, tiny_model, name):
     assert step["clip_fraction"] == step.get("k3", 0) == 0
 
 
+CLIPPED = {"reward_clip": 1.0, "clipping": "joint", "responses_per_prompt": 4}
+
+
 @pytest.mark.parametrize(
-    ("config_class", "changes"),
+    ("name", "changes"),
     [
-        (P3OConfig, {"reward_clip": 1.0, "clipping": "joint", "responses_per_prompt": 4}),
-        (P3OConfig, {"reward_clip": 1.0, "clipping": "separate"}),
-        (P3OConfig, {"reward_clip": 1.0, "clipping": "none", "responses_per_prompt": 4}),
-        (P3OConfig, {"reward_clip": 1.0, "clipping": "token"}),
-        (OnlineDPOConfig, {}),
+        ("online_dpo", {}),
+        ("p3o", CLIPPED),
+        *(("p3o", CLIPPED | {"clipping": c}) for c in ("separate", "none", "token")),
     ],
 )
-def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model, config_class, changes):
+def test_a_shift_of_a_prompts_rewards_leaves_the_same_bits(workplace, tiny_model, name, changes):
     """r(x, y) + δ(x) leaves every preference as it is. On a grid of powers of two, differences are exact in fp32."""
     settings = {"updates": 4, "inner_epochs": 2, "prompts_per_update": 4, "prompts_per_minibatch": 2} | changes
     for folder, reward in (("plain", "varied"), ("shifted", "varied_and_shifted")):
-        train(config(tiny_model, folder, config_class, reward=f"rewards_for_tests:{reward}", **settings))
+        train(config(tiny_model, folder, OBJECTIVES[name], reward=f"rewards_for_tests:{reward}", **settings))
     assert metrics("plain")[-1]["reward"] != metrics("shifted")[-1]["reward"]
     assert_equal(weights("plain"), weights("shifted"))
 
@@ -134,7 +133,8 @@ def test_a_coefficient_that_is_given_anew_begins_anew():
 @pytest.mark.parametrize("name", ["p3o", "rloo", "ppo"])
 def test_an_adapted_coefficient_is_logged_and_resumed(workplace, tiny_model, name):
     settings = {"target_kl": 1e-3, "kl_coef": 0.01, "updates": 3, "save_every": 2, **VARIED}
-    steps, coefficient = train_and_resume(tiny_model, OBJECTIVES[name], **settings), KLCoefficient(0.01, target=1e-3)
+    steps = train_and_resume(tiny_model, "whole", OBJECTIVES[name], **settings)
+    coefficient = KLCoefficient(0.01, target=1e-3)
     for step in steps:
         coefficient.adapt(step["kl"])
         assert step["kl_coef"] == pytest.approx(coefficient.value)
@@ -158,34 +158,13 @@ def test_groups_of_equal_rewards_are_sampled_again_until_attempts_end(workplace,
     assert (step["tied_prompts"], step["sampled_again"]) == (1, 2)
 
 
-def test_a_reference_that_becomes_the_policy(workplace, tiny_model):
+def test_a_reference_that_becomes_the_policy_or_a_mean_of_what_it_was(workplace, tiny_model):
     """The KL to the earlier policy is 0 before an update after which the reference follows."""
-    moving = {"reference_every": 2, "updates": 5, "save_every": 3, "precision": "fp16", **VARIED}
-    steps = train_and_resume(tiny_model, **moving, eval_prompts="prompts.jsonl", eval_every=1)
+    settings = {"updates": 5, "save_every": 3, "eval_prompts": "prompts.jsonl", "eval_every": 1, **VARIED}
+    steps = train_and_resume(tiny_model, "followed", reference_every=2, precision="fp16", **settings)
     assert [step["kl"] == 0 for step in steps] == [True, False, True, False, True]
     # Evaluations tell the way from the start.
-    assert [evaluation["kl"] == 0 for evaluation in metrics("whole", "eval.jsonl")] == [True] + [False] * 5
-
-
-def test_a_reference_that_is_a_mean_of_what_the_policy_was(workplace, tiny_model):
-    settings = {"precision": "bf16", "updates": 4, "kl_coef": 0.0, "save_every": 2, **VARIED}
-    for folder, decay in (("stays", 0.0), ("slow", 0.99)):
-        train(config(tiny_model, folder, reference_decay=decay, **settings))
-    fast = train_and_resume(tiny_model, reference_decay=0.2, **settings)[-1]["kl"]
-    assert 0 < fast < metrics("slow")[-1]["kl"] < metrics("stays")[-1]["kl"]
-
-
-def test_the_first_step_of_a_round_has_ratios_of_one_by_definition(workplace, tiny_model, monkeypatch):
-    """Ratios to what sampled are computed."""
-    own = []
-
-    def noting(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options):
-        own.append(old_logprobs is None)
-        return linear_p3o_loss(hidden, head, labels, cu_seqlens, old_logprobs, *arguments, **options)
-
-    linear_p3o_loss = p3o.linear_p3o_loss
-    monkeypatch.setattr(p3o, "linear_p3o_loss", noting)
-    train(config(tiny_model, "run", updates=2))
-    assert own == [True, False, False, False] * 2
-    train(config(tiny_model, "sampler", updates=1, old_logprobs="sampler"))
-    assert not any(own[8:])
+    assert [evaluation["kl"] == 0 for evaluation in metrics("followed", "eval.jsonl")] == [True] + [False] * 5
+    mean = train_and_resume(tiny_model, "mean", reference_decay=0.2, kl_coef=0.0, precision="bf16", **settings)
+    train(config(tiny_model, "stays", kl_coef=0.0, precision="bf16", **settings))
+    assert 0 < mean[-1]["kl"] < metrics("stays")[-1]["kl"]
