@@ -126,22 +126,14 @@ FOURS = Groups(
 )
 
 
-@dataclass
-class Rollout:
-    """A loss's constants of the responses: the old policy, moved a little since, and a reference further away."""
-
-    old: list[Tensor]  # log-probabilities of each response's tokens
-    ref: list[Tensor]
-    rewards: Tensor  # [P, 2]
-
-
-def rollout_near(logprobs: Sequence[Tensor]) -> Rollout:
+def rollout_near(logprobs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """A loss's constants: old log-probs, near these; a reference's, further away; and rewards [P, 2]."""
     generator = torch.Generator().manual_seed(0)
 
     def near(distance: float) -> list[Tensor]:
         return [part.detach() + distance * torch.randn(part.shape, generator=generator) for part in logprobs]
 
-    return Rollout(near(0.03), near(0.3), torch.randn(len(logprobs) // 2, 2, generator=generator))
+    return near(0.03), near(0.3), torch.randn(len(logprobs) // 2, 2, generator=generator)
 
 
 @dataclass
@@ -159,23 +151,24 @@ def logprobs_alone(model: PreTrainedModel, prompt: Ids, response: Ids) -> Tensor
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 
-def alone(model: PreTrainedModel, groups: Groups) -> tuple[Outcome, Rollout]:
+def alone(model: PreTrainedModel, groups: Groups) -> Outcome:
     """One sequence at a time through transformers, P3O from the sums."""
     logprobs = [logprobs_alone(model, prompt, response) for prompt, response in groups.sequences]
-    rollout = rollout_near(logprobs)
-    loss = p3o_loss(sums(logprobs), sums(rollout.old), sums(rollout.ref), rollout.rewards, LOSS).loss
-    return outcome(model, logprobs, loss), rollout
+    old, ref, rewards = rollout_near(logprobs)
+    loss = p3o_loss(sums(logprobs), sums(old), sums(ref), rewards, LOSS).loss
+    return outcome(model, logprobs, loss)
 
 
-def packed(model: PackedModel, groups: Groups, rollout: Rollout, *, share_prompts: bool = True) -> Outcome:
+def packed(model: PackedModel, groups: Groups, expected: Outcome, *, share_prompts: bool = True) -> Outcome:
     """The same through a packed row."""
     row = groups.row(share_prompts=share_prompts)
     order = groups.order(row)
     logprobs: list[Tensor] = [torch.empty(0)] * len(order)
     for s, part in zip(order, labelled_logprobs(model, row).split(row.labelled_lengths), strict=True):
         logprobs[s] = part
-    old, ref = ([values[s] for s in order] for values in (rollout.old, rollout.ref))
-    rewards = rollout.rewards[[s // 2 for s in order[::2]]]
+    *known, rewards = rollout_near(expected.logprobs)
+    old, ref = ([values[s] for s in order] for values in known)
+    rewards = rewards[[s // 2 for s in order[::2]]]
     microbatch = Microbatch(row, rewards, torch.cat(old), torch.cat(ref), sums(old), sums(ref))
     loss, _ = LOSS.build().loss(model, microbatch, len(rewards))
     return outcome(model.model, logprobs, loss)

@@ -58,6 +58,7 @@ def with_critic() -> PackedModel:
     model = PackedModel(random_model("llama"))
     model.critic = Critic(model)
     nn.init.ones_(model.critic.value_head.weight)
+    assert not model.critic.body.model.lm_head.weight.requires_grad  # which a critic does not use
     return model
 
 

@@ -30,15 +30,15 @@ def test_a_packed_row_equals_one_sequence_at_a_time(family, groups, lora):
     """Prompts are shared or not, and activations are kept or computed again; with LoRA over a frozen base."""
     model = adapted(family) if lora else PackedModel(random_model(family))
     with model.with_own_attention() as inner:
-        expected, rollout = alone(inner, groups)
+        expected = alone(inner, groups)
     assert all((".lora_" in name) == lora for name in expected.gradients)
     for share_prompts in (True, False):
-        assert_equal(packed(model, groups, rollout, share_prompts=share_prompts), expected)
+        assert_equal(packed(model, groups, expected, share_prompts=share_prompts), expected)
     model.recompute_activations()
     calls = []
     norm = next(module for module in model.layers()[0].modules() if "Norm" in type(module).__name__)
     norm.register_forward_hook(lambda *_: calls.append(norm))
-    assert_equal(packed(model.train(), groups, rollout), expected)
+    assert_equal(packed(model.train(), groups, expected), expected)
     # One pass is of log-probabilities; the loss has two, since its backward pass comes upon the layer again.
     assert len(calls) == 3
 

@@ -40,7 +40,6 @@ def test_a_gradient_that_overflows_in_one_process_is_left_out_by_all(results):
 
 
 def test_processes_are_one_group_or_several(monkeypatch):
-    assert process_mesh(CPU) is None
     monkeypatch.setattr(sharding, "number_of_processes", lambda: 6)
     monkeypatch.setattr(sharding, "init_device_mesh", lambda device, shape, **names: shape)
     assert [process_mesh(CPU), process_mesh(CPU, 6), process_mesh(CPU, 2)] == [(6,), (6,), (3, 2)]

@@ -41,8 +41,7 @@ def run_recipe(workplace, tiny_model, tokenizer, monkeypatch):
 
     def run(number: int) -> None:
         for line in BLOCKS[number].replace("\\\n", " ").splitlines():
-            python, script, *flags = shlex.split(line)
-            assert python == "python"
+            _python, script, *flags = shlex.split(line)
             monkeypatch.setattr(sys, "argv", [script, *flags, *SHORT[Path(script).name].split()])
             runpy.run_path(str(ROOT / script), run_name="__main__")
 

@@ -215,16 +215,13 @@ def test_tensors_of_every_kind_arrive_in_one_aligned_copy(monkeypatch):
         assert tensor.storage_offset() * tensor.itemsize % ALIGNMENT == 0
 
 
-@pytest.mark.parametrize("name", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_tensor_of_a_row_moves_to_a_device(name, request):
+def test_every_tensor_of_a_row_moves_to_a_device():
     row = FOURS.row()
-    there = row.to(request.getfixturevalue("device") if name == "cuda" else torch.device(name))
+    there = row.to(torch.device("meta"))
     repeats = [tensor for pair in there.segments.shared.repeats for tensor in pair]
     tensors = [there.input_ids, there.labels, there.cu_seqlens, there.segments.cu_keys, there.segments.shared.own]
     assert len(repeats) == 6
-    assert all(tensor.device.type == name for tensor in [*tensors, *repeats])
+    assert all(tensor.is_meta for tensor in [*tensors, *repeats])
     assert there.groups == row.groups
     assert torch.equal(there.cu_seqlens_on_host, row.cu_seqlens)
-    if name == "cuda":
-        assert torch.equal(there.input_ids.cpu(), row.input_ids)
-        assert there.to(there.labels.device).labels is there.labels
+    assert there.to(torch.device("meta")).labels is there.labels
