@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
+from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.base import Microbatch
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.packing.packed_row import Ids, PackedRow
-from fastp3o_kernels import p3o_loss, token_p3o_loss
+from fastp3o_kernels import p3o_loss
 
 VOCABULARY = 48
 WINDOW = 4
@@ -76,6 +77,18 @@ def enlarge(model: nn.Module) -> None:
         parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
 
 
+def adapted(family: str, targets: str = "all-linear", dropout: float = 0.0) -> PackedModel:
+    """A model with LoRA adapters that are far from zero."""
+    model = PackedModel(random_model(family))
+    add_lora(model, rank=3, alpha=6.0, targets=targets, dropout=dropout)
+    enlarge_trained(model)
+    return model
+
+
+def enlarge_trained(model: PackedModel) -> None:
+    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
+
+
 @dataclass
 class Groups:
     """Prompts with their responses, and random numbers of a rollout. Sequence s is a response, counted over all."""
@@ -111,25 +124,16 @@ FOURS = Groups(
     prompts=[[5, 6, 7, 8, 9, 10], [3]],
     responses=[[[17, 18, 2], [23], [24, 25, 26, 27, 28, 29], [30, 2]], [[4, 2], [31, 32, 33, 34, 35], [36], [37]]],
 )
-GROUPS = {"pairs": PAIRS, "fours": FOURS}
 
 
-@dataclass
-class Rollout:
-    """A loss's constants of the responses: the old policy, moved a little since, and a reference further away."""
-
-    old: list[Tensor]  # log-probabilities of each response's tokens
-    ref: list[Tensor]
-    rewards: Tensor  # [P, 2]
-
-
-def rollout_near(logprobs: Sequence[Tensor]) -> Rollout:
+def rollout_near(logprobs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """A loss's constants: old log-probs, near these; a reference's, further away; and rewards [P, 2]."""
     generator = torch.Generator().manual_seed(0)
 
     def near(distance: float) -> list[Tensor]:
         return [part.detach() + distance * torch.randn(part.shape, generator=generator) for part in logprobs]
 
-    return Rollout(near(0.03), near(0.3), torch.randn(len(logprobs) // 2, 2, generator=generator))
+    return near(0.03), near(0.3), torch.randn(len(logprobs) // 2, 2, generator=generator)
 
 
 @dataclass
@@ -139,8 +143,7 @@ class Outcome:
     gradients: dict[str, Tensor]
 
 
-def loss_config(clipping: str = "joint") -> P3OConfig:
-    return P3OConfig(model="", output_dir="", prompts="", reward="", clipping=clipping, kl_coef=0.2)
+LOSS = P3OConfig(model="", output_dir="", prompts="", reward="", clipping="joint", kl_coef=0.2)
 
 
 def logprobs_alone(model: PreTrainedModel, prompt: Ids, response: Ids) -> Tensor:
@@ -148,42 +151,26 @@ def logprobs_alone(model: PreTrainedModel, prompt: Ids, response: Ids) -> Tensor
     return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None]).squeeze(1)
 
 
-def alone(model: PreTrainedModel, groups: Groups, clipping: str = "joint") -> tuple[Outcome, Rollout]:
+def alone(model: PreTrainedModel, groups: Groups) -> Outcome:
     """One sequence at a time through transformers, P3O from the sums."""
     logprobs = [logprobs_alone(model, prompt, response) for prompt, response in groups.sequences]
-    rollout = rollout_near(logprobs)
-    config = loss_config(clipping)
-    known = sums(rollout.old), sums(rollout.ref), rollout.rewards
-    if clipping == "token":
-        lengths = torch.tensor([0, *map(len, logprobs)]).cumsum(0)
-        loss = token_p3o_loss(
-            torch.cat(logprobs), lengths, *known, config, old_token_logprobs=torch.cat(rollout.old)
-        ).loss
-    else:
-        loss = p3o_loss(sums(logprobs), *known, config).loss
-    return outcome(model, logprobs, loss), rollout
+    old, ref, rewards = rollout_near(logprobs)
+    loss = p3o_loss(sums(logprobs), sums(old), sums(ref), rewards, LOSS).loss
+    return outcome(model, logprobs, loss)
 
 
-def packed(
-    model: PackedModel, groups: Groups, rollout: Rollout, clipping: str = "joint", *, share_prompts: bool = True
-) -> Outcome:
+def packed(model: PackedModel, groups: Groups, expected: Outcome, *, share_prompts: bool = True) -> Outcome:
     """The same through a packed row."""
     row = groups.row(share_prompts=share_prompts)
     order = groups.order(row)
     logprobs: list[Tensor] = [torch.empty(0)] * len(order)
     for s, part in zip(order, labelled_logprobs(model, row).split(row.labelled_lengths), strict=True):
         logprobs[s] = part
-    old, ref = ([values[s] for s in order] for values in (rollout.old, rollout.ref))
-    microbatch = Microbatch(
-        row=row,
-        rewards=rollout.rewards[[s // 2 for s in order[::2]]],
-        old_token_logprobs=torch.cat(old),
-        ref_token_logprobs=torch.cat(ref),
-        old_logprobs=sums(old),
-        ref_logprobs=sums(ref),
-    )
-    divisor = len(row.labels) if clipping == "token" else len(microbatch.rewards)
-    loss, _ = loss_config(clipping).build().loss(model, microbatch, divisor)
+    *known, rewards = rollout_near(expected.logprobs)
+    old, ref = ([values[s] for s in order] for values in known)
+    rewards = rewards[[s // 2 for s in order[::2]]]
+    microbatch = Microbatch(row, rewards, torch.cat(old), torch.cat(ref), sums(old), sums(ref))
+    loss, _ = LOSS.build().loss(model, microbatch, len(rewards))
     return outcome(model.model, logprobs, loss)
 
 

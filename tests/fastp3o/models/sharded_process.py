@@ -1,7 +1,5 @@
 """One of two processes that share models: what each case gives, in the file named by the first argument."""
 
-import gc
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,29 +10,26 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 
 from fastp3o.config import StageConfig
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.reference import LoadedForEachUse, SecondModel
-from fastp3o.models.sampling_copy import SamplingCopy
-from fastp3o.models.sharding import FrozenModel, empty, is_main_process, process_mesh, shard, whole
-from fastp3o.models.trainable import add_lora, freeze_below
+from fastp3o.models import packed_model
+from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
+from fastp3o.models.sharding import empty, is_main_process, process_mesh, shard, whole
+from fastp3o.models.trainable import freeze_below
 from fastp3o.objectives.ppo import Critic
 from fastp3o.optimizer import Optimizer
 from fastp3o.packing.packed_row import PackedRow
 from fastp3o.precision import choose_precision
-from fastp3o.run.checkpoint import load_tensors, save_tensors, saved_names
 from fastp3o_kernels import linear_logprobs
 from tests.fastp3o.backward import scaled_backward
-from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, enlarge, random_model
+from tests.fastp3o.models.model_families import FAMILIES, FOURS, PAIRS, adapted, random_model
 
 CPU = torch.device("cpu")
 ROWS = [PAIRS.row(), FOURS.row()]  # one for each process
 
 
-def plain(family: str) -> Callable[[], PackedModel]:
-    return lambda: PackedModel(random_model(family))
+def plain(family: str) -> PackedModel:
+    return PackedModel(random_model(family))
 
 
 def tied() -> PackedModel:
@@ -47,16 +42,15 @@ def checkpointed() -> PackedModel:
     return model
 
 
-def adapted() -> PackedModel:
-    model = PackedModel(random_model("llama"))
-    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
-    return model
-
-
 def top_layer() -> PackedModel:
     model = PackedModel(random_model("gpt2"))
     freeze_below(model, 1)
+    return model
+
+
+def compiled(make: Callable[[], PackedModel]) -> PackedModel:
+    model = make()
+    model.compile_layers()
     return model
 
 
@@ -64,16 +58,18 @@ def with_critic() -> PackedModel:
     model = PackedModel(random_model("llama"))
     model.critic = Critic(model)
     nn.init.ones_(model.critic.value_head.weight)
+    assert not model.critic.body.model.lm_head.weight.requires_grad  # which a critic does not use
     return model
 
 
-MODELS = {family: plain(family) for family in FAMILIES} | {
+MODELS = {family: partial(plain, family) for family in FAMILIES} | {
     "tied": tied,
     "checkpointed": checkpointed,
-    "LoRA": adapted,
+    "LoRA": partial(adapted, "llama"),
     "top layer": top_layer,
     "critic": with_critic,
 }
+COMPILED = {"compiled": partial(compiled, MODELS["llama"]), "checkpointed": partial(compiled, checkpointed)}
 
 
 def compute_loss(model: PackedModel, row: PackedRow) -> Tensor:
@@ -94,146 +90,64 @@ def given_by_main(model: PackedModel) -> PackedModel:
     return model
 
 
-def largest_error(name: str) -> float:
-    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process."""
-    alone = MODELS[name]()
+def largest_error(make: Callable[[], PackedModel]) -> float:
+    """Errors of gradients relative to the largest one's norm: sharded, against the mean loss in one process. Log-probs
+    have the same bits with and without gradients.
+    """
+    alone = make()
     torch.stack([compute_loss(alone, row) for row in ROWS]).mean().backward()
     expected = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
-    model = given_by_main(MODELS[name]())
+    model, row = given_by_main(make()), ROWS[dist.get_rank()]
     shard(model, CPU, process_mesh(CPU))
-    compute_loss(model, ROWS[dist.get_rank()]).backward()
+    with torch.no_grad():
+        before = labelled_logprobs(model, row)
+    assert torch.equal(labelled_logprobs(model, row), before)
+    compute_loss(model, row).backward()
     got = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     assert got.keys() == expected.keys()
     norm = max(gradient.norm() for gradient in expected.values())
     return max((got[n] - gradient).norm() / norm for n, gradient in expected.items()).item()
 
 
-def collectives(memory_budget: int) -> list[int]:
-    """Weights gathered, and gradients added up, in a pass over a row whose logits are within the budget."""
-    model = given_by_main(PackedModel(random_model("llama")))
-    shard(model, CPU, process_mesh(CPU))
-    row = ROWS[0]
-
-    def loss(hidden: Tensor, head) -> Tensor:
-        return linear_logprobs(hidden, head, row.labels, memory_budget=memory_budget).sum()
-
-    model(row, row.labelled_at, loss).backward()
-    with CommDebugMode() as counted:
-        model(row, row.labelled_at, loss).backward()
-    counts = {str(operation): count for operation, count in counted.get_comm_counts().items()}
-    return [sum(count for name, count in counts.items() if kind in name) for kind in ("gather", "reduce_scatter")]
-
-
-def copied() -> bool:
-    """Whether a copy of the sharded model gives the same bits, also where one process makes more passes."""
-    expected = labelled_logprobs(tied(), ROWS[0]).detach()
-    model = given_by_main(tied())
-    whole_copy = SamplingCopy(model, CPU, torch.float32)
-    shard(model, CPU, process_mesh(CPU))
-    with torch.no_grad(), whole_copy.gathered(model):
-        got = [labelled_logprobs(whole_copy.model, ROWS[0]) for _ in range(1 + 2 * dist.get_rank())]
-    return all(torch.equal(logprobs, expected) for logprobs in got) and not whole_copy.memory.untyped_storage().nbytes()
-
-
-def offloaded() -> bool:
-    expected = labelled_logprobs(tied(), ROWS[0]).detach()
-    frozen = FrozenModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=True)
-    rows = [ROWS[0]] * (1 + dist.get_rank())  # one more on one process
-    got = frozen.map_rows(rows, labelled_logprobs)
-    return len(got) == len(rows) and all(torch.equal(logprobs, expected) for logprobs in got)
-
-
-def gone_after_use() -> bool:
-    def in_memory() -> int:
-        return sum(issubclass(type(thing), PackedModel) for thing in gc.get_objects())
-
-    def load() -> SecondModel:
-        return SecondModel(given_by_main(tied()), CPU, process_mesh(CPU), offload=False)
-
-    gc.collect()
-    before = in_memory()
-    (logprobs,) = LoadedForEachUse(load)([ROWS[0]])
-    return in_memory() == before and torch.equal(logprobs, labelled_logprobs(tied(), ROWS[0]).detach())
-
-
-def optimizer_for(precision: str) -> Optimizer:
-    config = StageConfig(model="", output_dir="", learning_rate=1e-2)
-    mesh = process_mesh(CPU)
-    return Optimizer(Accelerator(), given_by_main(tied()), choose_precision(precision, "fp32"), config, 9, mesh=mesh)
-
-
-def step(optimizer: Optimizer) -> None:
-    rows = ROWS if optimizer.accelerator.num_processes == 1 else [ROWS[dist.get_rank()]]
-    for row in rows:
-        scaled_backward(optimizer, compute_loss(optimizer.model, row) / len(rows))
-    optimizer.step(torch.zeros(()))
-
-
-def overflowed(process: int, within: str) -> tuple[bool, list[float], bool]:
+def overflowed(process: int, within: str) -> tuple[bool, float, bool]:
     """A step in fp16 in which one process has non-finite numbers, in its pass or in its part of the gradients: whether
-    nothing moved, the loss scale of each process, and whether the next step moves something again.
+    nothing moved, the loss scale, and whether the next step moves something again.
     """
-    optimizer = optimizer_for("fp16")
+    mesh, precision = process_mesh(CPU), choose_precision("fp16", "fp32")
+    config = StageConfig(model="", output_dir="", learning_rate=1e-2)
+    optimizer = Optimizer(Accelerator(), given_by_main(tied()), precision, config, 9, mesh=mesh)
     # At this scale nothing else overflows.
     optimizer.guard.set_scale(4.0, finite_steps=0)
-    step(optimizer)
     here = dist.get_rank() == process
-    loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])
-    scaled_backward(optimizer, loss * 1e7 if here and within == "pass" else loss)
-    if here and within == "part":
-        optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
-    before = training_state(optimizer)
-    scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
-    skipped = all(torch.equal(tensor, before[name]) for name, tensor in training_state(optimizer).items())
-    step(optimizer)
-    moves = any(not torch.equal(tensor, before[name]) for name, tensor in training_state(optimizer).items())
-    outcomes = gather_object([(skipped, scale, moves)])
-    return all(o[0] for o in outcomes), [o[1] for o in outcomes], all(o[2] for o in outcomes)
+
+    def step(*, fails: bool) -> tuple[bool, float]:
+        before = {name: whole(tensor).clone() for name, tensor in optimizer.tensors().items()}
+        loss = compute_loss(optimizer.model, ROWS[dist.get_rank()])
+        scaled_backward(optimizer, loss * 1e7 if fails and within == "pass" else loss)
+        if fails and within == "part":
+            optimizer.parameters["model.model.norm.weight"].grad.to_local()[0] = float("inf")
+        scale = optimizer.step(torch.zeros(()))["loss_scale"].item()
+        return any(not torch.equal(whole(t), before[name]) for name, t in optimizer.tensors().items()), scale
+
+    step(fails=False)
+    moved, scale = step(fails=here)
+    return not moved, scale, step(fails=False)[0]
 
 
-def training_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {name: whole(tensor).clone() for name, tensor in optimizer.tensors().items()}
-
-
-def go_on(optimizer: Optimizer, state: Path) -> None:
-    optimizer.fill(saved_names(state), partial(load_tensors, state))
-    optimizer.load_state_dict(json.loads(state.with_suffix(".json").read_text()))
-
-
-def resumed(precision: str, folder: Path) -> dict[str, Tensor]:
-    """Weights after three steps, with the state after two in the folder; the same bits when gone on from there."""
-    optimizer = optimizer_for(precision)
-    step(optimizer)
-    step(optimizer)
-    save_tensors(folder / precision, optimizer.tensors())
-    if is_main_process():
-        (folder / precision).with_suffix(".json").write_text(json.dumps(optimizer.state_dict()))
-    dist.barrier()
-    again = optimizer_for(precision)
-    go_on(again, folder / precision)
-    for one in (optimizer, again):
-        step(one)
-    weights = [{n: whole(p.detach()) for n, p in one.parameters.items()} for one in (optimizer, again)]
-    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
-    return weights[0]
-
-
-def main(file: Path) -> None:
+def main(file: Path, compiles: bool) -> None:
     accelerator = Accelerator()
-    states = file.parent / "states"
-    results = {
-        "errors": {name: largest_error(name) for name in MODELS},
-        "collectives": [collectives(budget) for budget in (10**6, 1000)],
-        "copied": copied(),
-        "offloaded": offloaded(),
-        "overflowed": [overflowed(process, within) for process in range(2) for within in ("pass", "part")],
-        "gone after use": gone_after_use(),
-        "resumed": {precision: resumed(precision, states) for precision in ("fp32", "fp16")},
-    }
+    if compiles:
+        # Traced as for the compiler: compiling takes minutes.
+        traced = torch.compile(eager_forward, dynamic=True, backend="aot_eager")
+        packed_model.compiled = lambda: traced
+    results = {"errors": {name: largest_error(make) for name, make in (COMPILED if compiles else MODELS).items()}}
+    if not compiles:
+        cases = [overflowed(process, within) for process in range(2) for within in ("pass", "part")]
+        results["overflowed"] = gather_object(cases)
     if accelerator.is_main_process:
         torch.save(results, file)
     accelerator.end_training()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), compiles="compiled" in sys.argv)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -18,7 +17,7 @@ from fastp3o.models.save import adapter_config, adapter_weights, base_name, writ
 from fastp3o.models.trainable import choose_trainable, whole_model
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
-from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge, random_model
+from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge_trained, random_model
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
 LORA = TrainableConfig(lora_rank=3, lora_alpha=6.0)
@@ -27,7 +26,7 @@ LORA = TrainableConfig(lora_rank=3, lora_alpha=6.0)
 def trained(model: PackedModel, precision: str = "fp32", lora: TrainableConfig = LORA) -> Optimizer:
     """A model with adapters that are far from zero."""
     choose_trainable(model, lora)
-    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
+    enlarge_trained(model)
     config = StageConfig(model="", output_dir="")
     return Optimizer(Accelerator(cpu=True), model, choose_precision(precision, precision), config, 1)
 
@@ -43,10 +42,19 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(TOKENS).logits
 
 
+def require_same_logprobs(model: PackedModel, folder: str) -> None:
+    row = PAIRS.row()
+    with torch.no_grad():
+        expected = labelled_logprobs(model, row)
+        torch.testing.assert_close(labelled_logprobs(load_policy(folder), row), expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
+    """Embeddings that are tied to the head may be adapted, too."""
     random_model(family).save_pretrained(tmp_path / "base")
-    optimizer = trained(load_policy(str(tmp_path / "base")))
+    lora = TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj") if family == "gemma2" else LORA
+    optimizer = trained(load_policy(str(tmp_path / "base")), lora=lora)
     policy = optimizer.model
     folder = saved(optimizer, tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
@@ -56,144 +64,80 @@ def test_base_and_adapter_are_the_policy_that_trained(family, tmp_path):
     by_peft = PeftModel.from_pretrained(base, folder)
     torch.testing.assert_close(logits(by_peft), expected, atol=1e-5, rtol=1e-5)
     assert (expected - before).abs().max() > 0.1
-    row = PAIRS.row()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            labelled_logprobs(load_policy(folder), row), labelled_logprobs(policy, row), atol=1e-4, rtol=1e-4
-        )
+    require_same_logprobs(policy, folder)
     assert all(parameter.requires_grad for parameter in load_policy(folder).parameters())
-    merged, ours = by_peft.merge_and_unload().state_dict(), whole_model(policy.model)[1]
-    assert all(torch.allclose(ours[name], merged[name], atol=1e-6) for name in ours)
+    # So is the whole model that transformers loads, and the policy stays as it was.
+    before = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    policy.model.generation_config.temperature = 0.6
+    whole, weights = whole_model(policy.model)
+    assert whole.generation_config.temperature == 0.6
+    assert policy.model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in policy.model.state_dict().items())
+    whole.generation_config.temperature = 1.0
+    whole.save_pretrained(tmp_path / "whole", state_dict=weights)
+    require_same_logprobs(policy, str(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_saves_the_masters(precision, tiny_model, tmp_path):
-    optimizer = trained(load_policy(tiny_model), precision)
-    weights = load_file(Path(saved(optimizer, tmp_path)) / "adapter_model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    assert len(weights) == len(optimizer.parameters)
-    rounded = 0
-    for name, master in optimizer.parameters.items():
-        weight = weights[f"base_model.{name.replace('.default', '')}"]
-        assert torch.equal(weight, master)
-        rounded += not torch.equal(weight, dict(optimizer.model.named_parameters())[name].float())
-    assert rounded == len(weights)
-    # In the base's precision it gives what trained, within the rounding of the adapter.
-    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=choose_precision(precision, precision).weights)
-    with optimizer.model.with_own_attention() as own:
-        expected = logits(own)
-    got = logits(PeftModel.from_pretrained(base, tmp_path, autocast_adapter_dtype=False))
-    scale = expected.abs().max()
-    assert (got - expected).abs().max() <= scale * (2e-2 if precision == "bf16" else 2e-3)
-
-
-def test_a_reward_models_head_goes_with_its_adapter(tiny_model, tmp_path):
-    optimizer = trained(load_reward_model(tiny_model, new_head=True))
-    folder = saved(optimizer, tmp_path)
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["score"]
-    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
-    by_peft = PeftModel.from_pretrained(base, folder).eval()
-    with optimizer.model.with_own_attention() as own:
-        expected = logits(own)
-    assert torch.equal(logits(by_peft), expected)
-    assert expected.abs().min() > 0
+def test_a_reward_models_head_goes_with_its_adapter_and_may_be_new(tiny_model, tmp_path):
     row = PAIRS.row()
+    optimizer = trained(load_reward_model(tiny_model, new_head=True))
+    folder = saved(optimizer, tmp_path / "reward")
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
+    with optimizer.model.with_own_attention() as own:
+        expected = logits(own)
+    assert torch.equal(logits(PeftModel.from_pretrained(base, folder).eval()), expected)
+    assert expected.abs().min() > 0
     with torch.no_grad():
-        torch.testing.assert_close(
-            scores(load_reward_model(folder), row), scores(optimizer.model, row), atol=1e-5, rtol=1e-5
-        )
-
-
-def test_a_reward_model_begins_with_a_language_models_adapter(tiny_model, tmp_path):
-    folder = saved(trained(load_policy(tiny_model)), tmp_path)
-    model, policy = load_reward_model(folder, new_head=True), load_policy(folder)
-    for name, weight in policy.model.base_model.state_dict().items():
-        assert torch.equal(model.model.base_model.state_dict()[name], weight)
+        expected = scores(optimizer.model, row)
+        torch.testing.assert_close(scores(load_reward_model(folder), row), expected, atol=1e-5, rtol=1e-5)
+    folder = saved(trained(load_policy(tiny_model)), tmp_path / "policy")
+    begun = load_reward_model(folder, new_head=True).model.base_model.state_dict()
+    for name, weight in load_policy(folder).model.base_model.state_dict().items():
+        assert torch.equal(begun[name], weight)
     with pytest.raises(ValueError, match="is no trained reward model"):
         load_reward_model(folder)
 
 
-def test_a_file_that_lacks_an_adapter_is_refused(tiny_model, tmp_path):
+def test_files_that_are_not_of_the_base_or_damaged_are_named(tiny_model, tmp_path):
     optimizer = trained(load_policy(tiny_model))
-    weights = adapter_weights(optimizer.parameters, "default")
-    name, weight = weights.popitem()
-    write_adapter(tmp_path, adapter_config(optimizer.model.model), weights)
-    file = tmp_path / "adapter_model.safetensors"
-    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: {file} lacks {name}$"):
-        load_policy(str(tmp_path))
+    weights, config = adapter_weights(optimizer.parameters, "default"), adapter_config(optimizer.model.model)
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
     other = name.replace("layers.1", "layers.2")
-    write_adapter(tmp_path, adapter_config(optimizer.model.model), weights | {name: weight, other: weight.clone()})
-    with pytest.raises(
-        ValueError, match=f"^cannot load {tmp_path}: {file} has {other}, which the base {tiny_model} lacks"
-    ):
-        load_policy(str(tmp_path))
+    file, json_file = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+
+    def require_refused(message: str) -> None:
+        with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: {message}"):
+            load_policy(str(tmp_path))
+
+    write_adapter(tmp_path, config, {key: weight for key, weight in weights.items() if key != name})
+    require_refused(f"{file} lacks {name}$")
+    write_adapter(tmp_path, config, weights | {other: weights[name].clone()})
+    require_refused(f"{file} has {other}, which the base {tiny_model} lacks")
+    for damaged in (file, json_file):
+        write_adapter(tmp_path, config, weights)
+        damaged.write_bytes(damaged.read_bytes()[:50])
+        require_refused(f"{damaged} ")
 
 
-@pytest.mark.parametrize("file", ["adapter_model.safetensors", "adapter_config.json"])
-def test_a_damaged_file_is_named(tiny_model, tmp_path, file):
-    saved(trained(load_policy(tiny_model)), tmp_path)
-    path = tmp_path / file
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: {path} ") as caught:
-        load_policy(str(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_folder_around_an_adapter_names_it(tiny_model, tokenizer, tmp_path):
-    folder = saved(trained(load_policy(tiny_model)), tmp_path / "adapter")
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match=f"^cannot load {tmp_path}: it has an adapter alone: name {folder}$"):
-        load_tokenizer(str(tmp_path))
-    assert load_tokenizer(folder).get_vocab() == tokenizer.get_vocab()
-
-
-def test_adapted_embeddings_are_saved_too(tiny_model, tmp_path):
-    model = load_policy(tiny_model)
-    optimizer = trained(model, lora=TrainableConfig(lora_rank=3, lora_targets="embed_tokens,q_proj"))
-    folder = saved(optimizer, tmp_path)
-    row = PAIRS.row()
-    with torch.no_grad():
-        expected = labelled_logprobs(optimizer.model, row)
-        torch.testing.assert_close(labelled_logprobs(load_policy(folder), row), expected, atol=1e-5, rtol=1e-5)
-    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder)
-    with optimizer.model.with_own_attention() as own:
-        torch.testing.assert_close(logits(by_peft), logits(own), atol=1e-5, rtol=1e-5)
-
-
-def test_the_base_is_named_wherever_it_is_loaded_from(tiny_model, tmp_path, monkeypatch):
+def test_the_base_is_named_wherever_it_is_loaded_from_and_has_no_adapter(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(tiny_model).parent)
     optimizer = trained(load_policy(f"./{Path(tiny_model).name}"))
-    model = optimizer.model.model
-    folder = saved(optimizer, tmp_path / "adapter")
-    assert (
-        json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == tiny_model
-    )
-    model.name_or_path = "organisation/model"
-    assert adapter_config(model).base_model_name_or_path == "organisation/model"
-    # No checkpoint holds a base that had adapters merged.
-    again = trained(load_policy(folder))
-    assert base_name(again.model.model) is None
-    with pytest.raises(ValueError, match="no adapter itself"):
-        choose_trainable(load_policy(folder), TrainableConfig(lora_rank=2, lora_save="adapter"))
-
-
-def test_an_adapter_of_an_adapter_is_refused(tiny_model, tmp_path):
-    optimizer = trained(load_policy(tiny_model))
-    folder = saved(optimizer, tmp_path / "first")
-    optimizer.model.model.name_or_path = folder
-    second = saved(optimizer, tmp_path / "second")
-    with pytest.raises(
-        ValueError, match=f"cannot load {second}: .*the base model {folder}, which is itself an adapter"
-    ):
-        load_policy(second)
-
-
-def test_the_files_have_the_same_bytes_each_time(tiny_model, tmp_path):
-    optimizer = trained(load_policy(tiny_model))
-    contents = [
-        {path.name: path.read_bytes() for path in Path(saved(optimizer, tmp_path / name)).iterdir()} for name in "ab"
-    ]
+    folder, again = (saved(optimizer, tmp_path / name) for name in ("adapter", "again"))
+    with pytest.raises(ValueError, match=f"it has an adapter alone: name {folder}$"):
+        load_tokenizer(str(tmp_path))
+    contents = [{path.name: path.read_bytes() for path in Path(part).iterdir()} for part in (folder, again)]
     assert contents[0] == contents[1]
     config = json.loads(contents[0]["adapter_config.json"])
+    assert config["base_model_name_or_path"] == tiny_model
     assert config["target_modules"] == sorted(config["target_modules"])
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (3, 6.0, "CAUSAL_LM")
+    optimizer.model.model.name_or_path = "organisation/model"
+    assert base_name(optimizer.model.model) == "organisation/model"
+    # No checkpoint holds a base that had adapters merged.
+    assert base_name(trained(load_policy(folder)).model.model) is None
+    with pytest.raises(ValueError, match="no adapter itself"):
+        choose_trainable(load_policy(folder), TrainableConfig(lora_rank=2, lora_save="adapter"))
+    optimizer.model.model.name_or_path = folder
+    second = saved(optimizer, tmp_path / "second")
+    with pytest.raises(ValueError, match=f"cannot load {second}: .*{folder}, which is itself an adapter"):
+        load_policy(second)

@@ -1,7 +1,4 @@
 import math
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from torch import Tensor, nn
 from fastp3o.models import attention
 from fastp3o.models.attention import fastest_backend, gather_keys, sdpa_per_segment, segment_attention
 from fastp3o.packing.packed_row import Segments, offsets
-from tests.fastp3o.models.model_families import FOURS, PAIRS, Groups
+from tests.fastp3o.models.model_families import PAIRS, Groups
 
 
 def make_segments(lengths: list[tuple[int, int]]) -> Segments:
@@ -76,84 +73,44 @@ def test_segments_one_by_one_equal_a_dense_mask(lengths, groups, window, softcap
         torch.testing.assert_close(tensor, expected_tensor, atol=tolerance, rtol=tolerance)
 
 
-SHARED = Groups([[1, 2], [3], [4, 5, 6]], [[[1], [2, 3], [4]], [[5, 6], [7], [8]], [[9]]])
-
-
 def test_gathering_shared_keys_is_indexing():
-    shared = SHARED.row().segments.shared
+    groups = Groups([[1, 2], [3], [4, 5, 6]], [[[1], [2, 3], [4]], [[5, 6], [7], [8]], [[9]]])
+    shared = groups.row().segments.shared
     assert len(shared.repeats) == 2
     tokens = torch.randn(len(shared.own), 1, 2, dtype=torch.float64, requires_grad=True)
     assert torch.equal(gather_keys(tokens, shared), tokens[shared.tokens])
-    assert torch.autograd.gradcheck(lambda t: gather_keys(t, shared), tokens)
     weights = torch.randn(len(shared.tokens), 1, 2, dtype=torch.float64)
     (got,) = torch.autograd.grad(gather_keys(tokens, shared), tokens, weights)
     (expected,) = torch.autograd.grad(tokens[shared.tokens], tokens, weights)
     torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
 
 
-def row_tensors(groups: Groups, dtype=torch.float32, **options):
-    """Queries, keys and values [1, H, T, D] as transformers hands them over, of the same tokens in any packing."""
-    row = groups.row(**options)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(3, 64, 64, 2, 4, generator=generator).to(dtype)
-    query, key, value = (t[row.position_ids[0], row.input_ids[0]].transpose(0, 1)[None] for t in table)
+def row_tensors():
+    """A row with queries, keys and values [1, H, T, D] as transformers hands them over."""
+    row = PAIRS.row()
+    query, key, value = torch.randn(3, 1, 2, row.tokens, 4, generator=torch.Generator().manual_seed(0))
     return (query, key[:, :1], value[:, :1]), row
 
 
-@pytest.mark.parametrize("groups", [PAIRS, FOURS, SHARED], ids=["pairs", "fours", "mixed"])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
-def test_shared_prompts_attend_as_prompts_of_their_own(groups, window, softcap):
-    outputs = []
-    for share_prompts in (True, False):
-        tensors, row = row_tensors(groups, torch.float64, share_prompts=share_prompts)
-        output, weights = segment_attention(
-            nn.Module(), *tensors, None, sliding_window=window, softcap=softcap, segments=row.segments
-        )
-        assert weights is None
-        assert output.shape == (1, row.tokens, 2, 4)
-        parts = output[0, row.labelled_at].split(row.labelled_lengths)
-        outputs.append(dict(zip(groups.order(row), parts, strict=True)))
-    first, second = outputs
-    for s, part in first.items():
-        torch.testing.assert_close(part, second[s], atol=1e-12, rtol=1e-12)
-
-
-def test_the_scale_is_one_over_the_root_unless_given():
-    tensors, row = row_tensors(PAIRS)
+def test_a_packed_row_has_a_scale_of_one_over_the_root_and_anything_else_is_refused():
+    tensors, row = row_tensors()
+    packed = {"attention_mask": None, "segments": row.segments}
     default, given_half, other = (
-        segment_attention(nn.Module(), *tensors, None, scaling=scaling, segments=row.segments)[0]
-        for scaling in (None, 0.5, 0.7)
+        segment_attention(nn.Module(), *tensors, **packed, scaling=scaling)[0] for scaling in (None, 0.5, 0.7)
     )
     assert torch.equal(default, given_half)
     assert not torch.allclose(default, other)
-
-
-def test_what_is_not_a_packed_row_is_refused():
-    tensors, row = row_tensors(PAIRS)
-    with pytest.raises(ValueError, match="one packed row with its segments"):
-        segment_attention(nn.Module(), *tensors, None)
-    with pytest.raises(ValueError, match="no attention mask"):
-        segment_attention(nn.Module(), *tensors, torch.ones(1, row.tokens), segments=row.segments)
-    with pytest.raises(ValueError, match="one packed row"):
-        segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), None, segments=row.segments)
-    with pytest.raises(ValueError, match=r"dropout of attention weights \(0.1\)"):
-        segment_attention(nn.Module(), *tensors, None, dropout=0.1, segments=row.segments)
     longer = make_segments([(row.tokens + 1, row.tokens + 1)])
+    for changes in ({"segments": None}, {"attention_mask": torch.ones(1, row.tokens)}, {"dropout": 0.1}):
+        with pytest.raises(ValueError, match=r"one packed row with its segments|dropout of attention weights"):
+            segment_attention(nn.Module(), *tensors, **(packed | changes))
+    with pytest.raises(ValueError, match="one packed row"):
+        segment_attention(nn.Module(), *(t.repeat(2, 1, 1, 1) for t in tensors), **packed)
     with pytest.raises(RuntimeError):
         segment_attention(nn.Module(), *tensors, None, segments=longer)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_autocast_brings_queries_keys_and_values_to_its_dtype(softcap):
-    (query, key, value), row = row_tensors(PAIRS)
-    tensors = query, key, value.bfloat16()
-    expected, _ = segment_attention(nn.Module(), query, key, value, None, softcap=softcap, segments=row.segments)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, _ = segment_attention(nn.Module(), *tensors, None, softcap=softcap, segments=row.segments)
-        doubles, _ = segment_attention(nn.Module(), *(t.double() for t in tensors), None, segments=row.segments)
-    assert got.dtype == torch.bfloat16
-    assert doubles.dtype == torch.float64
-    torch.testing.assert_close(got.float(), expected, atol=0.05, rtol=0.02)
+# --- libraries on GPUs ----------------------------------------------------------------------------------------------
 
 
 class OnGpu:
@@ -179,120 +136,71 @@ class OnGpu:
 )
 def test_the_fastest_backend_that_can_is_taken(monkeypatch, dtype, size, softcap, with_flash, without):
     monkeypatch.setattr(attention, "varlen_attn", lambda: None)
-    monkeypatch.setattr(attention, "libraries_support", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    attention.libraries_support.cache_clear()
     for installed, expected in ((lambda: None, with_flash), (None, without)):
         monkeypatch.setattr(attention, "flash_attn_varlen_func", installed)
         assert fastest_backend(OnGpu(dtype, size), softcap).__name__ == expected
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert fastest_backend(OnGpu(dtype, size), softcap) is sdpa_per_segment
-
-
-def test_a_gpu_that_is_too_old_for_the_libraries_computes_segments_one_by_one(monkeypatch):
+    # A GPU that is too old for both.
     monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda: None)
-    warnings = []
-    monkeypatch.setattr(attention.logger, "warning", warnings.append)
-    expected = {(7, 5): "sdpa_per_segment", (8, 0): "by_flash_attn", (8, 6): "by_flash_attn", (12, 0): "by_flash_attn"}
-    for capability, backend in expected.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # noqa: B023
-        attention.libraries_support.cache_clear()
-        for _ in range(2):
-            assert fastest_backend(OnGpu(torch.float16, 64), None).__name__ == backend
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     attention.libraries_support.cache_clear()
-    (said,) = warnings
-    assert said.endswith("need a GPU of compute capability 8.0, and this one has 7.5.")
-
-
-@pytest.mark.parametrize(
-    ("functions", "used", "said"),
-    [
-        ({}, False, 0),
-        ({"flash_attn_varlen_func": lambda q, softcap=0.0: None}, True, 0),
-        ({"flash_attn_varlen_func": lambda q: None}, False, 1),
-    ],
-    ids=["without varlen", "new", "without soft capping"],
-)
-def test_versions_of_flash_attn(monkeypatch, functions, used, said):
-    library = ModuleType("flash_attn")
-    vars(library).update(functions)
-    monkeypatch.setitem(sys.modules, "flash_attn", library)
-    warnings = []
-    monkeypatch.setattr(type(attention.logger), "warning", lambda self, message: warnings.append(message))
-    spec = spec_from_file_location("attention_with_another_flash_attn", attention.__file__)
-    again = module_from_spec(spec)
-    spec.loader.exec_module(again)
-    # The copy took the name in transformers.
-    attention.AttentionInterface.register(attention.NAME, segment_attention)
-    assert (again.flash_attn_varlen_func is not None) == used
-    assert len(warnings) == said
+    assert fastest_backend(OnGpu(dtype, size), softcap) is sdpa_per_segment
+    attention.libraries_support.cache_clear()
 
 
 LENGTHS = [(3, 3), (1, 4), (5, 9), (2, 2)]
 
 
-def by_offsets(query, key, value, cu_queries, cu_keys, scale, left, softcap) -> Tensor:
+def by_offsets(query, key, value, cu_queries, cu_keys, longest_query, longest_keys, scale, left, softcap) -> Tensor:
     """A stand-in for both libraries: causal at the end of the keys, `left` further keys seen, all if negative."""
+    assert (longest_query, longest_keys) == (5, 9)
+    assert cu_queries.dtype == cu_keys.dtype == torch.int32
     lengths = list(zip(cu_queries.diff().tolist(), cu_keys.diff().tolist(), strict=True))
+    assert lengths == LENGTHS
     return dense(query, key, value, make_segments(lengths), scale, None if left < 0 else left + 1, softcap)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (1, 30.0)])
-def test_flash_attn_is_called_as_it_documents(monkeypatch, window, softcap):
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        assert (max_seqlen_q, max_seqlen_k) == (5, 9)
-        assert cu_seqlens_q.tolist() == [0, 3, 4, 9, 11]
-        assert cu_seqlens_k.tolist() == [0, 3, 7, 16, 18]
-        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
-        calls.append(options)
-        left, right = options["window_size"]
-        # Its causal flag makes the right side 0.
-        assert right in (-1, 0)
-        return by_offsets(q, k, v, cu_seqlens_q, cu_seqlens_k, options["softmax_scale"], left, options["softcap"])
-
-    calls = []
-    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn_varlen_func)
+@pytest.mark.parametrize(
+    ("library", "softcap"), [("flash_attn", None), ("flash_attn", 30.0), ("varlen_attn", None), ("older", None)]
+)
+@pytest.mark.parametrize("window", [None, 3, 1])
+def test_libraries_are_called_as_they_document(monkeypatch, window, library, softcap):
     segments = make_segments(LENGTHS)
     tensors = random_tensors(segments, 4, 2, 4)
-    got = attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
-    torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, softcap))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    attention.by_flash_attn(*tensors, segments, 0.3, window, softcap)
-    expected = {
-        "softmax_scale": 0.3,
-        "causal": True,
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "softcap": softcap or 0.0,
-    }
-    assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
+    calls = []
 
-
-@pytest.mark.parametrize("version", ["names groups", "older"])
-@pytest.mark.parametrize("window", [None, 3, 1])
-def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, version):
-    def call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
-        assert (max_q, max_k) == (5, 9)
-        assert cu_seq_q.tolist() == [0, 3, 4, 9, 11]
-        assert cu_seq_k.tolist() == [0, 3, 7, 16, 18]
-        left, right = window_size
-        assert (left, right) == (-1 if window is None else window - 1, 0)  # a right side of 0 makes it causal
-        key_heads.append(key.shape[1])
-        return by_offsets(query, key, value, cu_seq_q, cu_seq_k, scale, left, None)
+    def flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        calls.append(options)
+        scale, left, softcap = options["softmax_scale"], options["window_size"][0], options["softcap"]
+        return by_offsets(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap)
 
     # Older versions of torch have no option for groups.
     def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        assert query.shape[1] == key.shape[1]
-        return call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+        calls.append({"heads": key.shape[1], "scale": scale, "window_size": window_size})
+        return by_offsets(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size[0], None)
 
-    def newer(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    def varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
         assert enable_gqa
-        return call(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+        return older(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
-    key_heads = []
-    monkeypatch.setattr(attention, "varlen_attn", newer if version == "names groups" else older)
-    segments = make_segments(LENGTHS)
-    tensors = random_tensors(segments, 4, 2, 4)
-    got = attention.by_varlen_attn(*tensors, segments, 0.3, window, None)
-    torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, None))
-    assert key_heads == [2 if version == "names groups" else 4]
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", flash_attn)
+    monkeypatch.setattr(attention, "varlen_attn", older if library == "older" else varlen_attn)
+    attend = attention.by_flash_attn if library == "flash_attn" else attention.by_varlen_attn
+    got = attend(*tensors, segments, 0.3, window, softcap)
+    torch.testing.assert_close(got, sdpa_per_segment(*tensors, segments, 0.3, window, softcap))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    attend(*tensors, segments, 0.3, window, softcap)
+    if library == "flash_attn":
+        sides = (-1, -1) if window is None else (window - 1, 0)
+        expected = {"softmax_scale": 0.3, "causal": True, "window_size": sides, "softcap": softcap or 0.0}
+        assert calls == [expected | {"deterministic": False}, expected | {"deterministic": True}]
+    else:
+        # A right side of 0 makes it causal.
+        sides = (-1 if window is None else window - 1, 0)
+        assert calls == [{"heads": 4 if library == "older" else 2, "scale": 0.3, "window_size": sides}] * 2
 
 
 @pytest.mark.gpu
@@ -302,10 +210,9 @@ def test_varlen_attn_is_called_as_it_documents(monkeypatch, window, version):
     ("backend", "softcap"), [("by_varlen_attn", None), ("by_flash_attn", None), ("by_flash_attn", 20.0)]
 )
 def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, device):
-    if backend == "by_flash_attn" and attention.flash_attn_varlen_func is None:
-        pytest.skip("flash_attn is not installed")
-    if backend == "by_varlen_attn" and attention.varlen_attn is None:
-        pytest.skip("this torch has no varlen_attn")
+    library = {"by_varlen_attn": "varlen_attn", "by_flash_attn": "flash_attn_varlen_func"}[backend]
+    if getattr(attention, library) is None:
+        pytest.skip(f"{library} is not installed")
     segments = make_segments([(37, 37), (1, 4), (5, 130), (64, 64), (1, 1)]).to(device)
     rounded = [tensor.to(device) for tensor in random_tensors(segments, 4, 2, 64, dtype)]
     options = segments, 0.125, window, softcap
@@ -314,14 +221,3 @@ def test_libraries_equal_segments_one_by_one(backend, dtype, window, softcap, de
     for tensor, exact in zip(got, expected, strict=True):
         assert tensor.dtype == dtype
         assert (tensor.double() - exact).norm() < 0.01 * exact.norm()
-
-
-@pytest.mark.gpu
-def test_a_row_of_half_precision_on_a_gpu_equals_the_cpus(device):
-    for window in (None, 3):
-        tensors, row = row_tensors(FOURS)
-        tensors = [torch.cat([tensor, tensor], dim=-1) for tensor in tensors]  # heads of 8
-        expected, _ = segment_attention(nn.Module(), *tensors, None, sliding_window=window, segments=row.segments)
-        there = [tensor.to(device).half() for tensor in tensors]
-        got, _ = segment_attention(nn.Module(), *there, None, sliding_window=window, segments=row.to(device).segments)
-        torch.testing.assert_close(got.cpu().float(), expected, atol=0.01, rtol=0.01)

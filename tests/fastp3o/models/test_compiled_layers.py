@@ -1,17 +1,13 @@
 """Layers that torch compiles. The suite traces them as for the compiler; `-m compiled` compiles them."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
-from fastp3o.models import attention, packed_model
+from fastp3o.models import packed_model
 from fastp3o.models.packed_model import PackedModel, eager_forward, labelled_logprobs
-from fastp3o.models.trainable import add_lora, freeze_below
-from fastp3o.packing.packed_row import PackedRow
 from fastp3o_kernels.decoding import response_keys
 from tests.fastp3o.models.model_families import (
     FAMILIES,
@@ -20,12 +16,10 @@ from tests.fastp3o.models.model_families import (
     Groups,
     alone,
     assert_equal,
-    enlarge,
     packed,
     random_model,
 )
 from tests.fastp3o.rollouts.test_engine import PROMPTS, K, make_engine
-from tests.fastp3o.together import together
 
 # Rows of other lengths, with segments of one token and prompts that are shared once, three times or never. Lengths are
 # equal by chance to one another, to sizes of the model and to numbers of segments.
@@ -48,25 +42,6 @@ def traced(monkeypatch):
     monkeypatch.setattr(packed_model, "compiled", lambda: run)
 
 
-@pytest.fixture
-def one_operation(monkeypatch):
-    """Attention as the libraries on GPUs have it: one operation, which takes the longest lengths."""
-
-    def attend(query, key, value, segments, scale, window, softcap):
-        return stand_in(query, segments.longest_query, segments.longest_keys)
-
-    monkeypatch.setattr(attention, "fastest_backend", lambda *_: attend)
-
-
-@torch.library.custom_op("tests::attention", mutates_args=())
-def stand_in(query: torch.Tensor, longest_query: int, longest_keys: int) -> torch.Tensor:
-    return query.clone()
-
-
-stand_in.register_fake(lambda query, *_: torch.empty_like(query))
-stand_in.register_autograd(lambda ctx, grad: (grad, None, None))
-
-
 @pytest.fixture(autouse=True)
 def counted():
     torch.compiler.reset()
@@ -74,29 +49,30 @@ def counted():
     counters.clear()
 
 
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+def fits_rows_of_any_length(model: PackedModel) -> None:
+    """Rows have the same bits with and without gradients, and those of other lengths take no further graphs."""
+    for rows in (RAGGED, OTHERS):
+        before = counters["stats"]["unique_graphs"]
+        for groups in rows:
+            row = groups.row()
+            with torch.no_grad():
+                without = labelled_logprobs(model, row)
+            logprobs = labelled_logprobs(model, row)
+            assert torch.equal(logprobs, without)
+            assert logprobs.requires_grad
+            assert not without.requires_grad
+            logprobs.sum().backward()
+        assert counters["stats"]["unique_graphs"] == before or rows is RAGGED
 
 
-def compiled(model: PackedModel) -> PackedModel:
-    model.compile_layers()
-    return model
-
-
-def adapted(family: str) -> PackedModel:
-    model = PackedModel(random_model(family))
-    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
-    return model
-
-
-def as_exact_as_eager(family: str) -> PackedModel:
+def is_as_exact_as_eager(family: str) -> None:
     """A compiled model whose errors against fp64 are at most twice those of plain layers, over all gradients."""
-    exact, rollout = alone(random_model(family).double(), FOURS)
-    eager = packed(PackedModel(random_model(family)), FOURS, rollout)
-    model = compiled(PackedModel(random_model(family)))
-    got = packed(model, FOURS, rollout)
-    assert graphs()
+    exact = alone(random_model(family).double(), FOURS)
+    eager = packed(PackedModel(random_model(family)), FOURS, exact)
+    model = PackedModel(random_model(family))
+    model.compile_layers()
+    got = packed(model, FOURS, exact)
+    assert counters["stats"]["unique_graphs"]
     assert_equal(got, eager)
     errors = [
         sum((outcome.gradients[name] - gradient).square().sum().item() for name, gradient in exact.gradients.items())
@@ -104,131 +80,38 @@ def as_exact_as_eager(family: str) -> PackedModel:
     ]
     assert 0 < errors[0] <= 4 * errors[1]
     assert abs(got.loss - exact.loss) <= 2 * abs(eager.loss - exact.loss) + 1e-6
-    return model
-
-
-def fits_rows_of_any_length(model: PackedModel) -> None:
-    """Rows have the same bits with and without gradients, and those of other lengths take no further graphs."""
-    for rows in (RAGGED, OTHERS):
-        before = graphs()
-        for groups in rows:
-            has_same_bits_without_gradients(model, groups.row())
-        assert graphs() == before or rows is RAGGED
-
-
-def has_same_bits_without_gradients(model: PackedModel, row: PackedRow) -> None:
-    with torch.no_grad():
-        before = labelled_logprobs(model, row)
-    logprobs = labelled_logprobs(model, row)
-    assert torch.equal(logprobs, before)
-    assert logprobs.requires_grad
-    assert not before.requires_grad
-    logprobs.sum().backward()
-
-
-@pytest.mark.nightly
-def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(traced):
-    fits_rows_of_any_length(as_exact_as_eager("llama"))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("family", "checkpointed"),
-    [
-        ("gemma3", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.nightly)
-            for case in (("gemma3", False), ("llama", False), ("llama", True))
-        ),
-    ],
-)
-def test_where_attention_is_one_operation_so_is_a_layer(family, checkpointed, traced, one_operation):
-    """Rows in which prompts are shared once, three times, and have one token: a graph for each."""
-    model = PackedModel(random_model(family)).train()
-    if checkpointed:
-        model.recompute_activations()
-    compiled(model)
     fits_rows_of_any_length(model)
-    assert graphs() == 3
-    assert not counters["graph_break"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_for_rows_of_any_length_are_as_exact_as_plain_layers(family, traced):
+    is_as_exact_as_eager(family)
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gpt2"])
 def test_so_is_what_torch_compiles(family):
-    fits_rows_of_any_length(as_exact_as_eager(family))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_so_are_graphs_of_every_family(family, traced):
-    fits_rows_of_any_length(as_exact_as_eager(family))
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_has_the_same_bits_with_and_without_gradients(dtype):
-    fits_rows_of_any_length(compiled(PackedModel(random_model("llama").to(dtype))))
-
-
-@pytest.mark.compiled
-def test_so_has_autocast():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        fits_rows_of_any_length(compiled(PackedModel(random_model("llama"))))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_adapters_and_their_base(checkpointed, traced):
-    model = adapted("llama")
-    with model.with_own_attention() as inner:
-        expected, rollout = alone(inner, PAIRS)
-    if checkpointed:
-        model.recompute_activations()
-    compiled(model).train()
-    assert_equal(packed(model, PAIRS, rollout), expected)
-    fits_rows_of_any_length(model)
-    model.model.disable_adapters()
-    with torch.no_grad():
-        base = labelled_logprobs(model, PAIRS.row())
-    expected, _ = alone(random_model("llama"), PAIRS)
-    order = PAIRS.order(PAIRS.row())
-    torch.testing.assert_close(base, torch.cat([expected.logprobs[s] for s in order]), atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_top_layers_that_train_and_those_below(family, traced):
-    plain, model = (PackedModel(random_model(family)) for _ in range(2))
-    for each in (plain, model):
-        freeze_below(each, 1)
-    _, rollout = alone(random_model(family), FOURS)
-    assert_equal(packed(compiled(model), FOURS, rollout), packed(plain, FOURS, rollout))
-
-
-@pytest.mark.nightly
-def test_two_processes_that_share_a_model(tmp_path):
-    done = together(Path(__file__).with_name("compiled_process.py"), str(tmp_path / "results"))
-    assert done.returncode == 0, done.stdout
-    for name, (error, same) in torch.load(tmp_path / "results").items():
-        assert error < 1e-6, name
-        assert same, name
+    is_as_exact_as_eager(family)
 
 
 def test_rollouts_run_uncompiled(traced):
     policy = PackedModel(random_model("llama"))
     keys = response_keys(3, torch.arange(len(PROMPTS)), K)
     expected = make_engine(policy).run(PROMPTS, keys)
-    assert make_engine(compiled(policy)).run(PROMPTS, keys) == expected
+    policy.compile_layers()
+    assert make_engine(policy).run(PROMPTS, keys) == expected
     with policy.with_own_attention() as inner:
         inner.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
-    assert graphs() == 0
+    assert counters["stats"]["unique_graphs"] == 0
 
 
-def test_names_stay_and_a_copy_runs_its_own_layers(traced):
+def test_names_stay_and_a_copy_runs_its_own_layers(monkeypatch):
+    monkeypatch.setattr(packed_model, "compiled", lambda: eager_forward)
     model = PackedModel(random_model("llama"))
     names = [*model.state_dict()]
-    again = copy.deepcopy(compiled(model))
+    model.compile_layers()
+    again = copy.deepcopy(model)
     assert [*model.state_dict()] == [*again.state_dict()] == names
     with torch.no_grad():
         before = labelled_logprobs(model, PAIRS.row())

@@ -4,79 +4,43 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    GPT2LMHeadModel,
-    LlamaForSequenceClassification,
-)
 
-from fastp3o.models.loading import load_policy, load_tokenizer
-from fastp3o.models.packable import require_packable
-from fastp3o.models.packed_model import PackedModel, labelled_logprobs, scores
-from fastp3o.models.trainable import add_lora
-from fastp3o.packing.pack import Packing, by_group, pack
+from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from tests.fastp3o.models.model_families import (
     FAMILIES,
     FOURS,
-    GROUPS,
     PAIRS,
     VOCABULARY,
     Groups,
+    adapted,
     alone,
     assert_equal,
-    enlarge,
     logprobs_alone,
     packed,
     random_model,
 )
 from tests.fastp3o.on_meta import META, on_meta_alone
 
-shared_or_not = pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
 
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize(
+    ("groups", "lora"), [(PAIRS, False), (FOURS, False), (PAIRS, True)], ids=["pairs", "fours", "LoRA"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_row_equals_one_sequence_at_a_time(family, groups):
-    model = random_model(family)
-    expected, rollout = alone(model, groups)
-    model = PackedModel(model)
+def test_a_packed_row_equals_one_sequence_at_a_time(family, groups, lora):
+    """Prompts are shared or not, and activations are kept or computed again; with LoRA over a frozen base."""
+    model = adapted(family) if lora else PackedModel(random_model(family))
+    with model.with_own_attention() as inner:
+        expected = alone(inner, groups)
+    assert all((".lora_" in name) == lora for name in expected.gradients)
     for share_prompts in (True, False):
-        assert_equal(packed(model, groups, rollout, share_prompts=share_prompts), expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_so_does_one_whose_activations_are_computed_again(family):
-    model = random_model(family)
-    expected, rollout = alone(model, FOURS)
-    model = PackedModel(model)
+        assert_equal(packed(model, groups, expected, share_prompts=share_prompts), expected)
     model.recompute_activations()
-    model.train()
     calls = []
-    first_layer = model.layers()[0]
-    norm = next(module for module in first_layer.modules() if "Norm" in type(module).__name__)
+    norm = next(module for module in model.layers()[0].modules() if "Norm" in type(module).__name__)
     norm.register_forward_hook(lambda *_: calls.append(norm))
-    assert_equal(packed(model, FOURS, rollout), expected)
+    assert_equal(packed(model.train(), groups, expected), expected)
     # One pass is of log-probabilities; the loss has two, since its backward pass comes upon the layer again.
     assert len(calls) == 3
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_so_do_lora_adapters_over_a_frozen_base(family):
-    model = PackedModel(random_model(family))
-    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    adapters = {name: p for name, p in model.model.named_parameters() if p.requires_grad}
-    assert adapters
-    assert all(".lora_" in name for name in adapters)
-    enlarge(nn.ParameterList(adapters.values()))
-    with model.with_own_attention() as inner:
-        expected, rollout = alone(inner, PAIRS)
-    assert expected.gradients.keys() == adapters.keys()
-    for share_prompts in (True, False):
-        assert_equal(packed(model, PAIRS, rollout, share_prompts=share_prompts), expected)
-    model.recompute_activations()
-    assert_equal(packed(model.train(), PAIRS, rollout), expected)
 
 
 ids = st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=9)
@@ -112,161 +76,42 @@ def sequence_logprobs(model, groups, share_prompts):
     return {s: part.tolist() for s, part in zip(groups.order(row), row_logprobs(model, row), strict=True)}
 
 
-@shared_or_not
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["shared", "plain"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_response_sees_its_prompt_and_no_other_response(family, share_prompts):
     model = PackedModel(random_model(family))
     before = sequence_logprobs(model, FOURS, share_prompts)
+    after = sequence_logprobs(model, replace(FOURS, prompts=[FOURS.prompts[0], [44]]), share_prompts)
+    assert [after[s] for s in range(4)] == [before[s] for s in range(4)]
+    assert all(after[s] != before[s] for s in range(4, 8))
+
     changed = FOURS.replaced(group=0, response=0, ids=[41, 42, 43])
     after = sequence_logprobs(model, changed, share_prompts)
     assert after.pop(0) != before.pop(0)
     assert after == before  # bit for bit
 
-    before = sequence_logprobs(model, FOURS, share_prompts)
-    changed = replace(FOURS, prompts=[FOURS.prompts[0], [44]])
-    after = sequence_logprobs(model, changed, share_prompts)
-    assert [after[s] for s in range(4)] == [before[s] for s in range(4)]
-    assert all(after[s] != before[s] for s in range(4, 8))
 
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-def test_scores_equal_transformers_on_single_sequences(family):
-    model = random_model(family, AutoModelForSequenceClassification, num_labels=1)
-    with torch.no_grad():
-        expected = torch.cat([model(torch.tensor([x + y])).logits[0] for x, y in FOURS.sequences])
-    model = PackedModel(model)
-    for share_prompts in (True, False):
-        row = FOURS.row(share_prompts=share_prompts)
-        got = by_group([row], [scores(model, row)]).flatten()
-        torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
-
-
-def test_labelled_prompts_equal_one_sequence_at_a_time():
-    model = random_model("gpt2")
-    (row,) = pack(PAIRS.prompts, [[y] for y, _ in PAIRS.responses], Packing(100), label_prompts=True)
-    expected = []
-    for g in row.groups:
-        first, *others = PAIRS.prompts[g] + PAIRS.responses[g][0]
-        expected.append(logprobs_alone(model, [first], others))
-    torch.testing.assert_close(labelled_logprobs(PackedModel(model), row), torch.cat(expected), atol=2e-5, rtol=1e-5)
-
-
-def test_logprobs_reach_every_parameter(tiny_model):
-    model = load_policy(tiny_model)
-    labelled_logprobs(model, PAIRS.row()).sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in model.parameters())
-
-
-def test_logits_stay_fp32_under_autocast(tiny_model):
-    model = load_policy(tiny_model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logprobs = labelled_logprobs(model, PAIRS.row())
-    assert logprobs.dtype == torch.float32
-    assert not torch.equal(logprobs, logprobs.bfloat16().float())
-    torch.testing.assert_close(logprobs, labelled_logprobs(model, PAIRS.row()), atol=0.05, rtol=0.0)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_half_precision_weights_stay_near(family):
-    model = PackedModel(random_model(family))
-    expected = labelled_logprobs(model, PAIRS.row())
-    got = labelled_logprobs(model.bfloat16(), PAIRS.row())
-    assert got.dtype == torch.float32
-    assert (got - expected).abs().mean() < 0.2
-
-
-def test_sampling_sees_a_rectangular_batch_and_gives_the_row_back():
-    model = PackedModel(random_model("gemma2"))
-    before = row_logprobs(model, PAIRS.row())
-    with model.with_own_attention() as inner:
-        sampled = inner.generate(torch.tensor([[5, 6, 7], [8, 9, 10]]), max_new_tokens=2, do_sample=False)
-        with torch.no_grad():
-            logits = inner(sampled[:, :-1]).logits[:, -2:]
-        stopped = (sampled[:, 3] == 2).unsqueeze(1)
-        assert torch.equal(logits.argmax(-1).masked_fill(stopped, -1), sampled[:, 3:].masked_fill(stopped, -1))
-    assert all(torch.equal(*parts) for parts in zip(row_logprobs(model, PAIRS.row()), before, strict=True))
-    with pytest.raises(RuntimeError, match="inside"), model.with_own_attention():
-        raise RuntimeError("inside")
-    assert all(torch.equal(*parts) for parts in zip(row_logprobs(model, PAIRS.row()), before, strict=True))
-
-
-def test_the_head_has_the_models_own_scales():
-    heads = {family: PackedModel(random_model(family)).head() for family in FAMILIES}
-    assert {family: head.softcap for family, head in heads.items() if head.softcap} == {"gemma2": 2.0}
-    temperatures = {family: head.temperature for family, head in heads.items() if head.temperature != 1}
-    assert temperatures == {"cohere": 4.0, "granite": 3.0}
-
-
-def test_a_policy_has_no_dropout(tmp_path):
-    GPT2LMHeadModel(random_model("gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3).config).save_pretrained(
-        tmp_path
-    )
-    policy = load_policy(str(tmp_path)).train()
-    assert all(module.p == 0 for module in policy.modules() if isinstance(module, nn.Dropout))
-
-
-def test_a_tokenizer_without_an_end_is_refused(tmp_path, tokenizer, tiny_model):
-    AutoConfig.from_pretrained(tiny_model).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert (loaded.eos_token, loaded.pad_token) == ("<end>", "<pad>")
-    loaded.pad_token = None
-    loaded.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).pad_token == "<end>"
-    loaded.eos_token = None
-    loaded.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no end-of-sequence token"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_absolute_positions_have_an_end():
-    model = PackedModel(random_model("gpt2"))
-    model.check_reach(64)
-    with pytest.raises(ValueError, match="up to 65 tokens together, and the positions of GPT2LMHeadModel end at 64"):
-        model.check_reach(65)
-
-
-def test_rotary_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of_it():
-    with pytest.raises(ValueError, match="up to 65 tokens together, and the positions of LlamaForCausalLM end at 64"):
-        PackedModel(random_model("llama")).check_reach(65)
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-    for rope, declared in ((yarn, 64), (yarn | {"rope_type": "linear"}, 256)):
-        model = PackedModel(random_model("llama", rope_parameters=rope, max_position_embeddings=declared))
-        model.check_reach(256)
-        with pytest.raises(ValueError, match="end at 256"):
-            model.check_reach(257)
-
-
-def test_a_head_that_is_not_linear_is_refused(tiny_model):
-    model = LlamaForSequenceClassification.from_pretrained(tiny_model, num_labels=1)
-    model.score = nn.Sequential(nn.Linear(32, 1))
-    with pytest.raises(ValueError, match=r"is a torch\.nn\.modules\.container\.Sequential"):
-        PackedModel(model).head()
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("family", "changes", "end"),
     [
-        {"rope_type": "dynamic", "factor": 4.0},
-        {
-            "rope_type": "longrope",
-            "factor": 4.0,
-            "short_factor": [1.0] * 8,
-            "long_factor": [4.0] * 8,
-            "original_max_position_embeddings": 16,
-        },
+        ("gpt2", {}, 64),
+        ("llama", {}, 64),
+        ("llama", {"rope_parameters": YARN}, 256),
+        ("llama", {"rope_parameters": YARN | {"rope_type": "linear"}, "max_position_embeddings": 256}, 256),
+        # These depend on the longest sequence of a row, and end at their original length.
+        ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, 64),
+        ("llama", {"rope_parameters": YARN | {"rope_type": "longrope"} | LONGROPE}, 16),
     ],
-    ids=lambda rope: rope["rope_type"],
 )
-def test_positions_that_depend_on_the_longest_sequence_of_a_row_end_at_their_original_length(rope):
-    length = 16 if rope["rope_type"] == "dynamic" else 64
-    model = random_model("llama", rope_parameters=rope | {"rope_theta": 10000.0}, max_position_embeddings=length)
-    packed = require_packable(PackedModel(model), "some/model")
-    (row,) = pack([[5] * 10], [[[6] * 6, [7] * 3]], Packing(100))
-    labelled_logprobs(packed, row)
-    (row,) = pack([[5] * 10], [[[6] * 7, [7] * 3]], Packing(100))
-    with pytest.raises(ValueError, match="up to 17 tokens together, and the positions of LlamaForCausalLM end at 16"):
-        labelled_logprobs(packed, row)
+def test_positions_end_where_the_configuration_says_or_what_its_scaling_makes_of_it(family, changes, end):
+    model = PackedModel(random_model(family, **changes))
+    model.check_reach(end)
+    with pytest.raises(ValueError, match=f"up to {end + 1} tokens together, and the positions of .* end at {end}"):
+        model.check_reach(end + 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,43 +5,36 @@ import torch
 from torch import Tensor
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters
+from fastp3o.models.reference import MovingReference, SecondModel, WithoutAdapters, adapters_off
 from fastp3o.models.sharding import FrozenModel
 from fastp3o.packing.packed_row import PackedRow
-from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
-from tests.fastp3o.models.test_trainable import with_adapters
+from tests.fastp3o.models.model_families import FOURS, PAIRS, adapted, random_model
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_second_model_and_a_policy_without_adapters_agree(family):
+def test_a_second_model_and_a_policy_without_adapters_agree_and_it_trains_on(family):
     rows = [PAIRS.row(), FOURS.row()]
-    policy = with_adapters(family)
-    second = SecondModel(PackedModel(random_model(family)), CPU, offload=False)(rows)
+    policy, model = adapted(family).train(), PackedModel(random_model(family)).train()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    with torch.no_grad():
+        before = [labelled_logprobs(policy, row) for row in rows]
+    second = SecondModel(model, CPU, offload=False)(rows)
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     without = WithoutAdapters(policy)(rows)
     assert [len(logprobs) for logprobs in second] == [len(row.labels) for row in rows]
     assert all(torch.equal(*both) for both in zip(second, without, strict=True))
     assert not any(logprobs.requires_grad for logprobs in second + without)
-    with torch.no_grad():
-        adapted = [labelled_logprobs(policy, row) for row in rows]
-    assert not any(torch.equal(*both) for both in zip(adapted, without, strict=True))
-
-
-def test_a_policy_without_adapters_trains_on_afterwards():
-    policy = with_adapters("llama").train()
-    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    WithoutAdapters(policy)([PAIRS.row()])
+    assert (before[0] - without[0]).abs().max() > 0.1
+    with pytest.raises(RuntimeError, match="inside"), adapters_off(policy):
+        raise RuntimeError("inside")
+    after = [labelled_logprobs(policy, row) for row in rows]
+    assert all(torch.equal(*both) for both in zip(before, after, strict=True))
     assert policy.training
-    labelled_logprobs(policy, PAIRS.row()).sum().backward()
+    after[0].sum().backward()
     assert {name for name, parameter in policy.named_parameters() if parameter.grad is not None} == trained
-
-
-def test_a_second_model_is_frozen():
-    model = PackedModel(random_model("llama")).train()
-    SecondModel(model, CPU, offload=False)
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -68,29 +61,21 @@ def test_an_offloaded_model_is_copied_for_the_time_of_a_call_and_not_copied_back
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_moving_reference_is_the_fp32_mean_of_policies(dtype):
+@pytest.mark.parametrize(("every", "decay"), [(0, 0.75), (2, 0.0)])
+def test_a_moving_reference_is_the_fp32_mean_of_policies_or_a_copy(dtype, every, decay):
+    """A copy waits for its update."""
     policy, start = (PackedModel(random_model("llama").to(dtype)) for _ in range(2))
-    moving = MovingReference(SecondModel(start, CPU, offload=False), every=0, decay=0.75)
-    means = {name: parameter.detach().float() for name, parameter in start.named_parameters()}
+    moving = MovingReference(SecondModel(start, CPU, offload=False), every=every, decay=decay)
+    expected = {name: parameter.detach().float().clone() for name, parameter in start.named_parameters()}
     for update in (1, 2):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(torch.randn_like(parameter))
-        means = {name: means[name].lerp(parameter.float(), 0.25) for name, parameter in policy.named_parameters()}
         moving.follow(policy, update)
-    assert all(torch.equal(parameter, means[name].to(dtype)) for name, parameter in start.named_parameters())
-
-
-def test_a_reference_that_is_copied_waits_for_its_update():
-    policy, start = (PackedModel(random_model("llama")) for _ in range(2))
-    before = {name: parameter.clone() for name, parameter in start.named_parameters()}
-    moving = MovingReference(SecondModel(start, CPU, offload=False), every=2, decay=0.0)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(1.0)
-    for update, expected in ((1, before), (2, dict(policy.named_parameters()))):
-        moving.follow(policy, update)
-        assert all(torch.equal(parameter, expected[name]) for name, parameter in start.named_parameters())
+        if not every or update == every:
+            share = 1 - decay
+            expected = {name: expected[name].lerp(p.float(), share) for name, p in policy.named_parameters()}
+        assert all(torch.equal(parameter, expected[name].to(dtype)) for name, parameter in start.named_parameters())
 
 
 @pytest.mark.gpu

@@ -6,25 +6,10 @@ from torch import nn
 
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.models.sampling_copy import SamplingCopy, dithered
-from fastp3o.models.trainable import add_lora
-from tests.fastp3o.models.model_families import FAMILIES, PAIRS, enlarge, random_model
+from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
 
 CPU = torch.device("cpu")
 ROW = PAIRS.row()
-
-
-def adapted(family: str, size: float | None = None) -> PackedModel:
-    """A model with adapters; `size`: of their second weights, which begin at zero, None for large ones."""
-    model = PackedModel(random_model(family))
-    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    trained = nn.ParameterList(p for p in model.parameters() if p.requires_grad)
-    if size is None:
-        enlarge(trained)
-    else:
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(parameter, std=size)
-    return model
 
 
 def rounded(model: PackedModel, dtype: torch.dtype) -> PackedModel:
@@ -40,29 +25,23 @@ def logprobs(model: PackedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_a_copy_in_half_precision_is_the_rounded_model(family):
+def test_a_copy_in_half_precision_is_the_rounded_model_and_follows_it_in_place(family):
     model = PackedModel(random_model(family))
-    before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    expected = logprobs(rounded(PackedModel(random_model(family)), torch.bfloat16))
     sampled = SamplingCopy(model, CPU, torch.bfloat16)
-    for _ in range(2):
-        with sampled.gathered(model):
-            assert torch.equal(logprobs(sampled.model), expected)
-            assert sampled.model.model.dtype == torch.bfloat16
-        assert sampled.memory.untyped_storage().nbytes() == 0
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
-def test_it_follows_the_weights_in_place():
-    model = PackedModel(random_model("llama"))
-    sampled = SamplingCopy(model, CPU, torch.float32)
     kept = list(sampled.model.parameters())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.1)
-    with sampled.gathered(model):
-        assert torch.equal(logprobs(sampled.model), logprobs(model))
-        assert all(ours is theirs for ours, theirs in zip(kept, sampled.model.parameters(), strict=True))
+    for factor in (1.0, 1.1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(factor)
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        expected = PackedModel(random_model(family))
+        expected.load_state_dict(before)
+        with sampled.gathered(model):
+            assert torch.equal(logprobs(sampled.model), logprobs(rounded(expected, torch.bfloat16)))
+            assert sampled.model.model.dtype == torch.bfloat16
+            assert all(ours is theirs for ours, theirs in zip(kept, sampled.model.parameters(), strict=True))
+        assert sampled.memory.untyped_storage().nbytes() == 0
+        assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +49,6 @@ def test_adapters_are_merged(family):
     model = adapted(family)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     sampled = SamplingCopy(model, CPU, torch.float32, merges=True)
-    assert not any("lora" in name or "base_layer" in name for name, _ in sampled.model.named_modules())
     assert [type(m) for m in sampled.model.modules()] == [type(m) for m in PackedModel(random_model(family)).modules()]
     with sampled.gathered(model):
         torch.testing.assert_close(logprobs(sampled.model), logprobs(model), atol=2e-5, rtol=1e-5)
@@ -84,30 +62,24 @@ def test_small_adapters_are_not_rounded_off(dtype):
     """As after the first steps: what they add is less than half a step of half precision, so that rounding to the
     nearest number would leave the model without them.
     """
-    model = rounded(adapted("llama", size=1e-5 if dtype == torch.float16 else 1e-4), dtype)
-    sampled = SamplingCopy(model, CPU, dtype, merges=True)
+    model = adapted("llama")
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=1e-5 if dtype == torch.float16 else 1e-4)
+    sampled = SamplingCopy(rounded(model, dtype), CPU, dtype, merges=True)
     layer = model.model.base_model.layers[0].mlp.down_proj
     base, added = layer.base_layer.weight.float(), layer.get_delta_weight("default").float()
-    with sampled.gathered(model):
-        copied = sampled.model.model.base_model.layers[0].mlp.down_proj.weight.float()
-        assert ((base + added).to(dtype).float() != base).float().mean() < 0.2
-        # Random rounding errors have a mean of zero: along the adapter's own direction they cancel.
-        along = ((copied - base) * added).sum() / added.square().sum()
-        assert 0.5 < along < 1.5
-        again = copied.clone()
-    with sampled.gathered(model):
-        assert torch.equal(sampled.model.model.base_model.layers[0].mlp.down_proj.weight.float(), again)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dithering_keeps_the_mean_and_numbers_that_fit(dtype):
-    torch.manual_seed(0)
-    values = torch.randn(300, 200)
-    fitting = values.to(dtype).float()
-    assert torch.equal(dithered(fitting, dtype, 1).float(), fitting)
-    got = dithered(values, dtype, 1).float()
-    spacing = torch.finfo(dtype).eps * 2 ** values.abs().log2().floor()
-    assert ((got - values).abs() <= spacing).all()
-    assert ((got - values) / spacing).mean().abs() < 4 / (12 * values.numel()) ** 0.5
-    assert not torch.equal(dithered(values, dtype, 2).float(), got)
-    assert torch.equal(dithered(values, torch.float32, 1), values)
+    copies = []
+    for _ in range(2):
+        with sampled.gathered(model):
+            copies.append(sampled.model.model.base_model.layers[0].mlp.down_proj.weight.float().clone())
+    assert ((base + added).to(dtype).float() != base).float().mean() < 0.2
+    # Random rounding errors have a mean of zero: along the adapter's own direction they cancel.
+    along = ((copies[0] - base) * added).sum() / added.square().sum()
+    assert 0.5 < along < 1.5
+    assert torch.equal(*copies)
+    # Errors are less than a step, and other layers have others.
+    spacing = torch.finfo(dtype).eps * 2 ** (base + added).abs().log2().floor()
+    assert ((copies[0] - base - added).abs() <= spacing).all()
+    other = torch.rand(100, 100)
+    assert not torch.equal(dithered(other, dtype, 1), dithered(other, dtype, 2))

@@ -1,183 +1,71 @@
-import builtins
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fastp3o.config import TrainableConfig
 from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
-from fastp3o.models.reference import adapters_off
-from fastp3o.models.trainable import (
-    add_lora,
-    choose_trainable,
-    freeze_below,
-    whole_model,
-    whole_weights,
-)
-from tests.fastp3o.models.model_families import FAMILIES, PAIRS, alone, assert_equal, enlarge, packed, random_model
+from fastp3o.models.trainable import SwitchedDropout, add_lora, choose_trainable, dropout_on, freeze_below, whole_model
+from tests.fastp3o.models.model_families import FAMILIES, PAIRS, adapted, random_model
 
+# The beginnings of names in the top layer, and in the norm above it.
 LAYERS = {
-    "gpt2": ("transformer.h.1.", {"transformer.ln_f.weight", "transformer.ln_f.bias"}),
-    "gpt_neox": ("gpt_neox.layers.1.", {"gpt_neox.final_layer_norm.weight", "gpt_neox.final_layer_norm.bias"}),
-    "opt": (
-        "model.decoder.layers.1.",
-        {"model.decoder.final_layer_norm.weight", "model.decoder.final_layer_norm.bias"},
-    ),
+    "gpt2": ("transformer.h.1.", "transformer.ln_f."),
+    "gpt_neox": ("gpt_neox.layers.1.", "gpt_neox.final_layer_norm."),
+    "opt": ("model.decoder.layers.1.", "model.decoder.final_layer_norm."),
 }
-OTHERS = ("model.layers.1.", {"model.norm.weight"})
 
 
 def trained(model: PackedModel) -> set[str]:
     return {name for name, parameter in model.model.named_parameters() if parameter.requires_grad}
 
 
-def with_adapters(family: str, targets: str = "all-linear") -> PackedModel:
-    model = PackedModel(random_model(family))
-    add_lora(model, rank=3, alpha=6.0, targets=targets)
-    enlarge(nn.ParameterList(parameter for parameter in model.parameters() if parameter.requires_grad))
-    return model
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_frozen_layers_leave_the_top_and_the_last_norm(family):
     model = PackedModel(random_model(family))
-    top, norm = LAYERS.get(family, OTHERS)
-    top_parameters = {name for name, _ in model.model.named_parameters() if name.startswith(top)}
-    assert top_parameters
+    parts = LAYERS.get(family, ("model.layers.1.", "model.norm."))
     freeze_below(model, 1)
-    assert trained(model) == top_parameters | norm
-
-
-def test_their_gradients_are_those_of_the_whole_and_the_others_get_none():
-    model = random_model("llama")
-    expected, rollout = alone(model, PAIRS)
-    model = PackedModel(model)
-    freeze_below(model, 1)
-    expected.gradients = {name: expected.gradients[name] for name in trained(model)}
-    assert_equal(packed(model, PAIRS, rollout), expected)
-    assert len(expected.gradients) == 10
-    labelled_logprobs(model, PAIRS.row()).sum().backward()
-    assert {name for name, parameter in model.model.named_parameters() if parameter.grad is not None} == trained(model)
-
-
-@pytest.mark.parametrize(("layers", "frozen"), [(1, True), (2, False)])
-def test_all_layers_still_leave_out_embeddings_and_head(layers, frozen):
-    model = PackedModel(random_model("llama"))
-    freeze_below(model, layers)
-    assert not any("embed_tokens" in name or "lm_head" in name for name in trained(model))
-    assert any("layers.0" in name for name in trained(model)) != frozen
-
-
-def test_more_layers_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="--trainable_layers is 3, and the model has 2 layers"):
-        freeze_below(PackedModel(random_model("llama")), 3)
+    assert trained(model) == {name for name in dict(model.model.named_parameters()) if name.startswith(parts)}
+    assert all(any(name.startswith(part) for name in trained(model)) for part in parts)
 
 
 def test_the_configuration_chooses():
-    def chosen(**settings):
-        model = PackedModel(random_model("llama"))
-        everything = trained(model)
+    def chosen(auto=AutoModelForCausalLM, labels=2, **settings):
+        model = PackedModel(random_model("llama", auto, num_labels=labels))
         choose_trainable(model, TrainableConfig(**settings))
-        return trained(model), everything
+        return trained(model)
 
-    got, everything = chosen()
-    assert got == everything
-    got, everything = chosen(trainable_layers=1)
-    assert got < everything
-    got, everything = chosen(lora_rank=2, lora_targets="q_proj,v_proj")
+    everything = chosen()
+    assert everything == {name for name, _ in random_model("llama").named_parameters()}
+    layers = {name for name in everything if ".layers." in name}
+    assert chosen(trainable_layers=2) == layers | {"model.norm.weight"}
+    scored = chosen(AutoModelForSequenceClassification, 1, trainable_layers=2)
+    assert scored == layers | {"model.norm.weight", "score.weight"}
+    got = chosen(lora_rank=2, lora_targets="q_proj,v_proj")
     assert len(got) == 2 * 2 * 2
     assert all(("q_proj.lora_" in name) or ("v_proj.lora_" in name) for name in got)
 
 
-def test_adapters_of_the_head_are_refused():
-    with pytest.raises(ValueError, match="LoRA of the head itself is not supported"):
-        add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets="lm_head,down_proj")
-
-
-def test_targets_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match="no_such_layer"):
-        add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets="no_such_layer")
-
-
-def test_without_peft_its_installation_is_named(monkeypatch):
-    original = builtins.__import__
-
-    def without_peft(name, *args, **kwargs):
-        if name == "peft":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
+def test_what_cannot_train_is_refused(monkeypatch):
     model = PackedModel(random_model("llama"))
-    monkeypatch.setattr(builtins, "__import__", without_peft)
+    with pytest.raises(ValueError, match="--trainable_layers is 3, and the model has 2 layers"):
+        freeze_below(model, 3)
+    for targets in ("lm_head,down_proj", "no_such_layer"):
+        with pytest.raises(ValueError, match=f"--lora_targets {targets}: "):
+            add_lora(PackedModel(random_model("llama")), rank=2, alpha=4.0, targets=targets)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[lora\]'"):
         add_lora(model, rank=2, alpha=4.0, targets="all-linear")
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-def test_without_adapters_it_is_the_base_bit_for_bit(family):
-    row = PAIRS.row()
-    with torch.no_grad():
-        base = labelled_logprobs(PackedModel(random_model(family)), row)
-        model = with_adapters(family)
-        adapted = labelled_logprobs(model, row)
-        with adapters_off(model):
-            off = labelled_logprobs(model, row)
-        with pytest.raises(RuntimeError, match="inside"), adapters_off(model):
-            raise RuntimeError("inside")
-        again = labelled_logprobs(model, row)
-    assert torch.equal(off, base)
-    assert torch.equal(again, adapted)
-    assert (adapted - base).abs().max() > 0.1
-
-
-def test_new_adapters_change_nothing():
-    row = PAIRS.row()
-    model = PackedModel(random_model("llama"))
-    before = labelled_logprobs(model, row)
-    add_lora(model, rank=3, alpha=6.0, targets="all-linear")
-    assert torch.equal(labelled_logprobs(model, row), before)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_merged_adapters_are_a_model_that_transformers_loads(family, tmp_path):
-    model = with_adapters(family)
-    before = {name: value.clone() for name, value in model.model.state_dict().items()}
-    whole, weights = whole_model(model.model)
-    assert not any("lora" in name or "base_layer" in name for name in weights)
-    whole.save_pretrained(tmp_path, state_dict=weights)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
-    with model.with_own_attention() as adapted, torch.no_grad():
-        expected = adapted(tokens).logits
-        torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-4, rtol=1e-4)
-    # The policy itself is as it was.
-    after = model.model.state_dict()
-    assert after.keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in after.items())
-
-
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_an_adapted_embedding_leaves_the_head_it_is_tied_to(tmp_path):
-    model = with_adapters("gemma2", targets="embed_tokens,q_proj")
-    whole, weights = whole_model(model.model)
-    assert not torch.equal(weights["model.embed_tokens.weight"], weights["lm_head.weight"])
-    whole.save_pretrained(tmp_path, state_dict=weights)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    expected, rollout = alone(loaded, PAIRS)
-    got = packed(model, PAIRS, rollout)
-    torch.testing.assert_close(got.logprobs, expected.logprobs, atol=2e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_is_small_beside_a_weight_in_half_precision_is_saved(dtype, tmp_path):
-    model = with_adapters("llama", targets="q_proj,embed_tokens")
+    model = adapted("llama", targets="q_proj,embed_tokens")
     for name, parameter in model.named_parameters():
         parameter.data = (parameter.data * (1e-3 if "lora_" in name else 1)).to(dtype)
-    before = {name: value.clone() for name, value in model.model.state_dict().items()}
     layer = model.model.model.layers[0].self_attn.q_proj
     lora_a, lora_b = (part.default.weight.double() for part in (layer.lora_A, layer.lora_B))
     delta = 2 * lora_b @ lora_a
@@ -191,17 +79,15 @@ def test_what_is_small_beside_a_weight_in_half_precision_is_saved(dtype, tmp_pat
     name = "model.layers.0.self_attn.q_proj.weight"
     base = layer.base_layer.weight
     torch.testing.assert_close(saved[name].double() - base.double(), delta, atol=4e-8, rtol=0)
-    for loaded in (AutoModelForCausalLM.from_pretrained(tmp_path), load_policy(str(tmp_path)).model):
-        assert loaded.dtype == torch.float32
-        assert all(torch.equal(weight.float(), loaded.state_dict()[name]) for name, weight in saved.items())
-    # The policy itself is as it was.
-    assert all(torch.equal(value, before[name]) for name, value in model.model.state_dict().items())
+    loaded = load_policy(str(tmp_path)).model
+    assert loaded.dtype == torch.float32
+    assert all(torch.equal(weight.float(), loaded.state_dict()[name]) for name, weight in saved.items())
     assert model.model.config.dtype != "float32"
 
 
 def test_sharded_adapters_are_merged_as_they_are_in_passes():
     """Their parts are in fp32, and rounded in each pass."""
-    model, rounded = with_adapters("llama"), with_adapters("llama")
+    model, rounded = adapted("llama"), adapted("llama")
     for parameter in rounded.parameters():
         parameter.data = parameter.data.half()
     for name, parameter in model.named_parameters():
@@ -211,32 +97,32 @@ def test_sharded_adapters_are_merged_as_they_are_in_passes():
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def test_merged_weights_take_no_room_on_the_device():
-    model = with_adapters("llama", targets="q_proj")
-    with FakeTensorMode(), torch.device("cuda"):  # there need not be one
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape))
-        weights = whole_weights(model.model, None, None)
-    devices = {name: weight.device.type for name, weight in weights.items()}
-    assert {name for name, device in devices.items() if device == "cpu"} == {n for n in devices if "q_proj" in n}
+# --- dropout --------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_adapters_is_whole():
-    model = random_model("llama")
-    whole, weights = whole_model(model)
-    assert whole is model
-    assert weights.keys() == model.state_dict().keys()
-
-
-def test_the_settings_of_sampling_go_with_the_whole_model():
-    model = with_adapters("llama")
-    model.model.generation_config.temperature = 0.6
-    assert whole_model(model.model)[0].generation_config.temperature == 0.6
-
-
-def test_a_classifier_is_frozen_below_too():
-    model = PackedModel(random_model("llama", AutoModelForSequenceClassification, num_labels=1))
-    freeze_below(model, 1)
-    assert "score.weight" not in trained(model)
-    assert "model.norm.weight" in trained(model)
+def test_adapters_have_dropout_within_passes_that_train_and_nowhere_else():
+    """Activations that are computed again drop the same."""
+    row = PAIRS.row()
+    expected = labelled_logprobs(adapted("llama"), row)
+    gradients = []
+    for recomputes in (False, True):
+        model = adapted("llama", dropout=0.25).train()
+        assert sum(isinstance(module, SwitchedDropout) for module in model.modules()) == 14
+        if recomputes:
+            model.recompute_activations()
+        assert torch.equal(labelled_logprobs(model, row), expected)
+        torch.manual_seed(2)
+        with dropout_on(model):
+            logprobs = labelled_logprobs(model, row)
+            logprobs.sum().backward()
+        assert (logprobs - expected).abs().max() > 0.1
+        with pytest.raises(RuntimeError, match="inside"), dropout_on(model):
+            raise RuntimeError("inside")
+        assert torch.equal(labelled_logprobs(model, row), expected)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert len(gradients[0]) == len(gradients[1]) == 28
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    (layer,) = [module for name, module in model.named_modules() if name.endswith("layers.0.mlp.up_proj")]
+    with dropout_on(model):
+        dropped = layer.lora_dropout["default"](torch.ones(100_000))
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)

@@ -8,55 +8,44 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from fastp3o.commands.online import OBJECTIVES
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.reference import SecondModel
-from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import (
-    DAPOConfig,
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    REBELConfig,
-    RLOOConfig,
-)
-from fastp3o.objectives.ppo import PPOConfig
-from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.packing.pack import Packing
-from fastp3o.training.microbatches import (
-    MetricSums,
-    make_microbatches,
-    mean_over_steps,
-    pack_minibatches,
-    policy_logprobs,
-)
+from fastp3o.training import microbatches
+from fastp3o.training.microbatches import MetricSums, mean_over_steps
 from tests.fastp3o.groups import groups_of_ids
 from tests.fastp3o.models.model_families import random_model
 
 P, K = 4, 2
+LENGTHS = [[3 + 2 * p + k for k in range(K)] for p in range(P)]
 # No response of one prompt counts, and one of another.
 COUNTED = torch.tensor([[True, True], [False, False], [True, False], [True, True]])
 NAMES = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r", "max_response_tokens": 100}
+counted_or_all = pytest.mark.parametrize("counted", [None, COUNTED], ids=["all", "counted"])
+packings = pytest.mark.parametrize("tokens_per_row", [1000, 30])
 
 
-def row_metrics(config, counted, tokens_per_row: int, apart: float | None = None) -> dict[str, float]:
+def row_metrics(
+    objective: str, counted, tokens_per_row: int, apart: float | None = None, **settings
+) -> dict[str, float]:
     """Metrics of one minibatch on the old policy. apart: log π_old − log μ of every token, μ what sampled, if known."""
     generator = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> list[int]:
         return torch.randint(3, 48, (length,), generator=generator).tolist()
 
-    responses = [[ids(3 + 2 * p + k) for k in range(K)] for p in range(P)]
-    rollouts = groups_of_ids([ids(4) for _ in range(P)], responses)
-    accelerator, objective = Accelerator(cpu=True), config.build()
+    rollouts = groups_of_ids([ids(4) for _ in range(P)], [[ids(length) for length in group] for group in LENGTHS])
+    accelerator, objective = Accelerator(cpu=True), OBJECTIVES[objective](**NAMES, **settings).build()
     policy, reference = PackedModel(random_model("llama")), PackedModel(random_model("llama"))
     objective.add_to(policy)
     (minibatch,) = objective.prepare(
         policy,
-        make_microbatches(
+        microbatches.make_microbatches(
             accelerator,
-            partial(policy_logprobs, policy),
+            partial(microbatches.policy_logprobs, policy),
             SecondModel(reference, accelerator.device, offload=False),
-            pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row)),
+            microbatches.pack_minibatches(accelerator, rollouts, 1, Packing(tokens_per_row)),
             torch.arange(P * K).view(P, K) % 3.0,
             counted,
         ),
@@ -70,65 +59,43 @@ def row_metrics(config, counted, tokens_per_row: int, apart: float | None = None
     return {name: value.item() for name, value in mean_over_steps(accelerator, [sums.read()]).items()}
 
 
-@pytest.mark.parametrize("tokens_per_row", [1000, 30])
-@pytest.mark.parametrize("counted", [None, COUNTED])
-@pytest.mark.parametrize(
-    ("config_class", "settings"),
-    [
-        *((config_class, {}) for config_class in (GRPOConfig, DrGRPOConfig, DAPOConfig, GSPOConfig, PPOConfig)),
-        *((P3OConfig, {"clipping": clipping}) for clipping in ("joint", "separate", "token")),
-    ],
-)
-def test_ratios_of_the_policy_that_sampled_are_1_on_average(config_class, settings, counted, tokens_per_row):
-    config = config_class(**NAMES, **settings)
-    metrics = row_metrics(config, counted, tokens_per_row)
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert metrics["clip_fraction"] == 0
-
-
-@pytest.mark.parametrize("tokens_per_row", [1000, 30])
-def test_pairs_that_are_tied_or_equally_likely_are_half_right(tokens_per_row):
-    metrics = row_metrics(OnlineDPOConfig(**NAMES), COUNTED, tokens_per_row)
+@packings
+@counted_or_all
+def test_on_the_policy_that_sampled_ratios_are_1_and_pairs_half_right_on_average(counted, tokens_per_row):
+    settings = [(name, {}) for name in ("grpo", "dr_grpo", "dapo", "gspo", "ppo")]
+    settings += [("p3o", {"clipping": clipping}) for clipping in ("joint", "separate", "token")]
+    for name, options in settings:
+        metrics = row_metrics(name, counted, tokens_per_row, **options)
+        assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert metrics["clip_fraction"] == 0
+    metrics = row_metrics("online_dpo", counted, tokens_per_row)
     assert metrics["accuracy"] == pytest.approx(0.5)
     assert metrics["margin"] == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("tokens_per_row", [1000, 30])
-@pytest.mark.parametrize("counted", [None, COUNTED])
+@packings
+@counted_or_all
 def test_metrics_of_importance_weights_are_means_over_what_is_weighed(counted, tokens_per_row):
     """Tokens, whole responses, or pairs."""
     takes_part = [[True] * K] * P if counted is None else counted.tolist()
-    lengths = [[3 + 2 * p + k for k in range(K)] for p in range(P)]
-    responses = [exp(0.05 * lengths[p][k]) for p in range(P) for k in range(K) if takes_part[p][k]]
-    pairs = [exp(0.05 * sum(lengths[p])) for p in range(P) if all(takes_part[p])]
-    weighed = {
-        GRPOConfig: [exp(0.05)],
-        DAPOConfig: [exp(0.05)],
-        PPOConfig: [exp(0.05)],
-        RLOOConfig: responses,
-        GSPOConfig: responses,
-        OnlineDPOConfig: pairs,
-        REBELConfig: pairs,
-        P3OConfig: pairs,
-    }
-    settings = [(config_class, {}) for config_class in weighed] + [(P3OConfig, {"clipping": "token"})]
-    for config_class, options in settings:
-        for cap in (1.04, 1.5, 9.0):
-            config = config_class(**NAMES, sampler_ratio_cap=cap, **options)
-            metrics = row_metrics(config, counted, tokens_per_row, apart=0.05)
-            capped = [min(ratio, cap) for ratio in weighed[config_class]]
-            share = sum(ratio >= cap for ratio in weighed[config_class]) / len(capped)
+    tokens = [exp(0.05)]
+    responses = [exp(0.05 * LENGTHS[p][k]) for p in range(P) for k in range(K) if takes_part[p][k]]
+    pairs = [exp(0.05 * sum(LENGTHS[p])) for p in range(P) if all(takes_part[p])]
+    weighed = dict.fromkeys(("grpo", "dapo", "ppo"), tokens) | dict.fromkeys(("rloo", "gspo"), responses)
+    weighed |= dict.fromkeys(("online_dpo", "rebel", "p3o"), pairs)
+    for name, options in [(name, {}) for name in weighed] + [("p3o", {"clipping": "token"})]:
+        for cap in (1.04, 1.5):
+            options |= {"sampler_ratio_cap": cap}
+            metrics = row_metrics(name, counted, tokens_per_row, apart=0.05, **options)
+            capped = [min(ratio, cap) for ratio in weighed[name]]
+            share = sum(ratio >= cap for ratio in weighed[name]) / len(capped)
             assert metrics["sampler_ratio_mean"] == pytest.approx(sum(capped) / len(capped), rel=1e-4)
             assert metrics["sampler_ratio_capped"] == pytest.approx(share, abs=1e-6)
-
-
-@pytest.mark.parametrize("config_class", [P3OConfig, PPOConfig, GRPOConfig, RLOOConfig, OnlineDPOConfig])
-def test_importance_weights_are_not_left_out_in_silence(config_class):
-    with pytest.raises(ValueError, match="need the log-probs of what sampled, and these rollouts have none"):
-        row_metrics(config_class(**NAMES, sampler_ratio_cap=2.0), None, 1000)
+        with pytest.raises(ValueError, match="need the log-probs of what sampled, and these rollouts have none"):
+            row_metrics(name, counted, tokens_per_row, **options)
 
 
 def test_nothing_is_divided_by_zero_where_nothing_counts():
     nothing = torch.zeros(P, K, dtype=torch.bool)
-    for config in (P3OConfig(**NAMES, clipping="token"), P3OConfig(**NAMES), DAPOConfig(**NAMES), GSPOConfig(**NAMES)):
-        assert set(row_metrics(config, nothing, 30).values()) == {0.0}
+    for name, options in (("p3o", {"clipping": "token"}), ("p3o", {}), ("dapo", {}), ("gspo", {})):
+        assert set(row_metrics(name, nothing, 30, **options).values()) == {0.0}

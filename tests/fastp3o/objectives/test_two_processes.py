@@ -11,43 +11,34 @@ BESIDE = {
     "p3o after its own": ["p3o", "--reference_every", "1", "--target_kl", "0.01"],
     "p3o after a mean": ["p3o", "--reference_decay", "0.5"],
     "ipo from a mixture": ["online_ipo", "--mixture", "0.5"],
-    "ppo with a penalty, tempered": [
-        "ppo",
-        "--step_bound",
-        "penalty",
-        "--step_kl_target",
-        "1e-3",
-        "--temperature",
-        "0.7",
-    ],
+    "ppo with a penalty": ["ppo", "--step_bound", "penalty", "--step_kl_target", "1e-3"],
     "p3o truncated": ["p3o", "--top_k", "9", "--sampler_ratio_cap", "2"],
     "grpo with a mix": ["grpo", "--entropy_coef", "0.1", "--ptx_data", "sft.jsonl", "--ptx_batch_size", "4"],
 }
 
 
-# A mean over tokens, and pairs.
-SAMPLE = ["dapo", "rebel"]
-
-
 @pytest.mark.parametrize(
-    ("names", "beside"), [(SAMPLE, [*BESIDE][1::3]), pytest.param(NEW, [*BESIDE], marks=pytest.mark.nightly)]
+    ("names", "beside"),
+    [
+        (["dapo", "rebel"], [*BESIDE][1::3]),  # a mean over tokens, and pairs
+        pytest.param(NEW, [*BESIDE], marks=pytest.mark.nightly),
+    ],
 )
 def test_two_processes_train_what_one_does_and_go_on(workplace, tiny_model, names, beside):
-    runs = {name: [name, *flags(SETTINGS.get(name, {}))] for name in names}
-    runs |= {name: BESIDE[name] for name in beside}
-    common = [*ONLINE, *FP32, "--model", tiny_model, "--updates", "2", "--save_every", "1"]
+    own = {
+        name: [part for setting, value in SETTINGS.get(name, {}).items() for part in (f"--{setting}", str(value))]
+        for name in names
+    }
+    runs = {name: [name, *flags] for name, flags in own.items()} | {name: BESIDE[name] for name in beside}
+    common = ["online.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "2", "--save_every", "1", "--objective"]
     for folder, processes in (("one", 1), ("two", 2)):
-        train({name: ["online.py", *common, "--objective", *own] for name, own in runs.items()}, folder, processes)
+        train({name: [*common, *flags] for name, flags in runs.items()}, folder, processes)
     for name in runs:
         assert furthest(f"one/{name}", f"two/{name}") <= 3e-6, name
         assert_same_metrics(name)
     # Those with something beside the objective go on in two.
     for name in beside:
         copy_at_save_before(f"two/{name}", f"resumed/{name}")
-    train({n: ["online.py", *common, "--objective", *BESIDE[n], "--resume"] for n in beside}, "resumed", 2)
+    train({name: [*common, *BESIDE[name], "--resume"] for name in beside}, "resumed", 2)
     for name in beside:
         assert furthest(f"resumed/{name}", f"two/{name}") == 0, name
-
-
-def flags(settings: dict) -> list[str]:
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]

@@ -9,11 +9,16 @@ from fastp3o.packing.pack import (
     Packing,
     balanced,
     by_group,
+    deal,
+    derived_seed,
     efficiency,
+    examples_of_step,
     first_fit_decreasing,
     group_tokens,
     pack,
 )
+from fastp3o.packing.packed_row import ALIGNMENT, upload
+from tests.fastp3o.models.model_families import FOURS
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=7)
 many_groups = st.lists(st.tuples(ids, st.lists(ids, min_size=1, max_size=4)), min_size=1, max_size=6)
@@ -32,12 +37,8 @@ def test_bins_hold_every_index_once_and_no_more_than_fits(sizes, capacity):
     # No two bins fit into one.
     totals = sorted(sum(sizes[i] for i in indices) for indices in bins)
     assert len(totals) < 2 or totals[0] + totals[1] > capacity
-    assert bins == first_fit_decreasing(sizes, capacity)
-
-
-def test_the_largest_go_first_into_the_first_bin_with_room():
+    # The largest go first, into the first bin with room.
     assert first_fit_decreasing([3, 9, 4, 4, 12, 1], 10) == [[4], [1, 5], [2, 3], [0]]
-    assert first_fit_decreasing([], 10) == []
 
 
 @few
@@ -49,16 +50,7 @@ def test_balanced_parts_are_of_equal_counts_and_near_sums(parts, each, data):
     assert sorted(index for part in members for index in part) == list(range(len(sizes)))
     sums = [sum(sizes[i] for i in part) for part in members]
     assert max(sums) - min(sums) <= max(sizes, default=0) - min(sizes, default=0)
-    assert members == balanced(sizes, parts)
-
-
-def test_balanced_sums_are_even_where_they_can_be():
     assert balanced([8, 1, 7, 2, 6, 3], 3) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_parts_of_unequal_counts_are_refused():
-    with pytest.raises(ValueError, match="5 groups cannot be split evenly into 2 parts"):
-        balanced([1, 2, 3, 4, 5], 2)
 
 
 @few
@@ -93,16 +85,16 @@ def test_every_response_token_is_labelled_once_from_the_token_before(groups, tok
 def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts):
     prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
     (row,) = pack(prompts, responses, Packing(1000, share_prompts))
-    segments = row.segments
+    segments, shared = row.segments, row.segments.shared
     assert segments.cu_queries.tolist() == [0, *accumulate(segments.query_lengths)]
     assert segments.cu_keys.tolist() == [0, *accumulate(segments.key_lengths)]
     assert segments.cu_queries.dtype == segments.cu_keys.dtype == torch.int32
     assert sum(segments.query_lengths) == row.tokens
-    assert (segments.shared is not None) == (share_prompts and any(len(group) > 1 for group in responses))
+    assert (shared is not None) == (share_prompts and any(len(group) > 1 for group in responses))
 
     # Segments are in the order of the row's responses.
     sequences = [prompts[g] + response for g in row.groups for response in responses[g]]
-    keys_of_row = torch.arange(row.tokens) if segments.shared is None else segments.shared.tokens
+    keys_of_row = torch.arange(row.tokens) if shared is None else shared.tokens
     ids = row.input_ids[0][keys_of_row].split(segments.key_lengths)
     positions = row.position_ids[0][keys_of_row].split(segments.key_lengths)
     queries = torch.arange(row.tokens).split(segments.query_lengths)
@@ -111,16 +103,10 @@ def test_the_keys_of_a_response_are_its_prompt_and_itself(groups, share_prompts)
         assert key_ids.tolist() == sequence
         assert at.tolist() == list(range(len(sequence)))
         assert key[-len(query) :].tolist() == query.tolist()  # aligned at the end
-
-
-@few
-@given(many_groups)
-def test_own_and_again_are_all_places_of_a_token_among_the_keys(groups):
-    prompts, responses = [prompt for prompt, _ in groups], [group for _, group in groups]
-    (row,) = pack(prompts, responses, Packing(1000))
-    shared = row.segments.shared
     if shared is None:
         return
+
+    # Own and again are all places of a token among the keys.
     assert shared.tokens[shared.own].tolist() == list(range(row.tokens))
     places = shared.own.tolist()
     for tokens, keys in shared.repeats:
@@ -129,31 +115,6 @@ def test_own_and_again_are_all_places_of_a_token_among_the_keys(groups):
         places += keys.tolist()
     assert sorted(places) == list(range(len(shared.tokens)))
     assert len(shared.repeats) == max(map(len, responses)) - 1
-
-
-def test_a_row_by_hand():
-    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], Packing(8), groups=[10, 11])
-    assert row.input_ids.tolist() == [[1, 2, 4, 5, 6, 3, 7, 8]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 1]]
-    assert row.segments.query_lengths == (4, 1, 2, 1)
-    assert row.segments.key_lengths == (4, 3, 2, 2)
-    assert row.segments.shared.tokens.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6, 5, 7]
-    assert row.labelled_at.tolist() == [1, 2, 1, 5, 5]
-    assert row.labels.tolist() == [4, 5, 6, 7, 8]
-    assert row.labelled_lengths == (2, 1, 1, 1)
-    assert row.ends_at.tolist() == [3, 4, 6, 7]
-    assert row.groups == (10, 11)
-    assert row.responses_per_prompt == 2
-
-
-def test_the_same_row_without_sharing():
-    (row,) = pack([[1, 2], [3]], [[[4, 5], [6]], [[7], [8]]], Packing(11, share_prompts=False))
-    assert row.input_ids.tolist() == [[1, 2, 4, 5, 1, 2, 6, 3, 7, 3, 8]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 0, 1]]
-    assert row.segments.query_lengths == row.segments.key_lengths == (4, 3, 2, 2)
-    assert row.segments.shared is None
-    assert row.labelled_at.tolist() == [1, 2, 5, 7, 9]
-    assert row.groups == (0, 1)
 
 
 def test_labelled_prompts_leave_out_the_first_token():
@@ -174,46 +135,93 @@ def test_by_group_gives_values_back_as_the_responses_were_given(lengths, tokens_
     assert by_group(rows, values).tolist() == [[2 * s, 2 * s + 1] for s in range(len(lengths))]
 
 
-def test_groups_of_different_sizes_have_no_common_shape():
+def test_a_group_that_is_too_long_has_a_row_of_its_own():
+    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], Packing(5), groups=[10, 11, 12])
+    assert [row.groups for row in rows] == [(11,), (10, 12)]
+    assert [row.responses_per_prompt for row in rows] == [1, 1]
+    assert [row.tokens for row in rows] == [10, 4]
+    assert efficiency(rows, 5) == 14 / 15
+    assert efficiency(rows[1:], 5) == 4 / 5
+
+
+def test_what_cannot_be_packed_is_refused():
+    cases = [
+        ([[1], []], [[[1]], [[2]]], r"group 1 has 0 prompt tokens and responses of \[1\]"),
+        ([[1], [1, 2]], [[[1]], [[2, 3], []]], r"group 1 has 2 prompt tokens and responses of \[2, 0\]"),
+        ([[1]], [[]], r"group 0 has 1 prompt tokens and responses of \[\]"),
+        ([[1], [2]], [[[3]]], "zip"),
+    ]
+    for prompts, responses, message in cases:
+        with pytest.raises(ValueError, match=message):
+            pack(prompts, responses, Packing(10))
+    with pytest.raises(ValueError, match="group 0 has 2 responses; a labelled prompt has one"):
+        pack([[1]], [[[2], [3]]], Packing(10), label_prompts=True)
+    with pytest.raises(ValueError, match="5 groups cannot be split evenly into 2 parts"):
+        balanced([1, 2, 3, 4, 5], 2)
     rows = pack([[1], [2]], [[[3]], [[4], [5]]], Packing(10))
     assert rows[0].responses_per_prompt is None
     with pytest.raises(ValueError, match="no common shape"):
         by_group(rows, [torch.zeros(3)])
 
 
-def test_a_group_that_is_too_long_has_a_row_of_its_own():
-    rows = pack([[1], [2], [3]], [[[4]], [[5] * 9], [[6]]], Packing(5))
-    assert [row.groups for row in rows] == [(1,), (0, 2)]
-    assert [row.tokens for row in rows] == [10, 4]
-    assert efficiency(rows, 5) == 14 / 15
-    assert efficiency(rows[1:], 5) == 4 / 5
+# --- examples and groups of steps -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("prompts", "responses", "message"),
-    [
-        ([[1], []], [[[1]], [[2]]], r"group 1 has 0 prompt tokens and responses of \[1\]"),
-        ([[1], [1, 2]], [[[1]], [[2, 3], []]], r"group 1 has 2 prompt tokens and responses of \[2, 0\]"),
-        ([[1]], [[]], r"group 0 has 1 prompt tokens and responses of \[\]"),
-    ],
-)
-def test_an_empty_prompt_or_response_is_refused(prompts, responses, message):
-    with pytest.raises(ValueError, match=message):
-        pack(prompts, responses, Packing(10))
+@given(st.integers(1, 20), st.integers(1, 30), st.integers(0, 1000))
+def test_every_pass_takes_every_example_once_in_another_order(batch_size, total, seed):
+    steps = -(-2 * total // batch_size)
+    order = {"batch_size": batch_size, "total": total, "seed": seed}
+    examples = [example for step in range(steps) for example in examples_of_step(step, **order)]
+    assert len(examples) == steps * batch_size
+    assert sorted(examples[:total]) == sorted(examples[total : 2 * total]) == list(range(total))
+    first, second, third = (examples_of_step(step, batch_size=30, total=30, seed=0) for step in range(3))
+    assert first != second != third
 
 
-def test_lists_that_do_not_match_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        pack([[1], [2]], [[[3]]], Packing(10))
-    with pytest.raises(ValueError, match="group 0 has 2 responses; a labelled prompt has one"):
-        pack([[1]], [[[2], [3]]], Packing(10), label_prompts=True)
+def test_seeds_differ_by_every_part():
+    assert len({derived_seed(a, b) for a in range(20) for b in range(20)}) == 400
+
+
+@given(st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=12), min_size=1, max_size=6), st.integers(1, 6))
+def test_every_group_is_dealt_once_and_evenly(steps, processes):
+    before = [0] * processes
+    for sizes, parts in zip(steps, deal(steps, processes), strict=True):
+        assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
+        assert processes > 1 or parts == [list(range(len(sizes)))]
+        tokens = [sum(sizes[index] for index in part) for part in parts]
+        # No process has more than another by more than one group.
+        assert max(tokens) - min(tokens) <= max(sizes)
+        assert all(parts) or len(sizes) < processes
+        if len(sizes) < processes:
+            assert max(b for b, part in zip(before, parts, strict=True) if part) <= min(
+                b for b, part in zip(before, parts, strict=True) if not part
+            )
+        before = [b + t for b, t in zip(before, tokens, strict=True)]
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_every_kind_arrive_in_one_aligned_copy(monkeypatch):
+    tensors = [torch.arange(5), torch.tensor([True, False, True]), torch.empty(0, 3, dtype=torch.int32)]
+    tensors += [torch.tensor(2.5), torch.randn(4, 6).T, torch.randn(3).bfloat16()]
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **options: empty(*sizes, **options))
+    arrived = upload(tensors, torch.device("cpu"))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in arrived}) == 1
+    for tensor, before in zip(arrived, tensors, strict=True):
+        assert tensor.dtype == before.dtype
+        assert torch.equal(tensor, before)
+        assert tensor.storage_offset() * tensor.itemsize % ALIGNMENT == 0
 
 
 def test_every_tensor_of_a_row_moves_to_a_device():
-    (row,) = pack([[1]], [[[2], [3], [4]]], Packing(10))
+    row = FOURS.row()
     there = row.to(torch.device("meta"))
-    repeats = there.segments.shared.repeats
+    repeats = [tensor for pair in there.segments.shared.repeats for tensor in pair]
     tensors = [there.input_ids, there.labels, there.cu_seqlens, there.segments.cu_keys, there.segments.shared.own]
-    assert all(tensor.is_meta for tensor in [*tensors, *repeats[0], *repeats[1]])
+    assert len(repeats) == 6
+    assert all(tensor.is_meta for tensor in [*tensors, *repeats])
     assert there.groups == row.groups
-    assert there.cu_seqlens_on_host.tolist() == [0, 1, 2, 3]
+    assert torch.equal(there.cu_seqlens_on_host, row.cu_seqlens)
+    assert there.to(torch.device("meta")).labels is there.labels
