@@ -129,7 +129,7 @@ def test_an_answer_that_is_no_http_is_quoted_without_the_key(monkeypatch):
 
 
 def test_no_proxy_gets_what_is_not_encrypted(server, monkeypatch):
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("no_proxy", raising=False)
     assert ask(server.url) == 3
