@@ -1,12 +1,10 @@
 """Offline objectives on the tiny model: one update of each against its formula, references, evaluations, resuming."""
 
 import gc
-import json
 import math
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from fastp3o.data.loading import load_preferences, load_unpaired_preferences
 from fastp3o.models.packed_model import PackedModel
-from fastp3o.objectives.base import LossAndMetrics
 from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES
 from fastp3o.training import build as models
 from fastp3o.training import reference_logprobs, supervised
@@ -173,7 +170,7 @@ def test_partners_are_the_nearest_before():
 # --- packing, processes, memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["dpo", "ipo", "kto"])
+@pytest.mark.parametrize("objective", ["ipo", "kto"])
 def test_packing_does_not_matter(objective, workplace, tiny_model, other_model):
     for name, changes in (("whole", {}), ("parts", {"tokens_per_row": 40}), ("plain", {"share_prompts": False})):
         run(objective, name, tiny_model, reference=other_model, epochs=2, eval_data=data_file(objective), **changes)
@@ -184,15 +181,14 @@ def test_packing_does_not_matter(objective, workplace, tiny_model, other_model):
                 assert {name: two[name] for name in one} == pytest.approx(one, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
 @pytest.mark.parametrize(
-    "changes",
+    ("objective", "changes"),
     [
-        {"lora_rank": 2},
-        {"trainable_layers": 1},
-        {"gradient_checkpointing": True},
-        {"precision": "bf16-autocast"},
-        {"precision": "fp16", "gradient_checkpointing": True},
+        ("dpo", {"lora_rank": 2}),
+        ("kto", {"lora_rank": 2}),
+        ("kto", {"trainable_layers": 1}),
+        ("dpo", {"precision": "bf16-autocast"}),
+        ("kto", {"precision": "fp16", "gradient_checkpointing": True}),
     ],
     ids=str,
 )
@@ -251,13 +247,16 @@ def test_the_reference_is_asked_once_and_is_gone(objective, workplace, tiny_mode
     assert loads.references == 1
     assert set(loads.in_memory) == {before + 1}
     assert len(reference_files("run")) == 2
+    run(objective, "run", tiny_model, reference=other_model, eval_data=data, eval_limit=3, epochs=2, resume=True)
+    assert loads.references == 1
 
 
-def test_adapters_and_objectives_without_a_reference_load_no_second_model(workplace, tiny_model, loads):
+def test_adapters_and_objectives_without_a_reference_load_no_second_model(workplace, tiny_model, loads, capsys):
     run("dpo", "adapters", tiny_model, lora_rank=2)
     for objective in ("simpo", "orpo", "cpo", "slic"):
-        run(objective, objective, tiny_model)
-        assert not reference_files(objective)
+        run(objective, objective, tiny_model, reference_logprobs="shared")
+        assert f"--reference_logprobs does nothing: --objective {objective} has" in capsys.readouterr().out
+    assert not Path("shared").exists()
     assert loads.references == 0
     assert reference_files("adapters")
 
@@ -274,45 +273,23 @@ def test_log_probs_of_the_reference_are_found_by_content(workplace, tiny_model, 
     assert len(reference_files("shared")) == 4
 
 
-def test_stages_chain(workplace, tiny_model):
-    """sDPO: the model of one stage is the start and the reference of the next."""
-    run("dpo", "first", tiny_model, eval_data="preferences.jsonl")
-    run("dpo", "second", "first/model", eval_data="preferences.jsonl")
-    run("dpo", "anchored", "first/model", reference=tiny_model, eval_data="preferences.jsonl")
-    assert metrics("first", "eval.jsonl")[-1]["k2"] > 0
-    assert metrics("second", "eval.jsonl")[0]["k2"] == 0
-    assert metrics("anchored", "eval.jsonl")[0]["k2"] == pytest.approx(metrics("first", "eval.jsonl")[-1]["k2"])
-
-
 # --- evaluations, resuming ------------------------------------------------------------------------------------------
 
 
 def test_samples_are_evaluated_as_in_the_online_loop(workplace, tiny_model, loads):
-    sampled = {"eval_prompts": "prompts.jsonl", "reward": "rewards_for_tests:vowels", "max_response_tokens": 8}
+    """With several rewards, which ask for columns of the prompts."""
+    sampled = {"eval_prompts": "answers.jsonl", "reward": f"{REWARDS}:answered,{REWARDS}:vowels"}
+    sampled |= {"reward_weights": "1,-2", "gold_reward": f"{REWARDS}:varied", "max_response_tokens": 8}
     for objective in ("dpo", "simpo"):
         run(objective, objective, tiny_model, epochs=2, eval_data="preferences.jsonl", **sampled)
         before, after = metrics(objective, "eval.jsonl")
         assert before["kl"] == 0 < after["kl_std"]
         assert {"reward", "reward_std", "response_length", "missing_eos", "accuracy", "loss"} <= after.keys()
+        assert after["reward"] == pytest.approx(after["reward/answered"] - 2 * after["reward/vowels"])
+        assert after["reward/answered"] == pytest.approx(after["gold"] + 39 / 8)  # the mean answer
     assert set(loads.in_memory) == {1}
     run("kto", "kto", tiny_model, eval_prompts="prompts.jsonl", max_response_tokens=8)
     assert metrics("kto", "eval.jsonl")[-1].keys() & {"kl", "reward", "accuracy"} == {"kl"}
-
-
-def test_rewards_of_samples_may_be_several_and_ask_for_columns(workplace, tiny_model):
-    words = ["tree", "house"]
-    records = [json.dumps({"prompt": f"Say {word}:", "word": word, "answer": len(word)}) for word in words]
-    Path("answers.jsonl").write_text("\n".join(records))
-    sampled = {
-        "eval_prompts": "answers.jsonl",
-        "reward": f"{REWARDS}:answered,{REWARDS}:vowels",
-        "reward_weights": "1,-2",
-    }
-    run("dpo", "run", tiny_model, gold_reward=f"{REWARDS}:varied", max_response_tokens=8, **sampled)
-    for line in metrics("run", "eval.jsonl"):
-        answered, vowels = (line[f"reward/{name}"] for name in ("answered", "vowels"))
-        assert line["reward"] == pytest.approx(answered - 2 * vowels)
-        assert answered == pytest.approx(line["gold"] + 4.5)
 
 
 @pytest.mark.parametrize("changes", [{"eval_data": "preferences.jsonl"}, {"lora_rank": 2}])
@@ -335,40 +312,3 @@ def test_a_stop_does_not_wait_for_the_references_logprobs(workplace, tiny_model,
     monkeypatch.setattr(reference_logprobs.ReferenceLogprobs, "chunk_logprobs", computed)
     run("dpo", "resumed", tiny_model, resume=True, **changes)
     assert_equal(weights("whole"), weights("resumed"))
-
-
-@pytest.mark.parametrize(("objective", "changes"), [("dpo", {}), ("kto", {"lora_rank": 2}), ("simpo", {})])
-def test_a_resumed_run_is_the_uninterrupted_one(objective, changes, workplace, tiny_model, loads, monkeypatch):
-    changes = {"epochs": 3, "lr_schedule": "cosine", "eval_data": data_file(objective), "save_every": 1} | changes
-    run(objective, "whole", tiny_model, **changes)
-    config, sums, calls = OFFLINE_OBJECTIVES[objective], OFFLINE_OBJECTIVES[objective].sums, []
-
-    def breaks_off(*arguments) -> LossAndMetrics:
-        calls.append(None)
-        if len(calls) == 5:  # an evaluation and three steps, of one row each, are over
-            raise KeyboardInterrupt
-        return sums(*arguments)
-
-    monkeypatch.setattr(config, "sums", breaks_off)
-    with pytest.raises(KeyboardInterrupt):
-        run(objective, "resumed", tiny_model, **changes)
-    monkeypatch.setattr(config, "sums", sums)
-    loads.references = 0
-    run(objective, "resumed", tiny_model, resume=True, **changes)
-    assert loads.references == 0, "its log-probs are there"
-    for file in ("metrics.jsonl", "eval.jsonl"):
-        assert metrics("resumed", file) == metrics("whole", file)
-    assert_equal(weights("resumed"), weights("whole"))
-
-
-@pytest.mark.parametrize("objective", OFFLINE_OBJECTIVES)
-def test_what_may_change_is_an_option(objective):
-    config = OFFLINE_OBJECTIVES[objective]
-    assert config.changeable() <= {field.name for field in fields(config)}
-    assert not config.changeable() & {"model", "reference", "seed", "batch_size", "objective", "eval_prompts"}
-
-
-def test_a_folder_for_a_reference_that_is_not_there_is_a_warning(workplace, tiny_model, capsys):
-    run("simpo", "run", tiny_model, reference_logprobs="shared")
-    assert "warning: --reference_logprobs does nothing: --objective simpo has no reference" in capsys.readouterr().out
-    assert not Path("shared").exists()

@@ -11,11 +11,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastp3o.data.loading import load_rankings
 from fastp3o.models.loading import load_reward_model
-from fastp3o.models.packed_model import scores
-from fastp3o.packing.pack import Packing, pack
 from fastp3o.training import reward_model
-from fastp3o.training.reward_model import RewardModelConfig, RewardModelling, bradley_terry
-from tests.fastp3o.runs import assert_equal, metrics
+from fastp3o.training.reward_model import RewardModelling, bradley_terry
+from tests.fastp3o.runs import metrics
+from tests.fastp3o.training.test_supervised import reward_config
 
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 32}
 
@@ -49,19 +48,6 @@ def judge(tiny_model: str, data: Path) -> str:
     return "judge"
 
 
-def config(model: str, output_dir: str, train_data: str = "ranked.jsonl", **changes) -> RewardModelConfig:
-    settings = {
-        "train_data": train_data,
-        "epochs": 12,
-        "batch_size": 8,
-        "learning_rate": 1e-2,
-        "report_to": "none",
-        "precision": "fp32",
-        **LIMITS,
-    }
-    return RewardModelConfig(**(settings | {"model": model, "output_dir": output_dir} | changes))
-
-
 def oracle(ranked_scores: list[list[torch.Tensor]], margins: list[float], centring: float) -> dict[str, torch.Tensor]:
     """One pair at a time, in fp64: sums over prompts of means over their pairs."""
     totals = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
@@ -81,7 +67,7 @@ def test_the_loss_is_the_mean_over_a_rankings_pairs(judge, tokenizer, tokens_per
     """The loss of the scores that transformers gives each response by itself."""
     examples, _ = load_rankings("ranked.jsonl,margins.jsonl", tokenizer, **LIMITS)
     assert len(examples) == 16
-    task = RewardModelling(config(judge, "run", centring=centring, tokens_per_row=tokens_per_row))
+    task = RewardModelling(reward_config(judge, "run", centring=centring, tokens_per_row=tokens_per_row))
     model = load_reward_model(judge)
     rows = task.pack(examples[:])
     responses = sum(map(len, examples["ranked_ids"]))
@@ -118,21 +104,6 @@ def test_the_gradient_is_that_of_the_formula():
         torch.testing.assert_close(*(torch.autograd.grad(loss, values)[0] for loss in (sums["loss"], expected)))
 
 
-def test_a_preference_is_a_ranking_of_two_to_the_bit(data, tiny_model):
-    pairs = [json.loads(line) for line in Path("preferences.jsonl").read_text().splitlines()]
-    ranked = [{"prompt": pair["prompt"], "ranked_responses": [pair["chosen"], pair["rejected"]]} for pair in pairs]
-    Path("two.jsonl").write_text("".join(json.dumps(record) + "\n" for record in ranked))
-    for name in ("preferences", "two"):
-        reward_model.train(config(tiny_model, name, f"{name}.jsonl", epochs=2, eval_data=f"{name}.jsonl"))
-    assert metrics("preferences") == metrics("two")
-    assert metrics("preferences", "eval.jsonl") == metrics("two", "eval.jsonl")
-    assert_equal(trained("preferences"), trained("two"))
-
-
-def trained(run: str) -> dict[str, torch.Tensor]:
-    return AutoModelForSequenceClassification.from_pretrained(f"{run}/model").state_dict()
-
-
 @pytest.mark.parametrize(
     ("settings", "trains"),
     [
@@ -141,71 +112,15 @@ def trained(run: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_parts_of_a_model_learn_rankings_and_the_head_with_them(data, tiny_model, settings, trains):
-    reward_model.train(config(tiny_model, "run", eval_data="ranked.jsonl", epochs=40, **settings))
+    changes = {"train_data": "ranked.jsonl", "eval_data": "ranked.jsonl", "epochs": 40} | settings
+    reward_model.train(reward_config(tiny_model, "run", **changes))
     before, after = metrics("run", "eval.jsonl")
     assert before["accuracy"] == pytest.approx(0.5)
     assert after["accuracy"] > 0.9
+    assert after["accuracy_low"] <= after["accuracy"] + 1e-6 <= after["accuracy_high"] + 2e-6
+    assert Path("run/calibration.png").stat().st_size > 10_000
     start = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=1).state_dict()
     start["score.weight"].zero_()
-    changed = {name for name, weight in trained("run").items() if not torch.equal(weight, start[name])}
+    trained = AutoModelForSequenceClassification.from_pretrained("run/model").state_dict()
+    changed = {name for name, weight in trained.items() if not torch.equal(weight, start[name])}
     assert changed == {name for name in start if any(part in name for part in trains.split())}
-
-
-def test_merged_adapters_score_as_they_did_in_training(data, tiny_model, tokenizer, monkeypatch):
-    models = []
-    load = RewardModelling.load_model
-
-    def recorded(*arguments, **options):
-        models.append(load(*arguments, **options))
-        return models[-1]
-
-    monkeypatch.setattr(RewardModelling, "load_model", staticmethod(recorded))
-    reward_model.train(config(tiny_model, "run", lora_rank=4))
-    examples, _ = load_rankings("ranked.jsonl", tokenizer, **LIMITS)
-    (row,) = pack(examples["prompt_ids"], examples["ranked_ids"], Packing(8192))
-    merged = load_reward_model("run/model")
-    assert not any("lora" in name for name, _ in merged.named_parameters())
-    with torch.no_grad():
-        torch.testing.assert_close(scores(merged, row), scores(models[0], row), rtol=1e-4, atol=1e-4)
-
-
-def test_margins_push_scores_apart_and_centring_draws_them_to_zero(data, tiny_model):
-    plain = [json.loads(line) for line in Path("preferences.jsonl").read_text().splitlines()]
-    for name, m in (("none", {}), ("wide", {"margin": 4})):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(record | m) + "\n" for record in plain))
-        reward_model.train(config(tiny_model, name, f"{name}.jsonl", epochs=20))
-    assert metrics("wide")[-1]["margin"] > metrics("none")[-1]["margin"] + 2
-    for coefficient in (0.001, 10.0):
-        reward_model.train(config(tiny_model, f"c{coefficient}", centring=coefficient, epochs=20))
-    assert abs(metrics("c10.0")[-1]["centre"]) < abs(metrics("c0.001")[-1]["centre"])
-
-
-def test_an_evaluation_has_an_interval_and_a_plot(data, tiny_model):
-    reward_model.train(config(tiny_model, "run", "ranked.jsonl,preferences.jsonl", eval_data="ranked.jsonl"))
-    for line in metrics("run", "eval.jsonl"):
-        assert line["accuracy_low"] <= line["accuracy"] + 1e-6 <= line["accuracy_high"] + 2e-6
-        assert 0 <= line["calibration_error"] <= 0.5
-    assert Path("run/calibration.png").stat().st_size > 10_000
-    assert metrics("run")[-1]["epoch"] == 12  # of 16 examples of both files
-
-
-def test_a_resumed_run_with_adapters_is_the_uninterrupted_one(data, tiny_model, monkeypatch):
-    settings = {"lora_rank": 2, "epochs": 5, "eval_data": "margins.jsonl", "centring": 0.1}
-    reward_model.train(config(tiny_model, "whole", **settings))
-    calls, score = [], reward_model.scores
-
-    def breaks_off(model, row):
-        calls.append(None)
-        if len(calls) == 4:  # an evaluation and two steps, of one row each, are over
-            raise KeyboardInterrupt
-        return score(model, row)
-
-    monkeypatch.setattr(reward_model, "scores", breaks_off)
-    with pytest.raises(KeyboardInterrupt):
-        reward_model.train(config(tiny_model, "resumed", save_every=1, **settings))
-    monkeypatch.setattr(reward_model, "scores", score)
-    assert len(metrics("resumed")) == 2
-    reward_model.train(config(tiny_model, "resumed", save_every=1, resume=True, **settings))
-    assert metrics("resumed") == metrics("whole")
-    assert metrics("resumed", "eval.jsonl") == metrics("whole", "eval.jsonl")
-    assert_equal(trained("resumed"), trained("whole"))

@@ -1,13 +1,14 @@
-import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from fastp3o.processes import NotFiniteError
 from fastp3o.training import sft
 from fastp3o.training.reward_model import RewardModelConfig
 from fastp3o.training.sft import SFTConfig
-from tests.fastp3o.runs import assert_equal, weights
+from tests.fastp3o.runs import assert_equal, metrics, weights
 
 COMMON = {
     "max_response_tokens": 16,
@@ -17,10 +18,6 @@ COMMON = {
     "report_to": "none",
     "precision": "fp32",
 }
-
-
-def lines(folder: str, name: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
 
 
 def sft_config(tiny_model, output_dir, **changes):
@@ -33,45 +30,27 @@ def reward_config(tiny_model, output_dir, **changes):
     return RewardModelConfig(**(COMMON | data | {"model": tiny_model, "output_dir": output_dir} | changes))
 
 
-def test_learning_prompts_too_scores_their_tokens(workplace, tiny_model):
-    sft.train(sft_config(tiny_model, "run", train_on_prompt=True))
-    assert lines("run", "eval.jsonl")[-1]["loss"] < 1
-
-
-def test_microbatches_do_not_matter(workplace, tiny_model):
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+def test_the_loss_is_a_mean_over_labelled_tokens_however_they_are_packed(
+    workplace, tiny_model, tokenizer, train_on_prompt
+):
     for name, size in (("whole", 8192), ("parts", 40)):
-        sft.train(sft_config(tiny_model, name, tokens_per_row=size, epochs=3))
-    for whole, parts in zip(lines("whole", "metrics.jsonl"), lines("parts", "metrics.jsonl"), strict=True):
+        changes = {"tokens_per_row": size, "epochs": 3, "train_on_prompt": train_on_prompt}
+        sft.train(sft_config(tiny_model, name, **changes))
+    for whole, parts in zip(metrics("whole"), metrics("parts"), strict=True):
         assert whole["loss"] == pytest.approx(parts["loss"], rel=1e-4)
 
-
-def test_a_resumed_run_is_the_uninterrupted_one(workplace, tiny_model, monkeypatch):
-    schedule = {"epochs": 4, "lr_schedule": "cosine"}
-    sft.train(sft_config(tiny_model, "whole", **schedule))
-
-    original, calls = sft.labelled_logprobs, []
-
-    def breaks_off(model, batch):
-        calls.append(None)
-        if len(calls) == 4:  # an evaluation and two steps, of one row each, are over
-            raise KeyboardInterrupt
-        return original(model, batch)
-
-    monkeypatch.setattr(sft, "labelled_logprobs", breaks_off)
-    with pytest.raises(KeyboardInterrupt):
-        sft.train(sft_config(tiny_model, "resumed", save_every=1, **schedule))
-    monkeypatch.setattr(sft, "labelled_logprobs", original)
-    assert len(lines("resumed", "metrics.jsonl")) == 2
-    sft.train(sft_config(tiny_model, "resumed", save_every=1, resume=True, **schedule))
-    whole, resumed = (
-        [(line["step"], line["loss"], line["grad_norm"]) for line in lines(run, "metrics.jsonl")]
-        for run in ("whole", "resumed")
-    )
-    assert whole == resumed
+    model, losses = AutoModelForCausalLM.from_pretrained(tiny_model), []
+    for word in ("tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"):
+        prompt, response = tokenizer(f"Say {word}:").input_ids, tokenizer(f" {word}").input_ids
+        ids = torch.tensor([*prompt, *response, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+        losses.append(-logprobs if train_on_prompt else -logprobs[len(prompt) - 1 :])
+    assert metrics("whole", "eval.jsonl")[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("at", [2, 3, 4])
+@pytest.mark.parametrize(("at", "precision"), [(2, "fp32"), (3, "fp16"), (4, "fp32")])
 def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, monkeypatch, precision, at):
     """The next step has been launched by the time the host reads of it, if there is one."""
     settings = {"epochs": 4, "eval_data": None, "precision": precision}
@@ -89,19 +68,18 @@ def test_a_loss_that_is_nan_leaves_the_step_before_it(workplace, tiny_model, mon
     with pytest.raises(NotFiniteError, match=f"step {at}: the loss .*model before that is in {stopped}"):
         sft.train(sft_config(tiny_model, "run", **settings))
     assert len(calls) == min(at + 1, 4)
-    assert [line["step"] for line in lines("run", "metrics.jsonl")] == [*range(1, at)]
+    assert [line["step"] for line in metrics("run")] == [*range(1, at)]
     assert [path.name for path in Path("run/state").iterdir()] == [f"step-00000{at - 1}"]
     assert_equal(weights("short"), weights(stopped))
     monkeypatch.setattr(sft, "labelled_logprobs", original)
     sft.train(sft_config(tiny_model, "run", resume=True, **settings))
     assert_equal(weights("whole"), weights("run"))
-    losses = [[line["loss"] for line in lines(run, "metrics.jsonl")] for run in ("whole", "run")]
-    assert losses[0] == losses[1]
+    assert [line["loss"] for line in metrics("run")] == [line["loss"] for line in metrics("whole")]
 
 
 def test_a_step_that_ruins_the_weights_is_named_and_no_state_is_saved(workplace, tiny_model):
     message = r"^step 1: a weight is NaN or infinite \(\d+ values\) after its optimizer step. No state was saved"
     with pytest.raises(NotFiniteError, match=message):
         sft.train(sft_config(tiny_model, "run", learning_rate=1e39))
-    assert len(lines("run", "metrics.jsonl")) == 1
+    assert len(metrics("run")) == 1
     assert not Path("run/state").exists()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import random
 import signal
 import socket
 import sys
@@ -88,6 +89,21 @@ def wait_together(pids: Sequence[int], longest: float = LONGEST) -> list[int]:
             raise TimeoutError(f"a process had not ended after {longest:.0f} s")
         time.sleep(0.005)
     return [statuses[pid] for pid in pids]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.Random(path.name).randrange(len(content))] ^= 1
+    path.write_bytes(content)
+
+
+# What a disk does to a file.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped": flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "zeros": lambda path: path.write_bytes(path.read_bytes() + b"\0" * 512),
+    "gone": Path.unlink,
+}
 
 
 class FileCalls:
