@@ -1,4 +1,4 @@
-"""Whole runs with dropout of adapters: the seed decides, a resumed run goes on, evaluations have none."""
+"""Whole runs with dropout of adapters: steps have it, evaluations and rollouts have none."""
 
 import pytest
 import torch
@@ -7,34 +7,21 @@ from fastp3o.errors import UserError
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.objectives.preferences import NashMDConfig, OnlineDPOConfig
 from fastp3o.training import sft
-from fastp3o.training.config import SFTConfig
 from fastp3o.training.loop import train
-from tests.fastp3o.runs import assert_equal, config, copy_at_save_before, metrics, weights
-
-SUPERVISED = {"batch_size": 4, "epochs": 2, "max_response_tokens": 20, "report_to": "none", "precision": "fp32"}
-SUPERVISED |= {"learning_rate": 1e-2, "lora_rank": 2, "lora_dropout": 0.5}
-
-
-def fine_tune(model: str, folder: str, **changes) -> None:
-    sft.train(SFTConfig(**(SUPERVISED | {"model": model, "output_dir": folder, "train_data": "sft.jsonl"} | changes)))
+from tests.fastp3o.runs import config, metrics, weights
+from tests.fastp3o.training.test_supervised import sft_config
 
 
 def different(first: str, second: str) -> bool:
     return any(not torch.equal(weight, weights(second)[name]) for name, weight in weights(first).items())
 
 
-def test_the_seed_decides_and_a_resumed_run_goes_on(workplace, tiny_model):
-    settings = {"save_every": 3, "eval_data": "sft.jsonl", "gradient_checkpointing": True}
-    fine_tune(tiny_model, "whole", **settings)
-    copy_at_save_before("whole", "resumed")
-    fine_tune(tiny_model, "resumed", resume=True, **settings)
-    assert metrics("resumed") == metrics("whole")
-    assert_equal(weights("resumed"), weights("whole"))
-    fine_tune(tiny_model, "none", lora_dropout=0.0, **settings)
-    assert different("none", "whole")
-    # An evaluation at the end is that of the saved model.
-    fine_tune("whole/model", "again", lora_rank=0, lora_dropout=0.0, **settings)
-    end, begin = metrics("whole", "eval.jsonl")[-1], metrics("again", "eval.jsonl")[0]
+def test_an_evaluation_at_the_end_is_that_of_the_saved_model(workplace, tiny_model):
+    for folder, rate in (("run", 0.5), ("none", 0.0)):
+        sft.train(sft_config(tiny_model, folder, epochs=4, lora_rank=2, lora_dropout=rate))
+    assert different("run", "none")
+    sft.train(sft_config("run/model", "again", epochs=1))
+    end, begin = metrics("run", "eval.jsonl")[-1], metrics("again", "eval.jsonl")[0]
     assert end["loss"] == pytest.approx(begin["loss"], abs=1e-5)
 
 

@@ -11,10 +11,7 @@ from transformers import AutoModelForCausalLM
 from fastp3o.objectives.preferences import NashMDConfig
 from fastp3o.training.loop import train
 from fastp3o.training.metrics import chosen_prompts
-from tests.fastp3o.runs import config, copy_at_save_before, metrics
-from tests.fastp3o.together import together
-
-RUNS = Path(__file__).with_name("runs_of_a_process.py")
+from tests.fastp3o.runs import config, metrics
 
 
 def logged(folder: str) -> list[dict]:
@@ -69,19 +66,6 @@ def test_the_kl_is_over_the_policys_own_responses(workplace, tiny_model):
         assert group["kl"] == pytest.approx(mean([one["log_ratio"] for one in own]))
 
 
-def test_a_resumed_run_leaves_the_lines_of_an_unbroken_one(workplace, tiny_model, capsys):
-    train(config(tiny_model, "whole", save_every=1))
-    copy_at_save_before("whole", "resumed")
-    compressed = Path("resumed/rollouts.jsonl.gz")
-    Path("resumed/rollouts.jsonl").write_bytes(gzip.decompress(compressed.read_bytes()) + b'{"step": 5, "pro')
-    compressed.unlink()
-    train(config(tiny_model, "resumed", save_every=1, resume=True))
-    assert "resumed/rollouts.jsonl line 33 is damaged and left out" in capsys.readouterr().out
-    assert not Path("resumed/rollouts.jsonl").exists()
-    assert Path("resumed/rollouts.jsonl.gz").read_bytes() == Path("whole/rollouts.jsonl.gz").read_bytes()
-    assert [group["step"] for group in logged("resumed")] == [step for step in range(1, 5) for _ in range(8)]
-
-
 def test_updates_and_prompts_are_chosen_by_flags(workplace, tiny_model):
     train(config(tiny_model, "some", log_rollouts=2, log_rollouts_prompts=3))
     assert [group["step"] for group in logged("some")] == [2, 2, 2, 4, 4, 4]
@@ -106,23 +90,3 @@ def test_prompts_that_are_logged_come_again_in_the_next_epoch():
     digests = [hashlib.sha256(text.encode()).digest() for text in texts]
     assert sorted(digests[place] for place in first) == sorted(digests)[:5]
     assert chosen_prompts(texts, 0) == list(range(640))
-
-
-@pytest.mark.nightly
-def test_two_processes_log_the_rollouts_of_both(workplace, tiny_model):
-    arguments = ["p3o.py", "--model", tiny_model, "--report_to", "none", "--prompts", "prompts.jsonl"]
-    arguments += ["--reward", "rewards_for_tests:varied", "--max_response_tokens", "6", "--updates", "2"]
-    arguments += ["--prompts_per_update", "8", "--prompts_per_minibatch", "4", "--samples_every", "0"]
-    arguments += ["--learning_rate", "3e-4", "--precision", "fp32", "--tokens_per_row", "60"]
-    for folder, processes in (("one", 1), ("two", 2)):
-        done = together(RUNS, "+", *arguments, "--output_dir", folder, processes=processes)
-        assert done.returncode == 0, done.stdout
-    one, two = logged("one"), logged("two")
-    assert len(one) == 16
-    for first, second in zip(one, two, strict=True):
-        assert first["prompt"] == second["prompt"]
-        assert first["kl"] == pytest.approx(second["kl"], abs=1e-4)
-        for a, b in zip(first["responses"], second["responses"], strict=True):
-            assert (a["ids"], a["text"], a["reward"]) == (b["ids"], b["text"], b["reward"])
-            assert a["log_ratio"] == pytest.approx(b["log_ratio"], abs=1e-4)
-    assert any(one["log_ratio"] for group in two[8:] for one in group["responses"])

@@ -1,19 +1,9 @@
 """Rollouts that are sampled some rounds before they train, by a sampler of the process itself."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 from fastp3o.training.loop import train
-from tests.fastp3o.runs import assert_equal, config, metrics, weights
-
-
-def test_no_round_ahead_is_the_run_without(workplace, tiny_model):
-    train(config(tiny_model, "plain", updates=2))
-    train(config(tiny_model, "zero", updates=2, rounds_ahead=0))
-    assert metrics("plain") == metrics("zero")
-    assert "staleness" not in metrics("zero")[0]
+from tests.fastp3o.runs import config, metrics
 
 
 def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace, tiny_model):
@@ -30,22 +20,6 @@ def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace,
     assert {"sampler_kl"} == {name for name in stale[1] if name.startswith("sampler_k")}
 
 
-@pytest.mark.parametrize("old_logprobs", ["policy", "sampler"])
-def test_a_resumed_run_trains_on_the_rounds_that_were_sampled(workplace, tiny_model, old_logprobs):
-    stale = {"rounds_ahead": 2, "old_logprobs": old_logprobs, "updates": 5, "save_every": 1}
-    train(config(tiny_model, "whole", **stale))
-    interrupted = {**stale, "reward": "rewards_for_tests:fails_on_fifth_call"}
-    with pytest.raises(KeyboardInterrupt):
-        train(config(tiny_model, "resumed", **interrupted))
-    pending = json.loads(Path("resumed/state/step-000004/pending.json").read_text())
-    assert {number: content["sampled_at"] for number, content in pending.items()} == {"5": 3}
-    pending = json.loads(Path("resumed/state/step-000003/pending.json").read_text())
-    assert {number: content["sampled_at"] for number, content in pending.items()} == {"4": 2, "5": 3}
-    train(config(tiny_model, "resumed", **interrupted, resume=True))
-    assert metrics("whole") == metrics("resumed")
-    assert_equal(weights("whole"), weights("resumed"))
-
-
 def test_ratios_to_what_sampled_are_exact(workplace, tiny_model):
     """At the first step the ratio of a stale response is the policy's probability over the sampler's, not 1."""
     step = {"updates": 2, "rounds_ahead": 1, "prompts_per_minibatch": 8, "inner_epochs": 1}
@@ -58,19 +32,6 @@ def test_ratios_to_what_sampled_are_exact(workplace, tiny_model):
     # Both compare what sampled with the policy before the update.
     assert exact[1]["sampler_gap"] > 1e-3
     assert exact[1]["ratio/noise"] < 1e-4
-
-
-@pytest.mark.parametrize("clipping", ["joint", "token"])
-def test_weights_of_a_sampler_that_rounds_alike_change_nothing(workplace, tiny_model, clipping):
-    plain = {"updates": 2, "clipping": clipping}
-    train(config(tiny_model, "plain", **plain))
-    train(config(tiny_model, "weighted", **plain, sampler_ratio_cap=2.0))
-    for one, two in zip(metrics("plain"), metrics("weighted"), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], abs=1e-4)
-        assert two["sampler_ratio_mean"] == pytest.approx(1, abs=1e-4)
-        assert two["sampler_ratio_capped"] == 0
-    for name, weight in weights("plain").items():
-        assert (weight - weights("weighted")[name]).abs().max() < 1e-4
 
 
 def test_weights_of_stale_responses_are_capped(workplace, tiny_model):

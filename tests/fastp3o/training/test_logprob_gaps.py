@@ -1,15 +1,21 @@
+"""The gaps between log-probs of what sampled, of an update's rows and of other rows."""
+
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 
+from fastp3o.models.loading import load_policy
 from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, pack
+from fastp3o.rollouts.engine_sampler import EngineSampler
 from fastp3o.rollouts.groups import Group
 from fastp3o.training import logprob_gaps
-from fastp3o.training.logprob_gaps import TOLERATED, noise_warning, ratio_noise
+from fastp3o.training.logprob_gaps import logprob_metrics, ratio_noise
+from fastp3o.training.microbatches import pack_minibatches
 from fastp3o_kernels import sequence_logprobs
-from tests.fastp3o.groups import groups_of_ids
+from tests.fastp3o.groups import groups_of_ids, tokenised
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
 
 
@@ -63,12 +69,30 @@ def test_half_precision_is_louder():
     assert ratio_noise(model, *rollouts_and_microbatch(model, FOURS)) > 100 * quiet
 
 
-@pytest.mark.parametrize(
-    ("precision", "advice"),
-    [("fp32", "has the least"), ("fp16", "Use --precision fp32,"), ("bf16", "Use --precision fp16 or fp32,")],
-)
-def test_the_warning_says_how_much_and_what_helps(precision, advice):
-    warning = noise_warning(0.123, 0.2, precision)
-    assert "0.123" in warning
-    assert f"{TOLERATED:.0%}" in warning
-    assert advice in warning
+def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model, tokenizer):
+    policy = load_policy(tiny_model)
+    prompts = ["a", "a longer prompt", "bb", "c"]
+    sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
+    rollouts = sampler(tokenised(tokenizer, prompts), 2, 0)
+    microbatches = []
+    for row in (row for rows in pack_minibatches(Accelerator(cpu=True), rollouts, 2, Packing(30)) for row in rows):
+        with torch.no_grad():
+            old = labelled_logprobs(policy, row)
+        sums = sequence_logprobs(old, row.cu_seqlens).view(-1, 2)
+        microbatches.append(Microbatch(row, torch.zeros(len(sums), 2), old, old, sums, sums))
+    assert len(microbatches) > 2
+
+    def gaps(groups):
+        return logprob_metrics(policy, groups, [microbatches[:1], microbatches[1:]], old_are_policys=True)
+
+    assert gaps(rollouts)["sampler_gap"] < 1e-4
+    # One response of eight is off by 0.5 and another by 1.
+    off = {(1, 0): 0.5, (3, 1): -1.0}
+    moved = [
+        Group(prompt, [r._replace(logprobs=[*r.logprobs, off.get((p, k), 0.0)]) for k, r in enumerate(responses)])
+        for p, (prompt, responses) in enumerate(rollouts)
+    ]
+    assert gaps(moved)["sampler_gap"] == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
+    assert gaps(moved)["sampler_kl"] == pytest.approx((0.5 - 1.0) / 8, abs=1e-4)
+    moved[2].responses[1] = moved[2].responses[1]._replace(logprobs=None)
+    assert gaps(moved).keys() == {"ratio/noise"}
