@@ -52,12 +52,6 @@ def place(workplace: Path, scores: None) -> Path:
     return workplace
 
 
-def test_the_model_of_the_best_evaluation_is_kept(tiny_model, place, capsys):
-    run(tiny_model)
-    assert_best_is(6)
-    assert "best reward 9 after step 6: run/best" in capsys.readouterr().out
-
-
 def test_early_stopping_ends_the_run_and_keeps_the_best(tiny_model, place, capsys):
     run(tiny_model, early_stopping=3)
     # 5 comes twice: an equal one is not better.
@@ -71,11 +65,7 @@ def test_early_stopping_ends_the_run_and_keeps_the_best(tiny_model, place, capsy
     run(tiny_model, early_stopping=0, resume=True)
     assert [line["step"] for line in metrics("run")] == [1, 2, 3, 4, 5, 6]
     assert_best_is(6)
-
-
-def test_the_lowest_is_best_where_it_is_asked_for(tiny_model, place):
-    run(tiny_model, best_is="lowest", updates=2)
-    assert best()["step"] == 0
+    assert "best reward 9 after step 6: run/best" in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_the_best_of_an_unbroken_one(tiny_model, place):
@@ -90,22 +80,19 @@ def test_a_resumed_run_keeps_the_best_of_an_unbroken_one(tiny_model, place):
     assert_best_is(2)
 
 
-def test_a_metric_that_no_evaluation_has_is_refused(tiny_model, workplace):
+def test_the_lowest_is_best_where_it_is_asked_for_and_a_metric_must_be_there(tiny_model, place):
+    run(tiny_model, best_is="lowest", updates=2)
+    assert best()["step"] == 0
     with pytest.raises(UserError, match="--keep_best accuracy: evaluations have reward, reward_std, kl, kl_std"):
-        run(tiny_model, keep_best="accuracy")
+        run(tiny_model, keep_best="accuracy", overwrite=True)
 
 
 @pytest.mark.parametrize("lowest", [True, False])
-def test_a_number_that_is_not_one_is_never_better(lowest):
-    best = Best("reward/a", lowest=lowest, best={"step": 1, "reward/a": 1.0}, since=0)
-    assert not best.improves(2, {"reward/a": float("nan")})
-    assert best.since == 1
-
-
-@pytest.mark.parametrize("lowest", [True, False])
-def test_any_number_is_better_than_a_first_one_that_is_none(lowest):
+def test_any_number_is_better_than_none_and_none_is_never_better(lowest):
     best = Best("reward/a", lowest=lowest, best=None, since=0)
     assert best.improves(1, {"reward/a": float("nan")})
     assert not best.improves(2, {"reward/a": float("nan")})
+    assert best.since == 1
     assert best.improves(3, {"reward/a": 0.0})
     assert (best.best["step"], best.since) == (3, 0)
+    assert not best.improves(4, {"reward/a": float("nan")})

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from tqdm.contrib.concurrent import process_map
 
+from fastp3o.run import signals as stopping
 from fastp3o.run.report import ThreadsLock
 from fastp3o.run.signals import SIGNALS, Stops
 
@@ -43,14 +44,6 @@ def test_a_worker_that_is_stopped_ends(waited, capfd):
     assert capfd.readouterr().err.count("stopping as soon as") == 1
 
 
-def test_a_pool_that_is_left_after_a_time_out_ends():
-    with Stops(Accelerator(cpu=True)):
-        begun = time.monotonic()
-        with pytest.raises(multiprocessing.TimeoutError), FORK.Pool(2) as pool:
-            pool.apply_async(time.sleep, (20,)).get(timeout=0.2)
-        assert time.monotonic() - begun < 10
-
-
 def test_a_worker_has_the_handlers_from_before_the_run():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Stops(Accelerator(cpu=True)):
@@ -60,6 +53,27 @@ def test_a_worker_has_the_handlers_from_before_the_run():
             expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in SIGNALS]
             os._exit(0 if found == expected else 1)
         assert os.waitpid(worker, 0)[1] == 0
+
+
+def take_signals() -> None:
+    stopping.ONE_REQUEST = 0.5
+    with Stops(Accelerator(cpu=True)) as stops:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun passes on what its workers have received already
+        print(stops.agreed(False), flush=True)
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+
+def test_a_second_signal_ends_at_once(capfd):
+    child = FORK.Process(target=take_signals)
+    child.start()
+    child.join(50)
+    assert child.exitcode == -signal.SIGINT
+    output = capfd.readouterr()
+    assert output.out == "(15, False)\n"
+    assert "Traceback" not in output.err
 
 
 def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
