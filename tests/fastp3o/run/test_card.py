@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 from huggingface_hub import ModelCard
 
 from fastp3o import __version__
 from fastp3o.objectives.p3o import P3OConfig
 from fastp3o.run.card import Training
-from fastp3o.training import reward_model
-from fastp3o.training.config import RewardModelConfig, SFTConfig
+from fastp3o.training.config import RewardModelConfig
 from fastp3o.training.loop import train
 from tests.fastp3o.runs import config
 
@@ -18,8 +16,8 @@ def card(folder: str) -> ModelCard:
     return ModelCard.load(Path(folder) / "README.md")
 
 
-def made(settings: SFTConfig | P3OConfig, evaluations: str = "eval.jsonl", **kind: bool) -> str:
-    training = Training(settings, "SFT", 3, 7, "fp32", Path(evaluations))
+def made(settings: RewardModelConfig | P3OConfig, stage: str = "SFT", **kind: bool) -> str:
+    training = Training(settings, stage, 3, 7, "fp32", Path("eval.jsonl"))
     return training.card(**({"classifies": False, "adapter": False} | kind))
 
 
@@ -52,17 +50,6 @@ def test_a_run_leaves_a_card_with_each_model(workplace, tiny_model):
         assert "run/" not in str(found)
 
 
-def test_a_reward_models_card_says_that_it_classifies(workplace, tiny_model):
-    settings = {"model": tiny_model, "train_data": "preferences.jsonl", "eval_data": "preferences.jsonl"}
-    settings |= {"batch_size": 8, "report_to": "none", "max_response_tokens": 20, "centring": 0.5}
-    reward_model.train(RewardModelConfig(**settings, output_dir="run"))
-    found = card("run/model")
-    assert found.data.pipeline_tag == "text-classification"
-    assert found.data.tags == ["fastp3o", "reward-model", "rlhf"]
-    assert "| `accuracy` | " in found.text
-    assert "| `centring` | 0.5 |" in found.text
-
-
 def test_names_of_the_hub_are_metadata(workplace):
     settings = {"model": "organisation/model", "output_dir": "secret", "prompts": "b/data:config,prompts.jsonl,a/data"}
     settings |= {"reward": "organisation/judge"}
@@ -74,15 +61,20 @@ def test_names_of_the_hub_are_metadata(workplace):
     assert "`prompts.jsonl`, a local one" in found.text
     whole = ModelCard(made(P3OConfig(**settings)))
     assert whole.data.base_model_relation == "finetune"
+    assert whole.data.pipeline_tag == "text-generation"
+    judging = RewardModelConfig(model="m", output_dir="o", train_data="t", centring=0.5)
+    judge = ModelCard(made(judging, "reward model", classifies=True))
+    assert judge.data.pipeline_tag == "text-classification"
+    assert judge.data.tags == ["fastp3o", "reward-model", "rlhf"]
+    assert "| `centring` | 0.5 |" in judge.text
 
 
-@pytest.mark.parametrize("secret", ["hunter2", "internal.example", "home", "secret"])
-def test_addresses_keys_and_folders_stay_out(workplace, secret):
+def test_addresses_keys_and_folders_stay_out(workplace):
     settings = {"model": "/home/me/base", "output_dir": "/home/me/secret", "prompts": "/home/me/data.jsonl"}
     settings |= {"reward": "https://me:hunter2@internal.example/score?key=hunter2", "reward_timeout": 7.0}
     settings |= {"sampler": "vllm", "vllm_url": "http://internal.example:8000", "report_to": "none"}
     text = made(P3OConfig(**settings))
-    assert secret not in text
+    assert not any(secret in text for secret in ("hunter2", "internal.example", "home", "secret"))
     assert "- reward: an endpoint" in text
     assert "`data.jsonl`" in text
     assert "vllm" in text  # the sampler, a choice

@@ -28,10 +28,8 @@ def test_one_reward_has_the_name_of_its_option_and_several_have_their_own(workpl
         f"reward {tiny_model}": model["reward"],
         "model": model["reward"],
     }
-
-
-def test_an_endpoint_may_move_and_must_not_become_a_model(workplace, tiny_model):
-    assert of(reward="http://a/score") == of(reward="http://b:8000/score") != of(reward=tiny_model)
+    # An endpoint may move, and must not become a model.
+    assert of(reward="http://a/score") == of(reward="http://b:8000/score") != model
 
 
 @pytest.fixture
@@ -76,26 +74,20 @@ def test_every_tensor_counts_wherever_layers_of_one_size_put_it(tmp_path):
     assert model_fingerprint(str(tmp_path)) != before
 
 
-def test_each_weight_of_a_model_and_its_dtype_counts(copied):
+def test_each_weight_its_dtype_settings_and_code_count_and_other_files_do_not(copied):
     seen = {model_fingerprint(str(copied))}
     names = list(load_file(copied / WEIGHTS))
     for name in names:
         change_one(copied / WEIGHTS, name)
         seen.add(model_fingerprint(str(copied)))
-    save_file(
-        {name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()}, copied / WEIGHTS
-    )
+    other_dtype = {name: weight.view(torch.int32) for name, weight in load_file(copied / WEIGHTS).items()}
+    save_file(other_dtype, copied / WEIGHTS)
     seen.add(model_fingerprint(str(copied)))
-    assert len(seen) == len(names) + 2
-
-
-def test_settings_and_code_count_and_other_files_do_not(copied):
-    seen = {model_fingerprint(str(copied))}
-    for number, name in enumerate(("config.json", "generation_config.json", "modeling_own.py"), 2):
+    for name in ("config.json", "generation_config.json", "modeling_own.py"):
         with (copied / name).open("a") as file:
             file.write("\n")
         seen.add(model_fingerprint(str(copied)))
-        assert len(seen) == number
+    assert len(seen) == len(names) + 5
     (copied / "README.md").touch()
     (copied / "optimizer.safetensors").touch()
     assert model_fingerprint(str(copied)) in seen
