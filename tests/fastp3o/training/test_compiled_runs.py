@@ -1,11 +1,9 @@
 """Whole runs with `--compile_layers`, against the same without."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 
 from fastp3o.training.loop import train
@@ -24,9 +22,7 @@ def counted():
     "changes",
     [
         {"tokens_per_row": 60, "eval_prompts": "prompts.jsonl"},
-        {"gradient_checkpointing": True, "offload": True},
-        {"lora_rank": 2, "gradient_checkpointing": True},
-        {"lora_rank": 2, "eval_prompts": "prompts.jsonl"},
+        {"lora_rank": 2, "gradient_checkpointing": True, "offload": True, "eval_prompts": "prompts.jsonl"},
         {"trainable_layers": 1, "share_prompts": False},
     ],
     ids=lambda changes: " ".join(changes),
@@ -35,14 +31,9 @@ def test_a_run_equals_one_with_plain_layers(workplace, tiny_model, changes):
     settings = {"updates": 2, "learning_rate": 3e-4, "reward": "rewards_for_tests:varied"} | changes
     train(config(tiny_model, "plain", **settings))
     train(config(tiny_model, "compiled", compile_layers=True, **settings))
-    plain, compiled = (load_file(Path(run) / "model" / "model.safetensors") for run in ("plain", "compiled"))
-    assert plain.keys() == compiled.keys()
-    for name, weight in plain.items():
-        torch.testing.assert_close(compiled[name], weight, atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(weights("compiled"), weights("plain"), atol=1e-5, rtol=0.0)
     for one, two in zip(metrics("plain"), metrics("compiled"), strict=True):
-        assert {k: v for k, v in two.items() if k != "ratio/noise"} == pytest.approx(
-            {k: v for k, v in one.items() if k != "ratio/noise"}, abs=1e-4
-        )
+        assert two | {"ratio/noise": 0} == pytest.approx(one | {"ratio/noise": 0}, abs=1e-4)
     assert counters["stats"]["unique_graphs"]
 
 

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fastp3o.run import log
-from tests.fastp3o.local_server import Reply, serving
-from tests.fastp3o.runs import assert_equal, metrics, weights
+from tests.fastp3o.runs import metrics
 from tests.fastp3o.together import together
-from tests.fastp3o.torchrun import ROOT, torchrun
+from tests.fastp3o.torchrun import ROOT
 
 RUNS = Path(__file__).with_name("runs_of_a_process.py")
 # Rows of few tokens: processes have different numbers of them.
@@ -140,60 +139,3 @@ def test_what_stops_both_processes(workplace, tiny_model, flags, says, times):
     assert done.returncode != 0
     assert done.stdout.count(says) >= times
     assert Path("run/state/step-000002").is_dir() == ("stopped-in" in says)
-
-
-def test_an_endpoint_that_fails_for_one_process_stops_both_after_saving(workplace, tiny_model):
-    """A refusal of what the second process asks in update 2."""
-    asked: list[int] = []
-
-    def reply(question: tuple[dict, int]) -> Reply:
-        body, _ = question
-        asked.append(len(body["responses"]))
-        if len(asked) == 5:
-            return Reply(400, b"enough")
-        return Reply(body=json.dumps({"rewards": [len(text) / 8 for text in body["responses"]]}).encode())
-
-    with serving("/score", reply, lambda *question: question) as server:
-        flags = ["--reward", server.url, "--reward_batch_size", "64", "--output_dir", "run"]
-        done = together(ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, *flags)
-    assert done.returncode != 0
-    assert asked[:5] == [1, 8, 8, 8, 8]
-    assert "update 2: " in done.stdout
-    assert "/score answered with status 400: enough; the model before that is in run/stopped-in-000002" in done.stdout
-    assert Path("run/state/step-000001").is_dir()
-
-
-ENDS_TWICE = """
-import os, pathlib, signal
-from rewards_for_tests import varied
-
-def ends_twice(prompts, responses):
-    if os.environ["RANK"] == "1":
-        calls = pathlib.Path("calls")
-        count = len(calls.read_text()) if calls.exists() else 0
-        calls.write_text("x" * (count + 1))
-        if count == 2:  # in update 3
-            os.kill(os.getpid(), signal.SIGKILL)
-        if count == 4:  # in update 4
-            # It comes as from Ctrl-C on a terminal, or scancel; torchrun then sends it to its workers once more.
-            os.killpg(0, signal.SIGTERM)
-    return varied(prompts, responses)
-"""
-
-
-@pytest.mark.nightly
-def test_a_run_that_torchrun_starts_again_and_a_signal_stops_ends_as_an_unbroken_one(workplace, tiny_model):
-    Path("ending.py").write_text(ENDS_TWICE)
-    p3o = [ROOT / "scripts" / "p3o.py", *ONLINE, *FP32, "--model", tiny_model, "--updates", "5"]
-    p3o += ["--learning_rate", "1e-2", "--save_every", "2", "--resume"]
-    whole = together(*p3o, "--output_dir", "whole")
-    assert whole.returncode == 0, whole.stdout
-    ending = [*p3o, "--reward", "ending:ends_twice", "--output_dir", "run"]
-    broken = torchrun(*ending, options=("--max-restarts", "1"))
-    assert broken.returncode != 0
-    assert "resuming after update 2, from run/state/step-000002" in broken.stdout
-    assert "SIGTERM: stopped after update 3; --resume goes on from there" in broken.stdout
-    done = together(*ending)
-    assert done.returncode == 0, done.stdout
-    assert metrics("run") == metrics("whole")
-    assert_equal(weights("run"), weights("whole"))

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from fastp3o.models.loading import load_policy
@@ -10,10 +9,9 @@ from fastp3o.models.packed_model import PackedModel, labelled_logprobs
 from fastp3o.objectives.base import Microbatch
 from fastp3o.packing.pack import Packing, pack
 from fastp3o.rollouts.engine_sampler import EngineSampler
-from fastp3o.rollouts.groups import Group
+from fastp3o.rollouts.groups import Group, token_ids
 from fastp3o.training import logprob_gaps
 from fastp3o.training.logprob_gaps import logprob_metrics, ratio_noise
-from fastp3o.training.microbatches import pack_minibatches
 from fastp3o_kernels import sequence_logprobs
 from tests.fastp3o.groups import groups_of_ids, tokenised
 from tests.fastp3o.models.model_families import FOURS, PAIRS, random_model
@@ -71,28 +69,24 @@ def test_half_precision_is_louder():
 
 def test_the_gap_is_the_root_mean_square_of_the_responses_differences(tiny_model, tokenizer):
     policy = load_policy(tiny_model)
-    prompts = ["a", "a longer prompt", "bb", "c"]
     sampler = EngineSampler(policy, tokenizer, max_response_tokens=9, batch_size=4)
-    rollouts = sampler(tokenised(tokenizer, prompts), 2, 0)
+    rollouts = sampler(tokenised(tokenizer, ["a", "a longer prompt", "bb", "c"]), 2, 0)
     microbatches = []
-    for row in (row for rows in pack_minibatches(Accelerator(cpu=True), rollouts, 2, Packing(30)) for row in rows):
+    for (row,) in (pack(*token_ids(rollouts[n : n + 2]), Packing(1000), groups=range(n, n + 2)) for n in (0, 2)):
         with torch.no_grad():
             old = labelled_logprobs(policy, row)
-        sums = sequence_logprobs(old, row.cu_seqlens).view(-1, 2)
-        microbatches.append(Microbatch(row, torch.zeros(len(sums), 2), old, old, sums, sums))
-    assert len(microbatches) > 2
+        sums = sequence_logprobs(old, row.cu_seqlens).view(2, 2)
+        microbatches.append(Microbatch(row, torch.zeros(2, 2), old, old, sums, sums))
 
     def gaps(groups):
-        return logprob_metrics(policy, groups, [microbatches[:1], microbatches[1:]], old_are_policys=True)
+        return logprob_metrics(policy, groups, [microbatches[1:], microbatches[:1]], old_are_policys=True)
 
     assert gaps(rollouts)["sampler_gap"] < 1e-4
     # One response of eight is off by 0.5 and another by 1.
-    off = {(1, 0): 0.5, (3, 1): -1.0}
-    moved = [
-        Group(prompt, [r._replace(logprobs=[*r.logprobs, off.get((p, k), 0.0)]) for k, r in enumerate(responses)])
-        for p, (prompt, responses) in enumerate(rollouts)
-    ]
-    assert gaps(moved)["sampler_gap"] == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
-    assert gaps(moved)["sampler_kl"] == pytest.approx((0.5 - 1.0) / 8, abs=1e-4)
-    moved[2].responses[1] = moved[2].responses[1]._replace(logprobs=None)
-    assert gaps(moved).keys() == {"ratio/noise"}
+    for (p, k), off in {(1, 0): 0.5, (3, 1): -1.0}.items():
+        response = rollouts[p].responses[k]
+        rollouts[p].responses[k] = response._replace(logprobs=[*response.logprobs, off])
+    assert gaps(rollouts)["sampler_gap"] == pytest.approx(((0.25 + 1.0) / 8) ** 0.5, abs=1e-4)
+    assert gaps(rollouts)["sampler_kl"] == pytest.approx((0.5 - 1.0) / 8, abs=1e-4)
+    rollouts[2].responses[1] = rollouts[2].responses[1]._replace(logprobs=None)
+    assert gaps(rollouts).keys() == {"ratio/noise"}

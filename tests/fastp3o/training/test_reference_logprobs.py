@@ -33,7 +33,9 @@ def test_they_are_those_of_each_response_alone(tiny_model, examples, columns, ch
     policy = load_policy(tiny_model)
     reference = SecondModel(policy, torch.device("cpu"), offload=False)
     kept = ReferenceLogprobs(Accelerator(cpu=True), tmp_path, {}, columns, Packing(20), [])
-    logprobs = kept.compute_one(reference, examples, list)
+    stops: list[None] = []  # a run that is asked to stop ends after a chunk
+    logprobs = kept.compute_one(reference, examples, lambda: stops.append(None))
+    assert len(stops) == -(-len(examples) // chunk)
     with torch.no_grad(), policy.with_own_attention() as alone:
         expected = [
             [logprobs_alone(alone, e["prompt_ids"], e[name]).sum() for name in ("first_ids", "second_ids")]

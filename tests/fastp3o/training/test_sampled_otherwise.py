@@ -1,0 +1,98 @@
+"""Rollouts that are no plain samples of the policy: at a temperature, which makes the policy another; truncated; or
+sampled some rounds before they train.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastp3o.errors import UserError
+from fastp3o.objectives.policy_gradient import GRPOConfig
+from fastp3o.training.loop import train
+from tests.fastp3o.rollouts.vllm.stand_in import standing_in
+from tests.fastp3o.runs import config, metrics
+
+EVALUATED = {"eval_prompts": "prompts.jsonl", "eval_limit": 4}
+ONE_STEP = {"updates": 1, "inner_epochs": 1, "prompts_per_minibatch": 8}
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"offload": True}], ids=str)
+def test_a_tempered_run_begins_with_ratios_of_one_and_no_gap(workplace, tiny_model, changes):
+    train(config(tiny_model, "run", temperature=0.6, **ONE_STEP, **EVALUATED, **changes))
+    (step,) = metrics("run")
+    assert step["sampler_gap"] < 1e-4
+    assert step["ratio_mean"] == 1.0
+    # Policy and reference are tempered alike.
+    assert abs(metrics("run", "eval.jsonl")[0]["kl"]) < 1e-6
+    assert abs(step["kl"]) < 1e-6
+    saved = json.loads(Path("run/model/generation_config.json").read_text())
+    assert (saved["do_sample"], saved["temperature"], saved["top_k"], saved["top_p"]) == (True, 0.6, 0, 1.0)
+
+
+def test_a_server_samples_from_the_tempered_policy(workplace, tiny_model):
+    """And one whose log-probs are before temperature and truncation is refused."""
+    for changes in ({"temperature": 0.6}, {"min_p": 0.2}):
+        with standing_in(tiny_model) as raw, pytest.raises(UserError, match="--logprobs-mode processed_logprobs"):
+            train(config(tiny_model, "refused", sampler="vllm", vllm_url=raw.url, **changes))
+    with standing_in(tiny_model, processed=True) as server:
+        served = {"sampler": "vllm", "vllm_url": server.url, "temperature": 0.6, "updates": 2}
+        train(config(tiny_model, "run", **served))
+        assert all(step["sampler_gap"] < 1e-4 for step in metrics("run"))
+        train(config(tiny_model, "cut", **served, top_k=4))
+        assert metrics("cut")[0]["sampler_gap"] > 0.1
+    temperatures = {body["temperature"] for _, body in server.requests if body.get("max_tokens") == 6}
+    assert temperatures == {0.6}
+
+
+@pytest.mark.parametrize("changes", [{"old_logprobs": "sampler"}, {"sampler_ratio_cap": 2.0}, {}], ids=str)
+def test_ratios_of_truncated_rollouts(workplace, tiny_model, changes):
+    """To what sampled they are the share of the distribution that was kept, at the first step; to the policy 1."""
+    train(config(tiny_model, "run", GRPOConfig, top_p=0.5, responses_per_prompt=4, **ONE_STEP, **changes))
+    (step,) = metrics("run")
+    assert step["sampler_gap"] > step["sampler_kl"] > 0.5
+    ratio = step["sampler_ratio_mean" if "sampler_ratio_cap" in changes else "ratio_mean"]
+    if changes:
+        assert 0.5 <= ratio < 0.6  # the last token kept goes beyond half, by its own probability
+    else:
+        assert ratio == 1.0
+    assert "top_p" in Path("run/model/generation_config.json").read_text()
+
+
+# Rollouts that are sampled some rounds before they train
+
+
+def test_a_round_is_sampled_from_the_policy_of_so_many_updates_before(workplace, tiny_model):
+    train(config(tiny_model, "fresh", updates=5))
+    train(config(tiny_model, "stale", updates=5, rounds_ahead=2))
+    fresh, stale = metrics("fresh"), metrics("stale")
+    assert [step["staleness"] for step in stale] == [0, 1, 2, 2, 2]
+    # The first round is the same one, and the next two are sampled by the same policy with their own seeds.
+    names = ("reward", "response_length", "loss")
+    assert [stale[0][name] for name in names] == [fresh[0][name] for name in names]
+    assert stale[1]["response_length"] != fresh[1]["response_length"] or stale[1]["kl"] != fresh[1]["kl"]
+    assert stale[0]["sampler_gap"] < 1e-4
+    assert all(step["sampler_gap"] > 1e-3 for step in stale[1:])
+    assert {"sampler_kl"} == {name for name in stale[1] if name.startswith("sampler_k")}
+
+
+def test_ratios_to_what_sampled_are_exact(workplace, tiny_model):
+    """At the first step the ratio of a stale response is the policy's probability over the sampler's, not 1."""
+    step = {"updates": 2, "rounds_ahead": 1, "prompts_per_minibatch": 8, "inner_epochs": 1}
+    train(config(tiny_model, "own", **step))
+    train(config(tiny_model, "exact", **step, old_logprobs="sampler"))
+    own, exact = metrics("own"), metrics("exact")
+    assert [step["ratio_max"] for step in own] == [1, 1]
+    assert exact[0]["ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert exact[1]["ratio_max"] > 1.001
+    # Both compare what sampled with the policy before the update.
+    assert exact[1]["sampler_gap"] > 1e-3
+    assert exact[1]["ratio/noise"] < 1e-4
+
+
+def test_weights_of_stale_responses_are_capped(workplace, tiny_model):
+    train(config(tiny_model, "run", updates=4, rounds_ahead=2, sampler_ratio_cap=1.0, learning_rate=3e-2))
+    steps = metrics("run")
+    assert steps[0]["sampler_ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert all(step["sampler_ratio_mean"] < 0.9 for step in steps[1:])
+    assert any(0 < step["sampler_ratio_capped"] < 1 for step in steps[1:])
