@@ -3,8 +3,7 @@
 import json
 import os
 import random
-import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +13,25 @@ from accelerate import Accelerator
 from torch import nn
 
 from fastp3o.config import StageConfig
+from fastp3o.objectives.p3o import P3OConfig
+from fastp3o.objectives.ppo import PPOConfig
+from fastp3o.objectives.preferences import OFFLINE_OBJECTIVES, OnlineDPOConfig
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
 from fastp3o.rewards.scaling import DifferenceScaler
 from fastp3o.run import checkpoint as store
 from fastp3o.run.checkpoint import RunState, States
-from fastp3o.run.manifest import CorruptStateError, content_checksum, read_manifest
+from fastp3o.run.manifest import (
+    CorruptStateError,
+    Manifest,
+    ResumeError,
+    content_checksum,
+    read_manifest,
+    require_same_run,
+)
+from fastp3o.training.reward_model import RewardModelConfig
+from fastp3o.training.sft import SFTConfig
 from tests.fastp3o.backward import scaled_backward
 from tests.fastp3o.run.faults.injection import flip
 
@@ -84,34 +95,15 @@ def test_there_is_no_pickle_and_large_states_have_several_files(tmp_path, monkey
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.optimizer.tensors().items())
 
 
-DAMAGES = {"flipped": flip, "missing": Path.unlink, "not to be read": lambda path: (path.unlink(), path.mkdir())}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_of_any_kind_is_named_and_the_state_before_taken(tmp_path, damage):
-    Trainer(tmp_path).train(1, 3)
-    expected = Trainer(tmp_path / "whole").train(1, 2).all()
-    for name in sorted(os.listdir(tmp_path / "step-000003")):
-        folder = tmp_path / f"copy-{name}"
-        shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("copy-*", "whole"))
-        DAMAGES[damage](folder / "step-000003" / name)
-        resumed = Trainer(folder)
-        step, (line,) = resumed.resume()
-        assert step == 2
-        assert line.startswith(f"{folder}/step-000003 is corrupt: {name}")
-        assert resumed.all() == expected
-        # Its step can be saved again, and the damaged one goes when two good ones are there. The last two stay.
-        assert len(list(folder.glob("step-000003.corrupt-*"))) == 1
-        (folder / "step-12.txt").touch()
-        resumed.train(3, 3)
-        assert sorted(os.listdir(folder)) == ["step-000002", "step-000003", "step-12.txt"]
-        assert Trainer(folder).resume() == (3, [])
-
-
 def edit(folder: Path, recomputed: bool, **changes) -> None:
     content = {"version": 1, **asdict(read_manifest(folder)), **changes}
     sha256 = content_checksum(content) if recomputed else json.loads((folder / "manifest.json").read_text())["sha256"]
     (folder / "manifest.json").write_text(json.dumps(content | {"sha256": sha256}))
+
+
+def put_a_folder_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 @pytest.mark.parametrize(
@@ -121,6 +113,10 @@ def edit(folder: Path, recomputed: bool, **changes) -> None:
         (lambda folder: edit(folder, False, evaluated=False), "manifest.json is damaged: its checksum is another"),
         (lambda folder: edit(folder, True, version=2), "is of version 2, and this fastp3o reads version 1"),
         (lambda folder: (folder / "more.safetensors").touch(), "more.safetensors is not the run's"),
+        (lambda folder: flip(folder / "counters.json"), "counters.json has another checksum"),
+        (lambda folder: flip(folder / "manifest.json"), "manifest.json is damaged"),
+        (lambda folder: (folder / "counters.json").unlink(), "counters.json is missing"),
+        (lambda folder: put_a_folder_there(folder / "counters.json"), "counters.json cannot be read"),
     ],
 )
 def test_only_what_the_run_has_written_is_read(tmp_path, spoil, says):
@@ -178,3 +174,56 @@ def test_weights_that_are_not_finite_replace_no_state(tmp_path):
     with pytest.raises(NotFiniteError, match="a weight or a moment of AdamW is NaN or infinite"):
         trainer.states.save(trainer.states.progress(3, evaluated=True), CONFIG, {})
     assert sorted(os.listdir(tmp_path)) == ["step-000001", "step-000002"]
+
+
+# Which runs may go on from a state
+
+
+BEFORE = {"model": "m", "output_dir": "o", "prompts": "p", "reward": "r:f"}
+HASHES = {"model": "1", "prompts": "2", "reward function": "3"}
+
+
+def resume(*, before=BEFORE, hashes=HASHES, processes=1, **changes) -> list[str]:
+    manifest = Manifest(4, True, 1, P3OConfig(**before).plain(), HASHES, {})
+    return require_same_run(manifest, P3OConfig(**(before | {"resume": True} | changes)), hashes, processes)
+
+
+CONFIGS = [P3OConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardModelConfig, *OFFLINE_OBJECTIVES.values()]
+FIXED = {"model", "seed", "batch_size", "prompts_per_update", "lora_rank", "clipping", "reference", "eval_prompts"}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_may_change_is_an_option(config):
+    assert config.changeable() <= {field.name for field in fields(config)}
+    assert not config.changeable() & (FIXED | {"objective"})
+
+
+def test_what_takes_effect_is_said_in_one_line_each():
+    assert resume(output_dir="moved", prompts="moved with the same contents") == []
+    assert resume(learning_rate=0.5, kl_coef=0.1, hashes=HASHES | {"reward function": "9"}, processes=2) == [
+        "resuming with another kl_coef: 0.05 before, 0.1 now",
+        "resuming with another learning_rate: 1e-06 before, 0.5 now",
+        "resuming with another source of the reward function",
+        "resuming on another number of processes: 1 before, 2 now",
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"prompts_per_update": 128, "prompts_per_minibatch": 8}])
+def test_what_would_be_another_run_is_refused_by_name(changes):
+    with pytest.raises(ResumeError, match=r"--resume: this would be another run: .*or a new --output_dir") as refused:
+        resume(**changes)
+    assert all(f"--{name}" in str(refused.value) for name in changes)
+
+
+def test_a_reference_that_is_a_mean_keeps_its_precision():
+    changed = ["resuming with another precision: fp32 before, fp16 now"]
+    assert resume(before=BEFORE | {"precision": "fp32"}, precision="fp16") == changed
+    with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Give what was before"):
+        resume(before=BEFORE | {"precision": "fp32", "reference_decay": 0.9}, precision="fp16")
+
+
+def test_other_contents_under_the_same_name_are_refused_by_name():
+    with pytest.raises(ResumeError, match=r"the content another .*: --prompts \(p\)\."):
+        resume(hashes=HASHES | {"prompts": "9"})
+    with pytest.raises(ResumeError, match=r"--model \(m\), --prompts \(p\)"):
+        resume(hashes=HASHES | {"prompts": "9", "model": "8"})

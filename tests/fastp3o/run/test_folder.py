@@ -115,10 +115,3 @@ def test_leftovers_of_our_own_go_and_others_stay():
     assert not [name for name in ours if Path("run", name).exists()]
     assert not Path("run", f"config.yaml.unfinished-{hexadecimal}").exists()
     assert os.listdir("run/best") == ["before"]
-
-
-def test_a_link_to_nothing_is_named():
-    os.symlink("nowhere", "run")
-    for folder in ("run", "run/below"):
-        with pytest.raises(FileExistsError, match=f"--output_dir {folder}: run is a link to nowhere, which does not"):
-            check_output_dir(Accelerator(cpu=True), config(folder))

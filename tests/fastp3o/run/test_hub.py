@@ -11,8 +11,7 @@ from fastp3o.run.hub import HubError
 from fastp3o.training import sft
 from fastp3o.training.config import SFTConfig
 from tests.fastp3o.hub_stand_in import READS, WRITES, Hub, hub
-from tests.fastp3o.together import together
-from tests.fastp3o.torchrun import ROOT
+from tests.fastp3o.run.faults.injection import fork_together, wait_together
 
 SETTINGS = {"train_data": "sft.jsonl", "batch_size": 8, "max_response_tokens": 20, "report_to": "none"}
 SETTINGS |= {"precision": "fp32", "push_to_hub": "me/tiny", "output_dir": "run"}
@@ -104,21 +103,11 @@ def test_a_failed_upload_loses_nothing(workplace, tiny_model, server, monkeypatc
     assert saved("run/model") == before == server.repositories["me/tiny"]
 
 
-def test_two_processes_upload_once(workplace, tiny_model):
-    with hub() as server:
-        program = Path("program.py")
-        program.write_text(f"""
-import os, runpy
-from huggingface_hub import constants
-constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = {server.url!r}, False, True
-os.environ["HF_TOKEN"] = {WRITES!r}
-runpy.run_path({str(ROOT / "scripts" / "sft.py")!r}, run_name="__main__")
-""")
-        flags = [part for name, value in SETTINGS.items() for part in (f"--{name}", str(value))]
-        flags += ["--model", tiny_model, "--lora_rank", "2"]
-        done = together(program.resolve(), *flags)
-        assert done.returncode == 0, done.stdout
-        assert server.commits == 1
-        assert done.stdout.count(f"the model is at {server.url}/me/tiny") == 1
-        assert WRITES not in done.stdout
-        assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()
+def test_two_processes_upload_once(workplace, tiny_model, server):
+    logs = [Path("first.txt"), Path("second.txt")]
+    statuses = wait_together(fork_together(lambda: train(tiny_model, lora_rank=2), logs))
+    said = "".join(log.read_text() for log in logs)
+    assert statuses == [0, 0], said
+    assert said.count(f"the model is at {server.url}/me/tiny") == 1
+    assert server.commits == 1
+    assert {"model.safetensors", "adapter/adapter_model.safetensors"} <= server.repositories["me/tiny"].keys()

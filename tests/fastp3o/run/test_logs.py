@@ -6,13 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastp3o.run import log
 from fastp3o.run.log import LoggedGroup, LoggedResponse
-from fastp3o.run.report import Reporter
 from tests.fastp3o.run.faults.injection import KILLED, FileCalls, in_child
 
 
@@ -36,14 +34,6 @@ def test_what_is_written_is_read_and_text_stays_readable(path: Path):
     assert [record.get("text") for record in log.read(path)][-2:] == ["Ü 漢 \ud800\r\n\u2028", None]
     assert "Ü 漢" in path.read_text()
     assert all(json.loads(line) for line in path.read_bytes().splitlines())
-
-
-def test_what_is_not_finite_is_null(tmp_path: Path):
-    reporter = Reporter(Accelerator(cpu=True), tmp_path, stage="SFT", first_step=0, steps=3)
-    reporter.step(1, {"loss": float("nan"), "ratio_max": float("inf"), "prompts": 3}, shown=())
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        log.append(tmp_path / "metrics.jsonl", [{"step": 2}, {"step": 3, "loss": float("nan")}])
-    assert [*log.read(tmp_path / "metrics.jsonl")] == [{"step": 1, "loss": None, "ratio_max": None, "prompts": 3}]
 
 
 ENDS = [b'{"step": 6, "lo', b"\n", b"\0" * 20, b"[]\n", b'{"a": 1}\n', b"\xff\xfe\n", b'{"step": "6"}\n']

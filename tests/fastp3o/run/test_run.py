@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 
 from fastp3o.config import StageConfig
 from fastp3o.context import Context
+from fastp3o.errors import UserError
 from fastp3o.models.loading import load_policy
 from fastp3o.optimizer import Optimizer
 from fastp3o.precision import choose_precision
 from fastp3o.processes import NotFiniteError
+from fastp3o.run.best import Best
 from fastp3o.run.manifest import ResumeError
 from fastp3o.run.run import Run, Steps
 from tests.fastp3o.runs import assert_equal, weights
@@ -234,3 +236,62 @@ def test_divergence_leaves_the_good_state_and_says_which(workplace, tiny_model, 
                 run.optimizer.step(torch.zeros(()))
     assert_equal(weights("run"), good)
     assert finish(start(tiny_model, tokenizer, resume=True))[-1] == 4
+
+
+# The best evaluation, whose model is kept
+
+
+SCORES = [0.0, 2.0, 5.0, 5.0, 3.0, 4.0, 9.0]
+
+
+def start_with_scores(tiny_model, tokenizer, steps=6, **changes) -> Run:
+    """Evaluations find SCORES, one after the other."""
+
+    def evaluate() -> dict[str, float]:
+        return {"score": SCORES[len(lines("eval.jsonl")) if Path("run/eval.jsonl").exists() else 0]}
+
+    settings = {"eval_every": 1, "save_every": 1, "keep_best": "score"} | changes
+    return start(tiny_model, tokenizer, evaluate, steps, **settings)
+
+
+def assert_best_is(step: int) -> None:
+    best = json.loads(Path("run/best/evaluation.json").read_text())
+    assert best == {"step": step, "score": SCORES[step]}
+    kept, saved = (load_file(f"run/{name}/model.safetensors") for name in ("best", f"checkpoint-{step:06}"))
+    assert_equal(kept, saved)
+
+
+def test_early_stopping_ends_the_run_and_keeps_the_best(workplace, tiny_model, tokenizer, capsys):
+    # 5 comes twice: an equal one is not better.
+    assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3)) == [1, 2, 3, 4, 5]
+    assert_best_is(2)
+    assert "--early_stopping: no evaluation since was better than score 5 after step 2" in capsys.readouterr().out
+    assert Path("run/model").exists()
+    assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3, resume=True)) == []
+    assert finish(start_with_scores(tiny_model, tokenizer, resume=True)) == [6]
+    assert_best_is(6)
+    assert "best score 9 after step 6: run/best" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_the_best_of_an_unbroken_one(workplace, tiny_model, tokenizer):
+    finish(start_with_scores(tiny_model, tokenizer), breaks_off_after=4)
+    assert finish(start_with_scores(tiny_model, tokenizer, early_stopping=3, resume=True)) == [4, 5]
+    assert_best_is(2)
+
+
+def test_the_lowest_is_best_where_it_is_asked_for_and_a_metric_must_be_there(workplace, tiny_model, tokenizer):
+    finish(start_with_scores(tiny_model, tokenizer, steps=2, best_is="lowest"))
+    assert json.loads(Path("run/best/evaluation.json").read_text())["step"] == 0
+    with pytest.raises(UserError, match="--keep_best accuracy: evaluations have score"):
+        finish(start_with_scores(tiny_model, tokenizer, keep_best="accuracy", overwrite=True))
+
+
+@pytest.mark.parametrize("lowest", [True, False])
+def test_any_number_is_better_than_none_and_none_is_never_better(lowest):
+    best = Best("reward/a", lowest=lowest, best=None, since=0)
+    assert best.improves(1, {"reward/a": float("nan")})
+    assert not best.improves(2, {"reward/a": float("nan")})
+    assert best.since == 1
+    assert best.improves(3, {"reward/a": 0.0})
+    assert (best.best["step"], best.since) == (3, 0)
+    assert not best.improves(4, {"reward/a": float("nan")})

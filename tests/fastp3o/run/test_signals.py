@@ -9,10 +9,8 @@ import time
 import pytest
 from accelerate import Accelerator
 from tqdm import tqdm
-from tqdm.contrib.concurrent import process_map
 
 from fastp3o.run import signals as stopping
-from fastp3o.run.report import ThreadsLock
 from fastp3o.run.signals import SIGNALS, Stops
 
 FORK = multiprocessing.get_context("fork")
@@ -86,8 +84,3 @@ def test_a_worker_that_is_killed_while_it_prints_leaves_the_run_its_lock():
     printing.start()
     printing.join(5)
     assert not printing.is_alive()
-
-
-def test_bars_of_a_users_processes_go_on():
-    assert process_map(abs, [-1, 2], max_workers=1, disable=True) == [1, 2]
-    assert isinstance(tqdm.get_lock(), ThreadsLock)
