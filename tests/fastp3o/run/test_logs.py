@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastp3o.run import log
 from fastp3o.run.log import LoggedGroup, LoggedResponse
@@ -51,19 +49,6 @@ def test_what_is_no_line_is_left_out_and_said(path: Path, end: bytes):
     assert path.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
     append(path, 4)
     assert steps(path) == [1, 2, 3, 4]
-
-
-@given(st.data())
-def test_a_stop_within_a_line_costs_that_line_alone(tmp_path_factory, data):
-    path = tmp_path_factory.mktemp("log") / "eval.jsonl"
-    append(path, 0, 1, 2, 3)
-    whole = path.read_bytes()
-    cut = data.draw(st.integers(0, len(whole)))
-    path.write_bytes(whole[:cut])
-    expected = list(range(whole[:cut].count(b"\n")))
-    assert steps(path) == expected
-    log.cut_after(path, 9)
-    assert steps(path) == expected
 
 
 def test_a_finished_log_is_compressed_and_read_as_before(path: Path):

@@ -151,20 +151,6 @@ def test_a_signal_saves_what_can_be_resumed_exactly(workplace, tiny_model, token
         assert_equal(*(load_file(Path(folder, name, "model.safetensors")) for folder in ("run", "whole")))
 
 
-def test_a_stop_in_an_evaluation_comes_behind_it(workplace, tiny_model, tokenizer):
-    def evaluate():
-        os.kill(os.getpid(), signal.SIGTERM)
-        return {"score": 1.0}
-
-    with pytest.raises(SystemExit):
-        finish(start(tiny_model, tokenizer, evaluate))
-    assert [line["step"] for line in lines("eval.jsonl")] == [0]
-    assert os.listdir("run/state") == ["step-000000"]
-    resumed = start(tiny_model, tokenizer, lambda: {"score": 1.0}, resume=True)
-    assert finish(resumed) == [1, 2, 3, 4]
-    assert [line["step"] for line in lines("eval.jsonl")] == [0, 4]
-
-
 def test_an_evaluation_that_was_not_due_is_made_where_the_resumed_run_ends(workplace, tiny_model, tokenizer):
     finish(start(tiny_model, tokenizer, lambda: {"score": 1.0}, steps=6, save_every=2), breaks_off_after=5)
     assert finish(start(tiny_model, tokenizer, lambda: {"score": 2.0}, steps=4, resume=True)) == []

@@ -42,17 +42,6 @@ def test_a_worker_that_is_stopped_ends(waited, capfd):
     assert capfd.readouterr().err.count("stopping as soon as") == 1
 
 
-def test_a_worker_has_the_handlers_from_before_the_run():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with Stops(Accelerator(cpu=True)):
-        worker = os.fork()
-        if not worker:
-            found = [signal.getsignal(number) for number in SIGNALS]
-            expected = [signal.default_int_handler if n == signal.SIGINT else signal.SIG_DFL for n in SIGNALS]
-            os._exit(0 if found == expected else 1)
-        assert os.waitpid(worker, 0)[1] == 0
-
-
 def take_signals() -> None:
     stopping.ONE_REQUEST = 0.5
     with Stops(Accelerator(cpu=True)) as stops:

@@ -21,7 +21,7 @@ LONGEST = 60.0  # seconds from the start to the end of processes that wait for e
 
 def in_child(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
     """The exit status of a fork that does `work`; what it prints goes to `log`."""
-    return wait(fork(work, log, prepare))
+    return wait_together([fork(work, log, prepare)])[0]
 
 
 def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = lambda: None) -> int:
@@ -50,10 +50,6 @@ def fork(work: Callable[[], object], log: Path, prepare: Callable[[], object] = 
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def fork_together(

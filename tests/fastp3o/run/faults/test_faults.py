@@ -174,15 +174,6 @@ def test_damaged_files_of_the_newest_state(scene: MakeScene, count: Count, damag
             assert f"run/state/{newest} is corrupt: {name}" in run.told()
 
 
-def test_damaged_ends_of_logs(scene: MakeScene, count: Count):
-    run = scene()
-    run.stopped_with_a_state().rename(run.run)
-    for name, end in (("metrics.jsonl", b'{"step": 9, "lo'), ("eval.jsonl", b"\0" * 512)):
-        with (run.run / name).open("ab") as file:
-            file.write(end)
-    count("a cut line, and zeros, at the end of a log", run.result())
-
-
 def test_a_second_process_is_refused(scene: MakeScene, count: Count):
     run = scene()
     (first,) = run.start(run.train)
