@@ -10,7 +10,7 @@ from fastp3o.context import Context
 from fastp3o.models.packed_model import PackedModel
 from fastp3o.models.trainable import add_lora
 from fastp3o.objectives.p3o import P3OConfig
-from fastp3o.objectives.policy_gradient import REBELConfig, RLOOConfig
+from fastp3o.objectives.policy_gradient import RLOOConfig
 from fastp3o.objectives.preferences import OnlineDPOConfig
 from fastp3o.precision import choose_precision
 from fastp3o.training import build as models
@@ -45,9 +45,7 @@ def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
         (P3OConfig, {"top_k": 5}, 4, 64, "--sampler_ratio_cap or --old_logprobs sampler corrects"),
         (P3OConfig, {"top_p": 0.5, "old_logprobs": "sampler"}, 4, 64, ""),
         (RLOOConfig, {"min_p": 0.5}, 4, 64, ": --sampler_ratio_cap corrects"),
-        (RLOOConfig, {"top_k": 5, "sampler_ratio_cap": 2.0}, 4, 64, ""),
         (OnlineDPOConfig, {"top_k": 5}, 4, 64, ""),
-        (REBELConfig, {"top_k": 5}, 4, 64, ""),
     ],
 )
 def test_idle_processes_few_prompts_and_a_biased_gradient_are_said(

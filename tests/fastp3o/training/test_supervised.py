@@ -1,7 +1,6 @@
 """Fine-tuning and reward modelling: their losses against plain ones, what trains, and losses that are not finite."""
 
 import json
-import random
 from itertools import combinations
 from pathlib import Path
 
@@ -101,15 +100,14 @@ LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 32}
 @pytest.fixture
 def data(workplace: Path) -> Path:
     """Rankings of two to five, and preferences with and without a margin."""
-    drawn = random.Random(0)
     words = ["tree", "house", "river", "cloud", "stone", "apple", "eagle", "ocean"]
     ranked = [
-        {"prompt": f"Say {word}:", "ranked_responses": [f" {word}", *(" z" * n for n in range(1, drawn.randint(2, 5)))]}
-        for word in words
+        {"prompt": f"Say {word}:", "ranked_responses": [f" {word}", *(" z" * n for n in range(1, 2 + number % 4))]}
+        for number, word in enumerate(words)
     ]
     pairs = [
-        {"prompt": f"Say {w} please:", "chosen": f" {w}", "rejected": " zzz", "margin": m}
-        for w, m in zip(words, (1, 0.5, None, 0, 2, 1, 3.5, 0), strict=True)
+        {"prompt": f"Say {word} please:", "chosen": f" {word}", "rejected": " zzz", "margin": margin}
+        for word, margin in zip(words, (1, 0.5, None, 0, 2, 1, 3.5, 0), strict=True)
     ]
     for name, records in (("ranked", ranked), ("margins", pairs)):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
