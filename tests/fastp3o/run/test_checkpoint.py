@@ -201,6 +201,8 @@ def test_what_would_be_another_run_is_refused_by_name(changes):
     with pytest.raises(ResumeError, match=r"--resume: this would be another run: .*or a new --output_dir") as refused:
         resume(**changes)
     assert all(f"--{name}" in str(refused.value) for name in changes)
+    with pytest.raises(ResumeError, match=r"the content another .*: --model \(m\), --prompts \(p\)"):
+        resume(hashes=HASHES | {"prompts": "9", "model": "8"})
 
 
 def test_a_reference_that_is_a_mean_keeps_its_precision():
@@ -208,10 +210,3 @@ def test_a_reference_that_is_a_mean_keeps_its_precision():
     assert resume(before=BEFORE | {"precision": "fp32"}, precision="fp16") == changed
     with pytest.raises(ResumeError, match=r"--precision \(fp32 before, fp16 now\)\. Give what was before"):
         resume(before=BEFORE | {"precision": "fp32", "reference_decay": 0.9}, precision="fp16")
-
-
-def test_other_contents_under_the_same_name_are_refused_by_name():
-    with pytest.raises(ResumeError, match=r"the content another .*: --prompts \(p\)\."):
-        resume(hashes=HASHES | {"prompts": "9"})
-    with pytest.raises(ResumeError, match=r"--model \(m\), --prompts \(p\)"):
-        resume(hashes=HASHES | {"prompts": "9", "model": "8"})

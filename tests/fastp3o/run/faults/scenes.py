@@ -3,6 +3,7 @@
 import os
 import shutil
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ SCENES: dict[str, tuple[Callable[[Any], None], type, dict[str, Any]]] = {
     "rounds ahead, sampler's ratios": (online.train, P3OConfig, AHEAD | {"old_logprobs": "sampler"}),
 }
 
+# How often each result came of a fault, for the table at the end of the session.
+COUNTS: dict[str, Counter[str]] = defaultdict(Counter)
 # How long the run of a scene takes, its file-system calls and what it leaves, wherever its folder is.
 UNBROKEN: dict[tuple[str, int], tuple[float, list[int], tuple[dict, list, list, list]]] = {}
 
@@ -150,8 +153,10 @@ class Scene:
         self.run.rename(stopped)
         return stopped
 
-    def result(self) -> str:
-        """Resumes from what is there: the run must end with the bits, and the lines, of the unbroken run."""
+    def result(self, fault: str, told: str = "") -> str:
+        """Resumes from what is there: the run must end with the bits, and the lines, of the unbroken run. What came of
+        the fault is counted.
+        """
         had_state = any(".unfinished-" not in name for name in self.states())
         assert not any(self.do(self.resume)), f"cannot resume:\n{self.told()}"
         weights, *logs, rollouts = self.outcome()
@@ -161,7 +166,9 @@ class Scene:
         left = [path for path in self.run.rglob("*.*-*") if ".unfinished-" in path.name or ".replaced-" in path.name]
         assert not left, left
         assert len(self.states()) <= 2
-        return "identical after `--resume`" if had_state else "identical, begun anew before the first state"
+        result = "identical after `--resume`" if had_state else "identical, begun anew before the first state"
+        COUNTS[fault][told + result] += 1
+        return result
 
     def furthest_alone(self) -> float:
         """The largest difference of a weight where one process goes on with what is there, in another order of sums."""

@@ -17,10 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.fastp3o.run.faults.injection import DAMAGES, KILLED, fork, wait_together
-from tests.fastp3o.run.faults.scenes import SCENES, Scene
+from tests.fastp3o.run.faults.scenes import COUNTS, SCENES, Scene
 from tests.fastp3o.torchrun import torchrun
 
-Count = Callable[[str, str], None]
 MakeScene = Callable[..., Scene]
 
 # The processes of a run, and the one with the fault.
@@ -47,7 +46,7 @@ def scene(workplace: Path, tiny_model: str) -> MakeScene:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("fault", "resumes", "place"), FAULTS)
-def test_a_fault_before_a_file_system_call(scene: MakeScene, count: Count, fault: str, resumes: bool, place: str, part):
+def test_a_fault_before_a_file_system_call(scene: MakeScene, fault: str, resumes: bool, place: str, part):
     processes, process = PLACES[place]
     run = scene(processes=processes)
     work, total = run.train, run.calls[process]
@@ -78,31 +77,29 @@ def test_a_fault_before_a_file_system_call(scene: MakeScene, count: Count, fault
                 said = run.logs[other].read_text()
                 assert statuses[other] == 0 or "onnection" in said.splitlines()[-1], said
         kind = "a resumed run" if resumes else "a run with two saves"
-        count(f"{fault} before file-system calls of {kind}, {processes} process(es)", told + run.result())
+        run.result(f"{fault} before file-system calls of {kind}, {processes} process(es)", told)
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_killed_after_its_first_state(scene: MakeScene, count: Count, name: str):
+def test_killed_after_its_first_state(scene: MakeScene, name: str):
     """Every stage, objective, precision and choice of what trains."""
     run = scene(name)
     run.stopped_with_a_state(part=0.6).rename(run.run)
-    result = run.result()
-    assert "--resume" in result
-    count("killed after the first state, in all kinds of training", result)
+    assert "--resume" in run.result("killed after the first state, in all kinds of training")
 
 
 @pytest.mark.parametrize("size", [0, 100, 3000, *(pytest.param(2**n, marks=at_night) for n in range(6, 19))])
-def test_no_file_longer_than(scene: MakeScene, count: Count, size: int):
+def test_no_file_longer_than(scene: MakeScene, size: int):
     """A write that stops in the middle of a file, as on a disk that gets full."""
     run = scene()
     run.logs = [Path(os.devnull)]
     run.do(run.train, lambda number: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
-    count("writes that stop within a file, at 16 lengths", run.result())
+    run.result("writes that stop within a file, at 16 lengths")
 
 
 @pytest.mark.parametrize(("processes", "process"), [(1, 0), *(pytest.param(2, n, marks=at_night) for n in (0, 1))])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "P3O" else at_night) for name in SCENES])
-def test_killed_at_random(scene: MakeScene, count: Count, name: str, processes: int, process: int):
+def test_killed_at_random(scene: MakeScene, name: str, processes: int, process: int):
     run, chance = scene(name, processes), random.Random(f"{name} {process}")
     for number in range(int(TRIES or 3 - processes)):
         run.clear()
@@ -111,7 +108,7 @@ def test_killed_at_random(scene: MakeScene, count: Count, name: str, processes: 
             time.sleep(run.seconds * chance.uniform(0.1, 1))
             os.kill(pids[process], signal.SIGKILL)
             wait_together(pids)
-        count(f"`kill -9` at random, one to three times, {processes} process(es)", run.result())
+        run.result(f"`kill -9` at random, one to three times, {processes} process(es)")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,7 @@ def test_killed_at_random(scene: MakeScene, count: Count, name: str, processes: 
     ],
 )
 @pytest.mark.parametrize("name", ["P3O", *(pytest.param(name, marks=at_night) for name in ("SFT", "reward model"))])
-def test_asked_to_stop_at_random(scene: MakeScene, count: Count, name, to, number, tmp_path_factory, monkeypatch):
+def test_asked_to_stop_at_random(scene: MakeScene, name, to, number, tmp_path_factory, monkeypatch):
     """to: for each process whether it is the one, or None."""
     scratch = tmp_path_factory.mktemp("scratch")
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
@@ -144,13 +141,13 @@ def test_asked_to_stop_at_random(scene: MakeScene, count: Count, name, to, numbe
         assert (statuses == [128 + number] * len(to)) == said, run.told()
         assert not list(scratch.iterdir())
         told = "stopped with a line, " if said else "outside of the loop, "
-        count("SIGTERM, SIGINT, SIGUSR1 and SIGHUP at random times", told + run.result())
+        run.result("SIGTERM, SIGINT, SIGUSR1 and SIGHUP at random times", told)
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=at_night)])
 @pytest.mark.parametrize("alone", [False, True], ids=["with-the-state-before", "alone"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files_of_the_newest_state(scene: MakeScene, count: Count, damage: str, alone: bool, processes: int):
+def test_damaged_files_of_the_newest_state(scene: MakeScene, damage: str, alone: bool, processes: int):
     run = scene(processes=processes)
     assert not any(run.do(run.train))
     older, newest = run.states()
@@ -168,13 +165,13 @@ def test_damaged_files_of_the_newest_state(scene: MakeScene, count: Count, damag
             assert run.do(run.resume) == [1] * processes
             for log in run.logs:
                 assert f"no state is whole. run/state/{newest} is corrupt: {name}" in log.read_text()
-            count(f"{what}, and there is no other", "refused with the file's name")
+            COUNTS[f"{what}, and there is no other"]["refused with the file's name"] += 1
         else:
-            count(f"{what}, with one before it", run.result())
+            run.result(f"{what}, with one before it")
             assert f"run/state/{newest} is corrupt: {name}" in run.told()
 
 
-def test_a_second_process_is_refused(scene: MakeScene, count: Count):
+def test_a_second_process_is_refused(scene: MakeScene):
     run = scene()
     (first,) = run.start(run.train)
     deadline = time.monotonic() + 60
@@ -188,10 +185,10 @@ def test_a_second_process_is_refused(scene: MakeScene, count: Count):
     assert "another process trains in run (process" in second_log.read_text()
     assert wait_together([first]) == [0]
     assert run.outcome() == run.expected
-    count("two processes in one folder", "the second refused, the first identical")
+    COUNTS["two processes in one folder"]["the second refused, the first identical"] += 1
 
 
-def test_killed_within_the_write_of_a_model(scene: MakeScene, count: Count):
+def test_killed_within_the_write_of_a_model(scene: MakeScene):
     """safetensors writes in Rust, where no call of Python can be seen."""
 
     def half_a_file(number: int) -> None:
@@ -207,21 +204,21 @@ def test_killed_within_the_write_of_a_model(scene: MakeScene, count: Count):
     assert run.do(run.train, half_a_file) == [KILLED]
     assert not (run.run / "model").exists()
     assert not (run.run / "checkpoint-000002").exists()
-    count("killed within the write of a model", run.result())
+    run.result("killed within the write of a model")
 
 
-def test_one_process_goes_on_with_what_two_left(scene: MakeScene, count: Count):
+def test_one_process_goes_on_with_what_two_left(scene: MakeScene):
     run = scene(processes=2)
     for process, part in ((0, 0.5), (1, 0.9)):
         run.stopped_with_a_state(process, part).rename(run.run)
         assert run.furthest_alone() <= 1e-4
-        count("either process killed, and one alone goes on", "the same up to rounding")
+        COUNTS["either process killed, and one alone goes on"]["the same up to rounding"] += 1
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("fault", ["kill_before", "full_from"])
-def test_torchrun_starts_again(scene: MakeScene, count: Count, fault: str, process: int):
+def test_torchrun_starts_again(scene: MakeScene, fault: str, process: int):
     run = scene(processes=2)
     number = int(0.6 * run.calls[process])
     _, _, settings = SCENES["SFT"]
@@ -232,4 +229,4 @@ def test_torchrun_starts_again(scene: MakeScene, count: Count, fault: str, proce
     assert done.returncode == 0, done.stderr
     assert "resuming after step" in done.stdout
     assert run.outcome() == run.expected
-    count("`torchrun --max-restarts`: killed, or disk full, in either process", "identical")
+    COUNTS["`torchrun --max-restarts`: killed, or disk full, in either process"]["identical"] += 1
